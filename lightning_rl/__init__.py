@@ -1,0 +1,26 @@
+"""On-policy reinforcement learning for PyTorch Lightning."""
+
+from lightning_rl import functional
+from lightning_rl.__about__ import __version__
+from lightning_rl.algorithms import PPO, OnPolicyAlgorithm
+from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
+from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.environments import AtariPreprocessing
+from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.rollout import Batch, Rollout
+
+__all__ = [
+    "PPO",
+    "ActorCritic",
+    "AtariPreprocessing",
+    "Batch",
+    "EnvStepCheckpoint",
+    "EnvStepLimit",
+    "EnvStepValidation",
+    "OnPolicyAlgorithm",
+    "PolicyOutput",
+    "Rollout",
+    "RolloutDataModule",
+    "__version__",
+    "functional",
+]

@@ -1,0 +1,385 @@
+"""Everything that on-policy algorithms share and their authors need not write."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from gymnasium import spaces
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_rl.clock import planned_env_steps
+from lightning_rl.collector import Episode
+from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.functional import gae, normalize
+from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+from lightning_rl.normalization import RewardNormalizer
+from lightning_rl.policy import ActorCritic
+from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
+from lightning_rl.validation import (
+    ClassSpec,
+    ConfigurationError,
+    check,
+    check_number,
+    import_class,
+    instantiate,
+    to_class_spec,
+)
+
+CHECKPOINT_KEY = "lightning_rl"
+
+
+class OnPolicyAlgorithm(LightningModule):
+    """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
+
+    An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside `with self.learning(rollout):`
+    and calls `self.optimize(loss)` for each.
+
+    Args:
+        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
+        action_space: Likewise.
+        learning_rate: Step size of the optimiser.
+        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run.
+        optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of one; None
+            is Adam with epsilon 1e-5, fused where that exists.
+        lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
+        max_grad_norm: Clip the global norm of the gradient; None does not.
+        gamma: Discount factor.
+        on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode off,
+            `terminal` treats the limit as a terminal state.
+        network: `auto`, `mlp`, `nature`, `impala`, or the class of an encoder; see `lightning_rl.networks.make_encoder`.
+        hidden_sizes: Layers of the MLP.
+        activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
+        shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
+        initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        normalize_observations: Standardise observations by their running moments.
+        normalize_rewards: Divide rewards by the running deviation of the discounted return.
+        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout (slower, for debugging).
+
+    Raises:
+        ConfigurationError: A value is out of range; names field, value and what was expected.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | SpaceDict,
+        action_space: spaces.Space[Any] | SpaceDict,
+        *,
+        learning_rate: float = 3e-4,
+        anneal_learning_rate: bool = False,
+        optimizer: ClassSpec | type[Optimizer] | None = None,
+        lr_scheduler: ClassSpec | type[LRScheduler] | None = None,
+        max_grad_norm: float | None = 0.5,
+        gamma: float = 0.99,
+        on_truncation: OnTruncation = "bootstrap",
+        network: str | ClassSpec = "auto",
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        shared_encoder: bool | None = None,
+        initial_log_std: float = 0.0,
+        normalize_observations: bool = False,
+        normalize_rewards: bool = False,
+        check_numerics: bool = False,
+    ) -> None:
+        super().__init__()
+        check_number("learning_rate", learning_rate, above=0)
+        check_number("gamma", gamma, at_least=0, at_most=1)
+        if max_grad_norm is not None:
+            check_number("max_grad_norm", max_grad_norm, above=0)
+        check(on_truncation in ("bootstrap", "terminal"), "on_truncation", on_truncation, "bootstrap or terminal")
+        if lr_scheduler is not None:
+            lr_scheduler = to_class_spec("lr_scheduler", lr_scheduler)
+            check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
+            plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
+            check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
+        # Checkpoints hold plain data only: spaces and classes are stored as their descriptions.
+        self.save_hyperparameters()
+        plain = {"observation_space": space_to_dict(observation_space), "action_space": space_to_dict(action_space)}
+        if optimizer is not None:
+            plain["optimizer"] = to_class_spec("optimizer", optimizer)
+        if lr_scheduler is not None:
+            plain["lr_scheduler"] = cast(ClassSpec, lr_scheduler)
+        if not isinstance(network, str):
+            plain["network"] = to_class_spec("network", network)
+        self.hparams.update(plain, hidden_sizes=list(hidden_sizes))
+        self.automatic_optimization = False
+        self.observation_space = space_from_dict(plain["observation_space"])
+        self.action_space = space_from_dict(plain["action_space"])
+        self.gamma = gamma
+        self.on_truncation: OnTruncation = on_truncation
+        self.learning_rate = learning_rate
+        self.anneal_learning_rate = anneal_learning_rate
+        self.max_grad_norm = max_grad_norm
+        self.check_numerics = check_numerics
+        self.policy = self.make_policy()
+        self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
+        self.env_steps = 0
+        """Environment steps of all ranks that were learned from: the clock of the run."""
+        self.policy_version = 0
+        """Number of rollouts that were learned from."""
+        self.diagnostics = Diagnostics(torch.device("cpu"))
+        self.generator = torch.Generator()
+        """Orders the minibatches; its own, so that nothing else changes them."""
+        self._restored_generator: Tensor | None = None
+        self._planned_env_steps: int | None = None
+        self._logged_env_steps = 0
+        self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
+        self.train_means: ScalarMeans | None = None
+
+    def make_policy(self) -> ActorCritic:
+        """Return the policy; override it to bring your own network."""
+        names = ("network", "hidden_sizes", "activation", "shared_encoder", "initial_log_std", "normalize_observations")
+        options = {name: self.hparams[name] for name in names}
+        return ActorCritic(self.observation_space, self.action_space, **options)
+
+    def forward(self, observations: Tensor, deterministic: bool = True) -> Tensor:
+        """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it."""
+        return self.policy.act(observations, deterministic=deterministic).action
+
+    # ------------------------------------------------------------------ learning
+
+    @contextmanager
+    def learning(self, rollout: Rollout) -> Iterator[None]:
+        """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
+
+        Raises:
+            RuntimeError: The rollout was not collected with the current parameters.
+            FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
+        """
+        if rollout.policy_version != self.policy_version:
+            raise RuntimeError(
+                f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
+                f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
+            )
+        start = time.perf_counter()
+        self.diagnostics = Diagnostics(self.device)
+        self._set_learning_rate()
+        yield
+        means = self.diagnostics.means()
+        self._raise_unless_finite(means)
+        self._update_normalizers(rollout)
+        if schedulers := self.lr_schedulers():
+            cast(LRScheduler, schedulers).step()
+        self.policy_version += 1
+        self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
+        self._log_rollout(rollout, means, time.perf_counter() - start)
+
+    def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
+        """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
+        rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
+        discounts = rollout.discounts(self.gamma, self.on_truncation)
+        return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+
+    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+        """Yield the rows in a fresh random order, cut into minibatches.
+
+        With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
+        """
+        parts = list(batch.shuffled(self.generator).split(num_minibatches))
+        if self.trainer.world_size > 1:
+            totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
+            for part, total in zip(parts, totals, strict=True):
+                part.weight = self.trainer.world_size / total
+        yield from parts
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
+        if self.trainer.world_size == 1:
+            return normalize(x)
+        count, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
+        centered = x - total / count
+        variance = self.all_reduce(centered.square().sum()) / (count - 1)
+        return centered / (variance.sqrt() + 1e-8)
+
+    def optimize(self, loss: Tensor) -> None:
+        """Take one step down the gradient of `loss`, unless the gradient is not finite or updates were stopped."""
+        optimizer = cast(LightningOptimizer, self.optimizers())
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        grad_norm = self._clip_gradients(optimizer)
+        self.diagnostics.add(grad_norm=grad_norm)
+        self.diagnostics.close_unless(torch.isfinite(grad_norm))
+        if self.check_numerics:
+            self._raise_unless_finite(self.diagnostics.means())
+        self._step(optimizer)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks."""
+        if self.trainer.world_size == 1:
+            return x
+        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op="sum"))
+
+    def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
+        """Clip, and return the norm before clipping."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
+        return grad_norm
+
+    def _step(self, optimizer: LightningOptimizer) -> None:
+        """Step if updates are open: decided on the device by fused optimisers, elsewhere by the host."""
+        is_open, raw = self.diagnostics.open, optimizer.optimizer
+        if is_open.device.type != "cpu" and raw.defaults.get("fused"):
+            raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
+            optimizer.step()
+        elif is_open:
+            optimizer.step()
+
+    def _set_learning_rate(self) -> None:
+        if self.anneal_learning_rate and self._planned_env_steps:
+            remaining = max(0.0, 1 - self.env_steps / self._planned_env_steps)
+            for group in cast(LightningOptimizer, self.optimizers()).param_groups:
+                group["lr"] = self.learning_rate * remaining
+
+    def _update_normalizers(self, rollout: Rollout) -> None:
+        """Take the rollout into the running moments, now that it has been learned from."""
+        if (normalizer := self.policy.observation_normalizer) is not None:
+            normalizer.update(rollout.flatten().observations, self.all_reduce)
+        if self.reward_normalizer is not None:
+            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
+
+    def _raise_unless_finite(self, means: dict[str, float]) -> None:
+        bad = {name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"}
+        if bad:
+            name, value = next(iter(bad.items()))
+            raise FloatingPointError(
+                f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps}); "
+                "the parameters were left as they were before that minibatch. Look at the rewards and observations, or "
+                "lower learning_rate; check_numerics=True stops at the very minibatch"
+            )
+
+    # ------------------------------------------------------------------ Lightning's hooks
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        """Make the optimiser and, if there is one, the scheduler."""
+        spec: ClassSpec | None = self.hparams["optimizer"]
+        if spec is None:
+            fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
+            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": fused}}
+        given = spec["init_args"]
+        check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
+        optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
+        if (scheduler := self.hparams["lr_scheduler"]) is None:
+            return optimizer
+        return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+
+    def on_fit_start(self) -> None:
+        """Refuse what cannot work before anything is collected."""
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            raise ConfigurationError(
+                f"precision={self.trainer.precision!r} needs loss scaling, which hides gradient norms: expected 32-true, "
+                "bf16-mixed, bf16-true or 64-true"
+            )
+
+    def on_train_start(self) -> None:
+        """Seed or restore the order of minibatches; find out how long the run is."""
+        if self._restored_generator is not None:
+            self.generator.set_state(self._restored_generator.cpu())
+            self._restored_generator = None
+        else:
+            self.generator.manual_seed(derive_seed(torch.initial_seed(), MINIBATCHES, self.global_rank))
+        self._planned_env_steps = planned_env_steps(self.trainer)
+        self._logged_env_steps = self.env_steps
+        if self.anneal_learning_rate and self._planned_env_steps is None:
+            raise ConfigurationError(
+                "anneal_learning_rate=True needs to know how long the run is: expected max_env_steps or max_epochs"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add clock, version and generator."""
+        checkpoint[CHECKPOINT_KEY] = {
+            "format": 1,
+            "env_steps": self.env_steps,
+            "policy_version": self.policy_version,
+            "generator": self.generator.get_state(),
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take them back.
+
+        Raises:
+            ConfigurationError: The checkpoint was made for other spaces.
+        """
+        for name in ("observation_space", "action_space"):
+            stored, own = checkpoint["hyper_parameters"][name], self.hparams[name]
+            if stored != own:
+                raise ConfigurationError(
+                    f"{name}={space_from_dict(own)} does not fit the checkpoint: expected {space_from_dict(stored)}, the "
+                    "space it was trained with"
+                )
+        state = checkpoint[CHECKPOINT_KEY]
+        self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
+        self._restored_generator = state["generator"]
+
+    # ------------------------------------------------------------------ evaluation
+
+    def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
+
+    def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.validation_step(episodes, batch_idx)
+
+    def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
+        """Return the played episodes with observations, actions and rewards."""
+        return episodes
+
+    def on_validation_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
+        self.eval_episodes.reset()
+        self.log_dict(values, sync_dist=True)
+        self.log("step", self._clock, reduce_fx="max")
+
+    # ------------------------------------------------------------------ logging
+
+    @property
+    def _clock(self) -> Tensor:
+        # Loggers take the value of "step" as their x-axis. float64: float32 loses steps above 2^24.
+        return torch.tensor(self.env_steps, dtype=torch.float64)
+
+    def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
+        """Log what happened since the loggers were last fed, over all ranks."""
+        self.train_episodes.update(rollout.episodes.returns, rollout.episodes.lengths)
+        scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
+        scalars["train/learning_rate"] = [cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]]
+        scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
+        scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
+        if self.train_means is None:
+            self.train_means = ScalarMeans(list(scalars)).to(self.device)
+        lists = scalars.values()
+        self.train_means.update(
+            torch.tensor([sum(values) for values in lists], dtype=torch.float64, device=self.device),
+            torch.tensor([len(values) for values in lists], dtype=torch.float64, device=self.device),
+        )
+        episodes, logged = self.train_episodes.compute(), self.train_means.compute()
+        logged |= {f"rollout/{name}": value for name, value in episodes.items() if name != "episode_return"}
+        seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * self.train_means.update_count
+        rate = (self.env_steps - self._logged_env_steps) / seconds
+        self.log_dict(logged | {"step": self._clock})
+        self.log("time/steps_per_second", rate, prog_bar=True)
+        if episodes:
+            self.log("rollout/episode_return", episodes["episode_return"], prog_bar=True)
+        if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:
+            self.train_episodes.reset()
+            self.train_means.reset()
+            self._logged_env_steps = self.env_steps

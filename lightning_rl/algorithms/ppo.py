@@ -1,0 +1,134 @@
+"""Proximal policy optimisation (Schulman et al. 2017)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from lightning_rl import functional as rl
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.rollout import Batch, Rollout, check_minibatches
+from lightning_rl.spaces import SpaceDict
+from lightning_rl.validation import check, check_number, check_positive_int
+
+
+class PPO(OnPolicyAlgorithm):
+    """Proximal policy optimisation with a clipped surrogate objective (Schulman et al. 2017).
+
+    From each rollout: generalised advantage estimates (Schulman et al. 2016), then `num_epochs` passes over its steps in
+    `num_minibatches` random parts, each a gradient step on
+
+        policy loss (equation 7) + value_coef · value loss - entropy_coef · entropy      (equation 9)
+
+    Args:
+        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
+        action_space: Likewise.
+        num_epochs: Passes over each rollout.
+        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
+        gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.
+        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε].
+        clip_range_value: Clip the change of the value since the rollout to this; None does not.
+        value_coef: Weight of the value loss ½(V - return)².
+        entropy_coef: Weight of the entropy bonus.
+        normalize_advantages: Over each `minibatch`, over the whole `rollout`, or `none`.
+        target_kl: Make no further update from a rollout once the approximate KL divergence between the policy that
+            collected it and the current one exceeds 1.5 times this; None never stops.
+        **kwargs: Those of `OnPolicyAlgorithm`.
+
+    Raises:
+        ConfigurationError: A value is out of range; names field, value and what was expected.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | SpaceDict,
+        action_space: spaces.Space[Any] | SpaceDict,
+        *,
+        num_epochs: int = 4,
+        num_minibatches: int = 4,
+        gae_lambda: float = 0.95,
+        clip_range: float = 0.2,
+        clip_range_value: float | None = None,
+        value_coef: float = 0.5,
+        entropy_coef: float = 0.0,
+        normalize_advantages: Literal["minibatch", "rollout", "none"] = "minibatch",
+        target_kl: float | None = None,
+        **kwargs: Any,  # noqa: ANN401 - those of the base class
+    ) -> None:
+        super().__init__(observation_space, action_space, **kwargs)
+        check_positive_int("num_epochs", num_epochs)
+        check_positive_int("num_minibatches", num_minibatches)
+        check_number("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        check_number("clip_range", clip_range, above=0)
+        check_number("value_coef", value_coef, at_least=0)
+        check_number("entropy_coef", entropy_coef, at_least=0)
+        for name, value in (("clip_range_value", clip_range_value), ("target_kl", target_kl)):
+            if value is not None:
+                check_number(name, value, above=0)
+        choices = ("minibatch", "rollout", "none")
+        check(normalize_advantages in choices, "normalize_advantages", normalize_advantages, f"one of {choices}")
+        self.num_epochs = num_epochs
+        self.num_minibatches = num_minibatches
+        self.gae_lambda = gae_lambda
+        self.clip_range = clip_range
+        self.clip_range_value = clip_range_value
+        self.value_coef = value_coef
+        self.entropy_coef = entropy_coef
+        self.normalize_advantages = normalize_advantages
+        self.target_kl = target_kl
+
+    def on_fit_start(self) -> None:
+        """Check that the rollouts to come can be cut into minibatches."""
+        super().on_fit_start()
+        length, num_envs = getattr(self.trainer.datamodule, "rollout_shape", (0, 0))  # type: ignore[attr-defined]
+        check_minibatches(length * num_envs, self.num_minibatches)
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        """Learn from one rollout."""
+        with self.learning(rollout):
+            advantages = self.gae(rollout, self.gae_lambda)
+            batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
+            self.diagnostics.add(explained_variance=rl.explained_variance(batch.values, batch.returns))
+            if self.normalize_advantages == "rollout":
+                batch = batch.replace(advantages=self.normalize(batch.advantages))
+            for _ in range(self.num_epochs):
+                for minibatch in self.minibatches(batch, self.num_minibatches):
+                    self.optimize(self.loss(minibatch))
+                    if self.diagnostics.known_closed:
+                        return
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of equation 9 over a minibatch."""
+        advantages = batch.advantages
+        if self.normalize_advantages == "minibatch":
+            advantages = self.normalize(advantages)
+        distribution, values = self.policy(batch.observations)
+        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
+        policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_range))
+        if self.clip_range_value is None:
+            value_loss = batch.mean(rl.value_loss(values, batch.returns))
+        else:
+            value_loss = batch.mean(
+                rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value)
+            )
+        entropy = batch.mean(distribution.entropy())
+        self._record(batch, log_ratios.detach(), policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+
+    @torch.no_grad()
+    def _record(self, batch: Batch, log_ratios: Tensor, **terms: Tensor) -> None:
+        """Keep diagnostics, and stop the updates from this rollout if the policy has moved too far."""
+        self.diagnostics.first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
+        approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
+        self.diagnostics.add(
+            **terms,
+            approx_kl=approx_kl,
+            approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
+            clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
+        )
+        if self.target_kl is not None:
+            mean_kl = self.all_reduce(approx_kl.clone()) / self.trainer.world_size
+            self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)

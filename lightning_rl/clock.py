@@ -1,0 +1,21 @@
+"""The clock of a run is the environment step; this module knows how long a run is planned to be."""
+
+from __future__ import annotations
+
+import math
+
+from lightning.pytorch import Trainer
+
+
+def planned_env_steps(trainer: Trainer) -> int | None:
+    """Return the number of environment steps after which `trainer` will stop, None if nothing bounds it.
+
+    The smallest of every callback's `max_env_steps` and what `max_epochs` allows, where each epoch has
+    ranks · environments · rollout length · rollouts steps. Known from the start of training on.
+    """
+    limits = [limit for callback in trainer.callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None]  # type: ignore[attr-defined]
+    shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
+    rollouts = trainer.num_training_batches
+    if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):
+        limits.append(trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
+    return min(limits, default=None)

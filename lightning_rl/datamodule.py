@@ -1,0 +1,266 @@
+"""The data side: environments, and loaders that yield on-policy rollouts and evaluation episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from lightning.pytorch import LightningDataModule
+
+from lightning_rl.collector import Collector, Episode, play
+from lightning_rl.environments import (
+    AtariPreprocessing,
+    Backend,
+    EnvironmentBatch,
+    EnvironmentSpec,
+    make_environments,
+)
+from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, derive_seed
+from lightning_rl.policy import Policy
+from lightning_rl.rollout import Rollout
+from lightning_rl.validation import ClassSpec, check, check_positive_int, to_class_spec
+
+
+class RolloutDataModule(LightningDataModule):
+    """Owns the environments and yields on-policy batches.
+
+    One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected when the Trainer
+    asks for it with the parameters of that moment; an epoch is `rollouts_per_epoch` of them. One batch of
+    validation, test or prediction is one set of `eval_episodes` whole episodes, played in environments of their own with
+    their own seeds, raw rewards and frozen normalisers: the same episodes each time.
+
+    Args:
+        env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
+        num_envs: Number of training environments on each rank.
+        rollout_length: Steps of each environment in a rollout.
+        rollouts_per_epoch: Rollouts in an epoch: how often the Trainer validates and checkpoints by default.
+        backend: `sync` steps the environments one after another in this process, `async` has a worker process for each,
+            `native` is the environment's own vectorised version, `envpool` is EnvPool's.
+        env_kwargs: Arguments of the environment's constructor.
+        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native` and `envpool`) as
+            class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
+        training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
+        atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
+        step_timeout: Seconds a worker process may take for one step before it counts as hung (`async` only).
+        eval_episodes: Number of evaluation episodes, over all ranks.
+        num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at the most.
+        eval_deterministic: Evaluate the mode of the policy rather than samples from it.
+        info_keys: Keys of `info` whose scalars are averaged and logged as `rollout/<key>`.
+        seed: Root of all seeds; None takes the one given to `seed_everything`, or a random one.
+
+    Raises:
+        ConfigurationError: An option is out of range, or the environment cannot be made.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        num_envs: int = 8,
+        rollout_length: int = 128,
+        rollouts_per_epoch: int = 10,
+        *,
+        backend: Backend = "sync",
+        env_kwargs: dict[str, Any] | None = None,
+        wrappers: list[str | ClassSpec] | None = None,
+        training_wrappers: list[str | ClassSpec] | None = None,
+        atari: AtariPreprocessing | None = None,
+        step_timeout: float | None = None,
+        eval_episodes: int = 10,
+        num_eval_envs: int | None = None,
+        eval_deterministic: bool = True,
+        info_keys: Sequence[str] = (),
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name in ("num_envs", "rollout_length", "rollouts_per_epoch", "eval_episodes"):
+            check_positive_int(name, locals()[name])
+        if num_eval_envs is not None:
+            check_positive_int("num_eval_envs", num_eval_envs)
+        check(seed is None or seed >= 0, "seed", seed, "an integer of at least 0, or None")
+        always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
+        only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
+        self.spec = EnvironmentSpec(
+            env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout
+        )
+        self.eval_spec = self.spec.for_evaluation(always)
+        self.num_envs = num_envs
+        self.rollout_length = rollout_length
+        self.rollouts_per_epoch = rollouts_per_epoch
+        self.eval_episodes = eval_episodes
+        self.num_eval_envs = num_eval_envs
+        self.eval_deterministic = eval_deterministic
+        self.info_keys = list(info_keys)
+        self.seed = seed
+        self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
+        self._environments: EnvironmentBatch | None = None
+        self._eval_environments: EnvironmentBatch | None = None
+        self._collector: Collector | None = None
+        self._restored: dict[str, Any] = {}
+
+    @property
+    def observation_space(self) -> spaces.Space[Any]:
+        """Observation space of one environment, wrappers included."""
+        return self._probe()[0]
+
+    @property
+    def action_space(self) -> spaces.Space[Any]:
+        """Action space of one environment."""
+        return self._probe()[1]
+
+    @property
+    def rollout_shape(self) -> tuple[int, int]:
+        """`(T, B)`: steps and environments of one rank's rollout."""
+        return self.rollout_length, self.num_envs
+
+    def _probe(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Make one environment, once, to learn the spaces."""
+        if self._spaces is None:
+            probe = make_environments(self.spec, 1, [0])
+            self._spaces = probe.single_observation_space, probe.single_action_space
+            probe.close()
+        return self._spaces
+
+    def setup(self, stage: str) -> None:
+        """Make the training environments."""
+        if stage == "fit" and self._environments is None:
+            if self.seed is None:
+                self.seed = torch.initial_seed() % 2**63
+            restarts = int(self._restored.get("restarts", -1)) + 1
+            path = (self.seed, TRAINING, self._rank)
+            seeds = [derive_seed(*path, index, restarts) for index in range(self.num_envs)]
+            self._environments = make_environments(self.spec, self.num_envs, seeds)
+
+    def teardown(self, stage: str) -> None:
+        """Close the environments."""
+        for environments in (self._environments, self._eval_environments):
+            if environments is not None:
+                environments.close()
+        self._environments = self._eval_environments = self._collector = None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Close the environments when the Trainer fails or is interrupted."""
+        self.teardown("fit")
+
+    def train_dataloader(self) -> RolloutLoader:
+        """Return the loader of rollouts."""
+        return RolloutLoader(self)
+
+    def val_dataloader(self) -> EpisodeLoader:
+        """Return the loader of evaluation episodes."""
+        return EpisodeLoader(self)
+
+    def test_dataloader(self) -> EpisodeLoader:
+        """Return the loader of evaluation episodes."""
+        return EpisodeLoader(self)
+
+    def predict_dataloader(self) -> EpisodeLoader:
+        """Return the loader of evaluation episodes with their observations, actions and rewards."""
+        return EpisodeLoader(self, record=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from."""
+        state: dict[str, Any] = {"seed": self.seed, "restarts": int(self._restored.get("restarts", -1)) + 1}
+        if self._collector is not None:
+            state["generator"] = self._collector.generator.get_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state of an earlier run."""
+        self._restored = dict(state_dict)
+        self.seed = state_dict["seed"]
+
+    def collect(self) -> Rollout:
+        """Collect one rollout with the current policy."""
+        policy, version, dtype, device = self._policy()
+        if self._collector is None:
+            assert self._environments is not None and self.seed is not None
+            generator = torch.Generator(device).manual_seed(derive_seed(self.seed, SAMPLING, self._rank))
+            if (state := self._restored.get("generator")) is not None and len(state) == len(generator.get_state()):
+                generator.set_state(state.cpu())
+            self._collector = Collector(
+                self._environments,
+                self.observation_space,
+                self.action_space,
+                self.rollout_length,
+                generator,
+                dtype,
+                self.info_keys,
+            )
+        assert self.trainer is not None
+        with self.trainer.precision_plugin.forward_context():
+            return self._collector.collect(policy, version)
+
+    def play(self, record: bool = False) -> list[Episode]:
+        """Play this rank's share of the evaluation episodes with the current policy."""
+        assert self.trainer is not None
+        mine = len(range(self._rank, self.eval_episodes, self.trainer.world_size))
+        num_envs = min(mine, self.num_eval_envs or 8)
+        if not num_envs:
+            return []
+        policy, _, dtype, device = self._policy()
+        seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
+        if self.eval_spec.backend == "envpool" and self._eval_environments is not None:
+            self._eval_environments.close()  # it cannot be seeded again
+            self._eval_environments = None
+        if self._eval_environments is None:
+            seeds = [derive_seed(seed, EVALUATION, self._rank, index) for index in range(num_envs)]
+            self._eval_environments = make_environments(self.eval_spec, num_envs, seeds)
+        with self.trainer.precision_plugin.forward_context():
+            return play(
+                self._eval_environments,
+                policy,
+                self.action_space,
+                [len(range(index, mine, num_envs)) for index in range(num_envs)],
+                torch.Generator(device).manual_seed(derive_seed(seed, EVALUATION, self._rank)),
+                dtype=dtype,
+                deterministic=self.eval_deterministic,
+                record=record,
+            )
+
+    @property
+    def _rank(self) -> int:
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
+        """Take policy, its version, dtype and device from the module that is being trained or evaluated.
+
+        The only place where the data side knows of the model side.
+        """
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        policy: Any = module.policy
+        return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, module.device
+
+
+class RolloutLoader:
+    """The training loader.
+
+    It has a length because Lightning fetches one batch ahead from a loader that has none: each rollout would be collected
+    with the parameters from before the last update.
+    """
+
+    def __init__(self, data: RolloutDataModule) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return self.data.rollouts_per_epoch
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for _ in range(len(self)):
+            yield self.data.collect()
+
+
+class EpisodeLoader:
+    """The loader of validation, test and prediction: one batch, a list of finished episodes."""
+
+    def __init__(self, data: RolloutDataModule, record: bool = False) -> None:
+        self.data = data
+        self.record = record
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[list[Episode]]:
+        yield self.data.play(self.record)

@@ -1,0 +1,55 @@
+"""What is recorded while one rollout is learned from, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Diagnostics:
+    """Scalars of the updates from one rollout, and whether updates still go on.
+
+    Everything stays on the device: sums of the recorded terms, and a flag that gates each step of the optimiser. The
+    host reads them once per rollout.
+
+    Args:
+        device: Of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.open = torch.ones((), dtype=torch.bool, device=device)
+        """Whether further updates are made: false from the first gradient that is not finite, or an early stop, on."""
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, **terms: Tensor) -> None:
+        """Record scalar terms of one minibatch; their mean over minibatches is reported."""
+        for name, term in terms.items():
+            if name in self._sums:
+                self._sums[name] = self._sums[name] + term.detach()
+                self._counts[name] += 1
+            else:
+                self._sums[name], self._counts[name] = term.detach(), 1
+
+    def first(self, name: str, term: Callable[[], Tensor]) -> None:
+        """Record a scalar once, at the first call for this rollout."""
+        if name not in self._sums:
+            self.add(**{name: term()})
+
+    def close_unless(self, condition: Tensor) -> None:
+        """Make no further update from this rollout if `condition` is false."""
+        self.open = self.open & condition
+
+    @property
+    def known_closed(self) -> bool:
+        """Whether it is certain, without waiting for the device, that no further update will be made."""
+        return self.open.device.type == "cpu" and not self.open
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of every term: the one point at which the host waits for the device."""
+        if not self._sums:
+            return {}
+        values = torch.stack([term.double() for term in self._sums.values()]).tolist()
+        return {name: value / self._counts[name] for name, value in zip(self._sums, values, strict=True)}

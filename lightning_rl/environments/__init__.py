@@ -1,0 +1,16 @@
+"""Vector environments of every kind behind one contract."""
+
+from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.environments.batch import EnvironmentBatch, Step
+from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.make import Backend, EnvironmentSpec, make_environments
+
+__all__ = [
+    "AtariPreprocessing",
+    "Backend",
+    "EnvironmentBatch",
+    "EnvironmentFailure",
+    "EnvironmentSpec",
+    "Step",
+    "make_environments",
+]

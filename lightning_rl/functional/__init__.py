@@ -1,0 +1,45 @@
+"""Pure functions of time-major ``[T, B, ...]`` tensors: returns, advantages and losses.
+
+Nothing here knows of modules, batches or environments, and nothing but torch is imported. ``returns`` makes
+the constant targets (computed without gradient), ``losses`` the differentiable per-step terms.
+"""
+
+from lightning_rl.functional.losses import (
+    approx_kl_k1,
+    approx_kl_k3,
+    clip_indicator,
+    clipped_surrogate_loss,
+    clipped_value_loss,
+    explained_variance,
+    normalize,
+    policy_gradient_loss,
+    value_loss,
+    weighted_mean,
+)
+from lightning_rl.functional.returns import (
+    VTraceReturns,
+    discounted_returns,
+    gae,
+    reverse_scan,
+    td_lambda_returns,
+    vtrace,
+)
+
+__all__ = [
+    "VTraceReturns",
+    "approx_kl_k1",
+    "approx_kl_k3",
+    "clip_indicator",
+    "clipped_surrogate_loss",
+    "clipped_value_loss",
+    "discounted_returns",
+    "explained_variance",
+    "gae",
+    "normalize",
+    "policy_gradient_loss",
+    "reverse_scan",
+    "td_lambda_returns",
+    "value_loss",
+    "vtrace",
+    "weighted_mean",
+]

@@ -1,0 +1,250 @@
+"""Losses and their diagnostics: per step, so that the caller decides what to average over.
+
+Every loss returns one number per step, in the shape of its inputs; take `weighted_mean` of it, or divide the
+sum by the number of valid rows of all ranks. Arguments that are targets (advantages, returns, old values)
+count as constants: no gradient flows into them. ``log_ratios`` are ``log pi_new(a) - log pi_old(a)`` of the
+actions that were taken.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_rl.functional import _checks as check
+from lightning_rl.functional._checks import computation_dtype
+
+
+def policy_gradient_loss(log_probs: Tensor, advantages: Tensor) -> Tensor:
+    """Compute the policy-gradient loss ``-log_prob * advantage`` (Sutton et al., 2000, theorem 1).
+
+    Args:
+        log_probs: Log-probability of each action, joint over its components, any shape.
+        advantages: Of the same shape; constants.
+
+    Returns:
+        The loss of each step, in the shape of `log_probs`.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check.same_shape(log_probs=log_probs, advantages=advantages)
+    return -log_probs * advantages.detach()
+
+
+def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: Tensor | float) -> Tensor:
+    """Compute PPO's clipped surrogate loss (Schulman et al., 2017, arXiv 1707.06347, eq. 7, negated).
+
+    ``-min(ratio * A, clip(ratio, 1 - clip_range, 1 + clip_range) * A)``: no gradient once the ratio has moved
+    beyond the range in the direction that the advantage asks for.
+
+    Args:
+        log_ratios: Any shape.
+        advantages: Of the same shape; constants.
+        clip_range: The paper's epsilon, a scalar or broadcastable to `log_ratios`. ``inf`` switches clipping
+            off (0 does not: it clips to a ratio of 1).
+
+    Returns:
+        The loss of each step, in the shape of `log_ratios`.
+
+    Raises:
+        ValueError: If the shapes do not fit or `clip_range` is negative.
+
+    Example:
+        >>> clipped_surrogate_loss(torch.tensor([1.5, 0.5]).log(), torch.tensor([2.0, 2.0]), 0.2)
+        tensor([-2.4000, -1.0000])
+    """
+    check.same_shape(log_ratios=log_ratios, advantages=advantages)
+    check.clip_range(log_ratios, clip_range)
+    ratios, advantages = log_ratios.exp(), advantages.detach()
+    return -torch.minimum(ratios * advantages, _clip(ratios, 1.0, clip_range) * advantages)
+
+
+def value_loss(values: Tensor, targets: Tensor) -> Tensor:
+    """Compute half the squared error, ``0.5 * (value - target)**2``.
+
+    Args:
+        values: Predictions, any shape.
+        targets: Of the same shape; constants.
+
+    Returns:
+        The loss of each step, in the shape of `values`.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check.same_shape(values=values, targets=targets)
+    return 0.5 * (values - targets.detach()).square()
+
+
+def clipped_value_loss(
+    values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float
+) -> Tensor:
+    """Compute PPO's clipped value loss (Engstrom et al., 2020, arXiv 2005.12729, section 3).
+
+    ``0.5 * max((v - target)**2, (v_clipped - target)**2)``, ``v_clipped = v_old + clip(v - v_old, ±range)``.
+
+    Args:
+        values: Predictions, any shape.
+        targets: Of the same shape; constants.
+        old_values: The predictions when the rollout was collected, of the same shape; constants.
+        clip_range: In units of return, a scalar or broadcastable to `values`. ``inf`` switches clipping off.
+
+    Returns:
+        The loss of each step, in the shape of `values`.
+
+    Raises:
+        ValueError: If the shapes do not fit or `clip_range` is negative.
+    """
+    check.same_shape(values=values, targets=targets, old_values=old_values)
+    check.clip_range(values, clip_range)
+    targets, old_values = targets.detach(), old_values.detach()
+    clipped = old_values + _clip(values - old_values, 0.0, clip_range)
+    return 0.5 * torch.maximum((values - targets).square(), (clipped - targets).square())
+
+
+def approx_kl_k1(log_ratios: Tensor) -> Tensor:
+    """Estimate ``KL(old || new)`` by ``-log ratio``: unbiased, can be negative.
+
+    Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html: k1, old actions.
+
+    Args:
+        log_ratios: Any shape.
+
+    Returns:
+        The estimate of each step in nats, in the shape of `log_ratios`.
+    """
+    return -log_ratios
+
+
+def approx_kl_k3(log_ratios: Tensor) -> Tensor:
+    """Estimate ``KL(old || new)`` by ``(ratio - 1) - log ratio``: unbiased, never negative, less noisy.
+
+    Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html: k3, old actions.
+
+    Args:
+        log_ratios: Any shape.
+
+    Returns:
+        The estimate of each step in nats, in the shape of `log_ratios`.
+    """
+    # Near the old policy this is about log_ratio**2 / 2, whose digits exp(x) - 1 would cancel away.
+    return log_ratios.expm1() - log_ratios
+
+
+@torch.no_grad()
+def clip_indicator(log_ratios: Tensor, clip_range: Tensor | float) -> Tensor:
+    """Tell which ratios lie outside the clip range: 1 where ``|ratio - 1| > clip_range``, else 0.
+
+    Its weighted mean is the usual ``clip_fraction``. Computed without gradient.
+
+    Args:
+        log_ratios: Any shape.
+        clip_range: A scalar or broadcastable to `log_ratios`.
+
+    Returns:
+        Zeros and ones in the shape and dtype of `log_ratios`.
+
+    Raises:
+        ValueError: If the shapes do not fit or `clip_range` is negative.
+    """
+    check.clip_range(log_ratios, clip_range)
+    return (log_ratios.expm1().abs() > clip_range).to(log_ratios.dtype)
+
+
+def weighted_mean(x: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Average over all entries: ``sum(w * x) / sum(w)``.
+
+    Entries of weight 0 take no part, not even by a NaN, neither in the mean nor in the gradient with respect
+    to `x`. What made it can still spoil the gradient beyond `x` (as ``0 * inf`` in an ``exp`` that overflowed).
+
+    Args:
+        x: Any shape and dtype; half precision is averaged in float32.
+        weights: Of the same shape, not negative, booleans welcome; all 1 if None.
+
+    Returns:
+        A scalar; NaN if no entry has weight, as for ``torch.mean``.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    x = x.to(computation_dtype(x))
+    if weights is None:
+        return x.mean()
+    check.same_shape(x=x, weights=weights)
+    weights = weights.to(x.dtype)
+    return (torch.where(weights != 0, x, 0.0) * weights).sum() / weights.sum()
+
+
+@torch.no_grad()
+def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Compute ``1 - Var[target - prediction] / Var[target]``; without gradient.
+
+    1 for a perfect prediction (up to a constant), 0 for a constant one, negative for a harmful one.
+
+    Args:
+        predictions: Any shape.
+        targets: Of the same shape.
+        weights: Of the same shape, not negative; all 1 if None.
+
+    Returns:
+        A scalar; NaN if the targets do not vary.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    dtype = computation_dtype(predictions, targets)
+    weights = torch.ones_like(targets, dtype=dtype) if weights is None else weights.to(dtype)
+    check.same_shape(targets=targets, predictions=predictions, weights=weights)
+    targets = targets.to(dtype)
+    unexplained = (weights * _centered(targets - predictions, weights).square()).sum()
+    total = (weights * _centered(targets, weights).square()).sum()
+    return torch.where(total > 0, 1 - unexplained / total, torch.nan)
+
+
+@torch.no_grad()
+def normalize(x: Tensor, weights: Tensor | None = None, eps: float = 1e-8) -> Tensor:
+    """Shift and scale to mean 0 and standard deviation 1: ``(x - mean) / (std + eps)``; without gradient.
+
+    The standard deviation is the unbiased one (as CleanRL, Stable-Baselines3 and DI-engine normalise
+    advantages), of this process's entries alone.
+
+    Args:
+        x: Any shape; half precision is computed in float32.
+        weights: Of the same shape, not negative; all 1 if None. With fractions, the unbiased variance divides
+            by ``sum(w) - sum(w**2) / sum(w)``, which for a mask of n entries is ``n - 1``.
+        eps: Added to the standard deviation.
+
+    Returns:
+        In the shape of `x`; 0 where the weight is 0, and everywhere if the others are one alone or all equal.
+
+    Raises:
+        ValueError: If the shapes differ or `eps` is negative.
+    """
+    check.not_negative(eps=eps)
+    x = x.to(computation_dtype(x))
+    weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
+    check.same_shape(x=x, weights=weights)
+    centered = _centered(x, weights)
+    count = weights.sum()
+    freedom = count - weights.square().sum() / count
+    variance = (weights * centered.square()).sum() / freedom
+    std = torch.where(freedom > 0, variance, 0.0).sqrt()
+    return torch.where(centered == 0, 0.0, centered / (std + eps))  # With eps = 0 there can be 0 / 0.
+
+
+def _clip(x: Tensor, center: float, radius: Tensor | float) -> Tensor:
+    """Clip to ``center ± radius``."""
+    # torch has one overload for numbers and one for tensors, none for their union.
+    if isinstance(radius, Tensor):
+        return x.clamp(center - radius, center + radius)
+    return x.clamp(center - radius, center + radius)
+
+
+def _centered(x: Tensor, weights: Tensor) -> Tensor:
+    """Subtract the weighted mean; entries of weight 0 become 0."""
+    if x.numel() == 0:
+        return x
+    valid = weights != 0
+    # First a member of the set is taken off, so that equal entries leave exact zeros: the mean of equal
+    # numbers is rounded, and dividing its last bit by a tiny deviation would make noise of order 1.
+    shifted = torch.where(valid, x - torch.where(valid, x, -torch.inf).amax(), 0.0)
+    return torch.where(valid, shifted - (weights * shifted).sum() / weights.sum(), 0.0)

@@ -1,0 +1,236 @@
+"""Encoders: observation space in, feature vector out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_rl.validation import (
+    ClassSpec,
+    ConfigurationError,
+    check,
+    check_positive_int,
+    instantiate,
+    to_class_spec,
+)
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+_SQRT2 = math.sqrt(2)
+_Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
+
+
+def _orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
+    nn.init.orthogonal_(layer.weight, gain)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:
+    """Return a linear layer with orthogonal weights (Saxe et al. 2014) and zero bias."""
+    return _orthogonal(nn.Linear(in_features, out_features), gain)
+
+
+def is_image(space: spaces.Space[Any]) -> bool:
+    """Whether `space` holds one image: a uint8 `Box` of three dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+class MLPEncoder(nn.Module):
+    """Fully connected layers over the flattened observation.
+
+    uint8 observations are divided by 255; `Discrete` ones become one-hot vectors.
+
+    Args:
+        space: A `Box` of any shape, or `Discrete`.
+        hidden_sizes: Width of each layer; the last one is the number of features. Empty: the flattened
+            observation itself.
+        activation: One of `tanh`, `relu`, `elu`, `gelu`, `silu`, after each layer.
+    """
+
+    def __init__(
+        self, space: spaces.Space[Any], hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh"
+    ) -> None:
+        super().__init__()
+        check(activation in ACTIVATIONS, "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
+        for size in hidden_sizes:
+            check_positive_int("hidden_sizes", size)
+        self.start = int(space.start) if isinstance(space, spaces.Discrete) else 0
+        self.num_classes = int(space.n) if isinstance(space, spaces.Discrete) else 0
+        self.event_dims = 0 if self.num_classes else len(space.shape or ())
+        self.is_uint8 = space.dtype == np.uint8
+        in_features = self.num_classes or int(np.prod(space.shape or ()))
+        sizes = [in_features, *hidden_sizes]
+        self.layers = nn.Sequential()
+        for width, next_width in itertools.pairwise(sizes):
+            self.layers.append(orthogonal_linear(width, next_width))
+            self.layers.append(ACTIVATIONS[activation]())
+        self.out_features = sizes[-1]
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Map observations `[..., *shape]` to features `[..., out_features]`."""
+        x = observations
+        dtype = self.layers[0].weight.dtype if len(self.layers) else torch.get_default_dtype()
+        if self.num_classes:
+            x = functional.one_hot(x.long() - self.start, self.num_classes)
+        elif self.event_dims != 1:
+            x = x.flatten(-self.event_dims) if self.event_dims else x.unsqueeze(-1)
+        x = x.to(dtype)
+        return self.layers(x / 255 if self.is_uint8 else x)  # type: ignore[no-any-return]
+
+
+class _ImageEncoder(nn.Module):
+    """Scaling, channel order and batch dimensions, the same for every convolutional encoder."""
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        super().__init__()
+        shape = space.shape or ()
+        check(len(shape) == 3, "observation_space", space, "an image of three dimensions for a convolutional network")
+        # Gymnasium's stacked frames come channels first, colour images channels last.
+        self.channels_last = shape[2] <= 4 < shape[0]
+        self.channels, self.height, self.width = (shape[2], *shape[:2]) if self.channels_last else shape
+        self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
+
+    def _to_pixels(self, observations: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return `[N, channels, height, width]` in the network's dtype, laid out channels last for speed."""
+        x = observations.flatten(0, -4) if observations.dim() > 4 else observations
+        x = x.unsqueeze(0) if x.dim() == 3 else x
+        x = x.permute(0, 3, 1, 2) if self.channels_last else x
+        return x.to(dtype, memory_format=torch.channels_last) * self.scale
+
+
+class NatureEncoder(_ImageEncoder):
+    """Three convolutions and one linear layer (Mnih et al. 2015).
+
+    Args:
+        space: An image of at least 36×36 pixels, channels first or last.
+        out_features: Width of the linear layer.
+    """
+
+    def __init__(self, space: spaces.Space[Any], out_features: int = 512) -> None:
+        super().__init__(space)
+        check(
+            min(self.height, self.width) >= 36,
+            "network",
+            "nature",
+            f"an image of at least 36x36 pixels, got {self.height}x{self.width}; use 'impala' or 'mlp'",
+        )
+        self.convolutions = nn.Sequential(
+            _orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
+            nn.ReLU(),
+            _orthogonal(nn.Conv2d(32, 64, 4, 2)),
+            nn.ReLU(),
+            _orthogonal(nn.Conv2d(64, 64, 3, 1)),
+            nn.ReLU(),
+            nn.Flatten(),
+        ).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            flat = self.convolutions(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
+        self.linear = orthogonal_linear(flat, out_features)
+        self.out_features = out_features
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Map images `[..., *shape]` to features `[..., out_features]`."""
+        pixels = self._to_pixels(observations, self.linear.weight.dtype)
+        features = functional.relu(self.linear(self.convolutions(pixels)))
+        return features.reshape(*observations.shape[:-3], self.out_features)
+
+
+class _ResidualBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution1 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
+        self.convolution2 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution1(functional.relu(x))
+        return x + self.convolution2(functional.relu(y))  # type: ignore[no-any-return]
+
+
+class ImpalaEncoder(_ImageEncoder):
+    """The residual network of Espeholt et al. 2018 (figure 3, right, without its LSTM).
+
+    Args:
+        space: An image of any size, channels first or last.
+        channels: Channels of each stage; a stage halves the image and has two residual blocks.
+        out_features: Width of the linear layer.
+    """
+
+    def __init__(
+        self, space: spaces.Space[Any], channels: Sequence[int] = (16, 32, 32), out_features: int = 256
+    ) -> None:
+        super().__init__(space)
+        stages = nn.Sequential()
+        for width, next_width in itertools.pairwise([self.channels, *channels]):
+            stages.append(_orthogonal(nn.Conv2d(width, next_width, 3, padding=1)))
+            stages.append(nn.MaxPool2d(3, 2, padding=1))
+            stages.append(_ResidualBlock(next_width))
+            stages.append(_ResidualBlock(next_width))
+        self.stages = stages.append(nn.ReLU()).append(nn.Flatten()).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            flat = self.stages(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
+        self.linear = orthogonal_linear(flat, out_features)
+        self.out_features = out_features
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Map images `[..., *shape]` to features `[..., out_features]`."""
+        pixels = self._to_pixels(observations, self.linear.weight.dtype)
+        features = functional.relu(self.linear(self.stages(pixels)))
+        return features.reshape(*observations.shape[:-3], self.out_features)
+
+
+def make_encoder(
+    space: spaces.Space[Any],
+    network: str | ClassSpec = "auto",
+    hidden_sizes: Sequence[int] = (64, 64),
+    activation: str = "tanh",
+) -> nn.Module:
+    """Return an encoder for an observation space; it has `out_features`.
+
+    Args:
+        space: `Box` or `Discrete`.
+        network: `auto` (Nature CNN for images of at least 36×36 pixels, IMPALA CNN for smaller ones, else MLP),
+            `mlp`, `nature`, `impala`, or `{"class_path": ..., "init_args": ...}` of an `nn.Module` whose first
+            argument is the observation space and which has an integer attribute `out_features`.
+        hidden_sizes: Layers of the MLP.
+        activation: Activation of the MLP.
+
+    Raises:
+        ConfigurationError: The space, the name or the class cannot be used.
+    """
+    if not isinstance(space, spaces.Box | spaces.Discrete):
+        raise ConfigurationError(f"observation_space={space} is not supported: expected Box or Discrete")
+    if network == "auto":
+        network = ("nature" if min(sorted(space.shape)[1:]) >= 36 else "impala") if is_image(space) else "mlp"
+    if network == "mlp":
+        return MLPEncoder(space, hidden_sizes, activation)
+    if network == "nature":
+        return NatureEncoder(space)
+    if network == "impala":
+        return ImpalaEncoder(space)
+    if isinstance(network, str) and "." not in network:
+        raise ConfigurationError(
+            f"network={network!r} is not valid: expected auto, mlp, nature, impala or a class_path"
+        )
+    spec = to_class_spec("network", network)
+    encoder = instantiate("network", spec, space)
+    if not isinstance(encoder, nn.Module) or not isinstance(getattr(encoder, "out_features", None), int):
+        raise ConfigurationError(
+            f"network: {spec['class_path']} is not an encoder: expected an nn.Module with an integer attribute "
+            "'out_features', the size of what its forward returns for one observation"
+        )
+    return encoder

@@ -1,0 +1,139 @@
+"""The actor-critic: observations in, action distribution and value out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from lightning_rl.distributions import Distribution, make_action_head
+from lightning_rl.networks import is_image, make_encoder, orthogonal_linear
+from lightning_rl.normalization import ObservationNormalizer
+from lightning_rl.validation import ClassSpec, check
+
+
+@dataclass
+class PolicyOutput:
+    """What acting on a batch of observations gave.
+
+    Attributes:
+        action: One action per row, shape `[B]` or `[B, a]`.
+        log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
+        value: Value estimate of the observation, shape `[B]`; None likewise.
+    """
+
+    action: Tensor
+    log_prob: Tensor | None = None
+    value: Tensor | None = None
+
+
+class Policy(Protocol):
+    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods."""
+
+    def act(
+        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+    ) -> PolicyOutput:
+        """Choose an action for every row of `observations`, shape `[B, ...]`."""
+        ...
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
+        ...
+
+    def value(self, observations: Tensor) -> Tensor:
+        """Return value estimates `[...]` of observations `[..., *shape]`."""
+        ...
+
+
+class ActorCritic(nn.Module):
+    """Encoder, action head and value head.
+
+    Args:
+        observation_space: `Box` or `Discrete`.
+        action_space: `Discrete` or a floating-point `Box`.
+        network: See `lightning_rl.networks.make_encoder`.
+        hidden_sizes: Layers of the MLP.
+        activation: Activation of the MLP.
+        shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
+        normalize_observations: Standardise observations by their running moments (not images).
+        initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        *,
+        network: str | ClassSpec = "auto",
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        shared_encoder: bool | None = None,
+        normalize_observations: bool = False,
+        initial_log_std: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.observation_normalizer: ObservationNormalizer | None = None
+        if normalize_observations:
+            can_normalize = isinstance(observation_space, spaces.Box) and not is_image(observation_space)
+            check(can_normalize, "normalize_observations", True, f"a Box that is no image, got {observation_space}")
+            self.observation_normalizer = ObservationNormalizer(observation_space.shape or ())
+        shared = is_image(observation_space) if shared_encoder is None else shared_encoder
+        self.actor_encoder = make_encoder(observation_space, network, hidden_sizes, activation)
+        self.critic_encoder: nn.Module | None = None
+        if not shared:
+            self.critic_encoder = make_encoder(observation_space, network, hidden_sizes, activation)
+        width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
+        self.action_head = make_action_head(action_space, width, initial_log_std)
+        self.value_head = orthogonal_linear(width, 1, gain=1.0)
+
+    def forward(self, observations: Tensor) -> tuple[Distribution, Tensor]:
+        """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
+        x = self._normalize(observations)
+        features = self.actor_encoder(x)
+        return self.action_head(features), self._value(features if self.critic_encoder is None else self.critic_encoder(x))
+
+    def act(
+        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+    ) -> PolicyOutput:
+        """Choose an action for every row; see `Policy.act`."""
+        features = self.actor_encoder(self._normalize(observations))
+        distribution: Distribution = self.action_head(features)
+        action = distribution.mode() if deterministic else distribution.sample(generator)
+        if self.critic_encoder is not None:
+            return PolicyOutput(action)
+        return PolicyOutput(action, distribution.log_prob(action), self._value(features))
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        """Return log-probabilities of actions; see `Policy.log_prob`."""
+        distribution: Distribution = self.action_head(self.actor_encoder(self._normalize(observations)))
+        return distribution.log_prob(actions)
+
+    def value(self, observations: Tensor) -> Tensor:
+        """Return value estimates; see `Policy.value`."""
+        encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
+        return self._value(encoder(self._normalize(observations)))
+
+    def _normalize(self, observations: Tensor) -> Tensor:
+        if self.observation_normalizer is None:
+            return observations
+        return self.observation_normalizer(observations)  # type: ignore[no-any-return]
+
+    def _value(self, features: Tensor) -> Tensor:
+        value: Tensor = self.value_head(features).squeeze(-1)
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the dtype in which a rollout stores observations of `space`.
+
+    Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
+    """
+    assert space.dtype is not None
+    if not np.issubdtype(space.dtype, np.floating):
+        return np.dtype(space.dtype)
+    return np.dtype(np.float64 if parameter_dtype == torch.float64 else np.float32)

@@ -1,0 +1,200 @@
+"""The one batch type: what environments and policy did over `T` steps of `B` environments.
+
+Plain classes rather than dataclasses: Lightning leaves them as they are where it would otherwise cast every field, the
+rewards and log-probabilities too, to the precision of the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightning_rl.validation import ConfigurationError
+
+OnTruncation = Literal["bootstrap", "terminal"]
+
+
+class Rollout:
+    """`T` steps of `B` environments, time-major, as one version of a policy collected them.
+
+    The collector reuses the storage behind it: a rollout holds until the next one is collected, so copy what must last.
+
+    Attributes:
+        observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins.
+        actions: What it did, before any clipping to the environment's bounds, `[T, B, ...]`.
+        rewards: Raw rewards, `[T, B]`.
+        terminated: The episode ended in a terminal state with this step, `[T, B]`.
+        truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
+        valid: False where an environment was only being reset, `[T, B]`; None if every entry is a real step.
+        log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
+        values: Its value estimate of each observation, `[T, B]`.
+        next_values: Its value estimate of the observation each step really reached, `[T, B]`: at the end of an
+            episode that of the final observation, not of the one after the reset.
+        final_indices: Time and environment of each truncated step, `[K, 2]`.
+        final_observations: The observations those steps reached, `[K, ...]`.
+        policy_version: Number of updates the policy had seen.
+        episodes: Returns and lengths of the episodes that ended in this rollout.
+        infos: For every requested key of `info`, the values seen.
+        seconds: Wall time of collecting.
+    """
+
+    def __init__(
+        self,
+        *,
+        observations: Tensor,
+        actions: Tensor,
+        rewards: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        log_probs: Tensor,
+        values: Tensor,
+        next_values: Tensor,
+        final_indices: Tensor,
+        final_observations: Tensor,
+        valid: Tensor | None = None,
+        policy_version: int = 0,
+        episodes: EpisodeSummary | None = None,
+        infos: Mapping[str, list[float]] | None = None,
+        seconds: float = 0.0,
+    ) -> None:
+        self.observations = observations
+        self.actions = actions
+        self.rewards = rewards
+        self.terminated = terminated
+        self.truncated = truncated
+        self.log_probs = log_probs
+        self.values = values
+        self.next_values = next_values
+        self.final_indices = final_indices
+        self.final_observations = final_observations
+        self.valid = valid
+        self.policy_version = policy_version
+        self.episodes = episodes or EpisodeSummary([], [])
+        self.infos = dict(infos or {})
+        self.seconds = seconds
+        self.num_steps = rewards.numel() if valid is None else int(valid.sum())
+        """Number of real environment steps."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(T, B)`."""
+        return self.rewards.shape[0], self.rewards.shape[1]
+
+    @property
+    def ends(self) -> Tensor:
+        """Whether the episode ended with the step, in whichever way, `[T, B]`."""
+        return self.terminated | self.truncated
+
+    def to(self, device: torch.device | str) -> Rollout:
+        """Move every tensor to `device`, in place, and return the rollout."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device, non_blocking=True))
+        return self
+
+    def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
+        """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
+
+        Args:
+            gamma: Discount factor.
+            on_truncation: `bootstrap` goes on from the value of the observation that was reached, `terminal` treats a
+                time limit as a terminal state (wrong, but some published scores were made so).
+        """
+        stop = self.terminated if on_truncation == "bootstrap" else self.ends
+        return gamma * (~stop).to(self.rewards.dtype)
+
+    def traces(self, lambda_: float) -> Tensor:
+        """Return how much of the next step's estimate is used, `[T, B]`: λ, or 0 at any end of an episode."""
+        return lambda_ * (~self.ends).to(self.rewards.dtype)
+
+    def flatten(self, **per_step: Tensor) -> Batch:
+        """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them."""
+        length, num_envs = self.shape
+        fields = {
+            "observations": self.observations[:length],
+            "actions": self.actions,
+            "log_probs": self.log_probs,
+            "values": self.values,
+            **per_step,
+        }
+        if self.valid is None:
+            return Batch({name: x.reshape(length * num_envs, *x.shape[2:]) for name, x in fields.items()})
+        return Batch({name: x[self.valid] for name, x in fields.items()})
+
+
+class EpisodeSummary:
+    """Undiscounted returns and lengths of finished episodes.
+
+    Attributes:
+        returns: Sum of raw rewards of each episode.
+        lengths: Number of steps of each episode.
+    """
+
+    def __init__(self, returns: list[float], lengths: list[int]) -> None:
+        self.returns = returns
+        self.lengths = lengths
+
+
+class Batch:
+    """Rows of a rollout, in any order: tensors of equal length by name, read as attributes.
+
+    Attributes:
+        weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights are
+            such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    def __init__(self, fields: dict[str, Tensor], weight: float | None = None) -> None:
+        self.fields = fields
+        self.weight = 1 / max(len(self), 1) if weight is None else weight
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.__dict__["fields"][name]  # type: ignore[no-any-return]
+        except KeyError:
+            raise AttributeError(f"batch has no field {name!r}: it has {', '.join(self.__dict__['fields'])}") from None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`)."""
+        return x.sum() * self.weight
+
+    def shuffled(self, generator: torch.Generator | None = None) -> Batch:
+        """Return the rows in a fresh random order."""
+        device = next(iter(self.fields.values())).device
+        order = torch.randperm(len(self), generator=generator).to(device)
+        return Batch({name: x[order] for name, x in self.fields.items()}, self.weight)
+
+    def split(self, num_minibatches: int) -> Iterator[Batch]:
+        """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
+        parts = {name: torch.tensor_split(x, num_minibatches) for name, x in self.fields.items()}
+        for index in range(num_minibatches):
+            yield Batch({name: part[index] for name, part in parts.items()})
+
+    def replace(self, **fields: Tensor) -> Batch:
+        """Return a batch with some fields replaced or added."""
+        return Batch({**self.fields, **fields}, self.weight)
+
+
+def check_minibatches(num_rows: int, num_minibatches: int) -> None:
+    """Raise unless a rollout can be cut into equal minibatches.
+
+    Raises:
+        ConfigurationError: `num_minibatches` does not divide `num_rows`.
+    """
+    if num_rows % num_minibatches:
+        raise ConfigurationError(
+            f"num_minibatches={num_minibatches} does not divide the {num_rows} steps of a rollout "
+            "(num_envs * rollout_length): expected a divisor of it"
+        )

@@ -1,0 +1,77 @@
+"""Gymnasium spaces as plain data, so that checkpoints and YAML files can carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+SpaceDict = dict[str, Any]
+
+
+def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
+    """One number where all bounds agree, nested lists otherwise."""
+    return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
+
+
+def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
+    """Describe a space by plain Python values; a description is returned unchanged.
+
+    Args:
+        space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
+
+    Raises:
+        ValueError: The space is of another kind.
+    """
+    if isinstance(space, dict):
+        return space
+    if isinstance(space, spaces.Box):
+        return {
+            "type": "Box",
+            "low": _bound(space.low),
+            "high": _bound(space.high),
+            "shape": list(space.shape),
+            "dtype": space.dtype.name,
+        }
+    if isinstance(space, spaces.Discrete):
+        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+    if isinstance(space, spaces.MultiDiscrete):
+        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, spaces.MultiBinary):
+        return {"type": "MultiBinary", "n": list(space.shape)}
+    if isinstance(space, spaces.Dict):
+        return {"type": "Dict", "spaces": {key: space_to_dict(value) for key, value in space.items()}}
+    if isinstance(space, spaces.Tuple):
+        return {"type": "Tuple", "spaces": [space_to_dict(value) for value in space]}
+    raise ValueError(
+        f"space: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        "or a Dict or Tuple of these"
+    )
+
+
+def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:
+    """Build the space that `space_to_dict` described; a space is returned unchanged.
+
+    Raises:
+        ValueError: The description has no known `type`.
+    """
+    if isinstance(spec, spaces.Space):
+        return spec
+    match spec.get("type"):
+        case "Box":
+            shape, dtype = tuple(spec["shape"]), np.dtype(spec["dtype"])
+            low, high = (np.broadcast_to(np.asarray(spec[key], dtype), shape) for key in ("low", "high"))
+            return spaces.Box(low, high, shape, dtype.type)
+        case "Discrete":
+            return spaces.Discrete(spec["n"], start=spec["start"])
+        case "MultiDiscrete":
+            return spaces.MultiDiscrete(spec["nvec"], start=spec["start"])
+        case "MultiBinary":
+            return spaces.MultiBinary(spec["n"])
+        case "Dict":
+            return spaces.Dict({key: space_from_dict(value) for key, value in spec["spaces"].items()})
+        case "Tuple":
+            return spaces.Tuple([space_from_dict(value) for value in spec["spaces"]])
+        case other:
+            raise ValueError(f"space: type {other!r} is unknown; expected a description made by space_to_dict")

@@ -1,0 +1,112 @@
+"""Checks of user input: each error names the field, its value and what was expected."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+ClassSpec = dict[str, Any]
+"""`{"class_path": "package.Class", "init_args": {...}}`, the plain-data form of a class and its arguments."""
+
+
+class ConfigurationError(ValueError):
+    """A setting that cannot work; the message names the field, the value and what was expected."""
+
+
+def check(condition: bool, field: str, value: object, expected: str) -> None:
+    """Raise a `ConfigurationError` unless `condition` holds."""
+    if not condition:
+        raise ConfigurationError(f"{field}={value!r} is not valid: expected {expected}")
+
+
+def check_positive_int(field: str, value: object) -> None:
+    """Raise unless `value` is an integer of at least 1."""
+    check(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
+        field,
+        value,
+        "an integer of at least 1",
+    )
+
+
+def check_number(
+    field: str,
+    value: float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> None:
+    """Raise unless `value` is a number inside the given bounds."""
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
+        if bound is not None
+    ]
+    inside = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (above is None or value > above)
+        and (at_least is None or value >= at_least)
+        and (at_most is None or value <= at_most)
+        and value == value
+    )
+    check(inside, field, value, "a number " + " and ".join(bounds))
+
+
+def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> ClassSpec:
+    """Reduce a class, a `functools.partial` of one, a class path or a spec to plain data.
+
+    Raises:
+        ConfigurationError: A lambda, a closure or another callable that cannot be rebuilt from its name.
+    """
+    if isinstance(value, str):
+        return {"class_path": value, "init_args": {}}
+    if isinstance(value, dict):
+        check("class_path" in value, field, value, "a dict with 'class_path' and, if needed, 'init_args'")
+        extra = sorted(set(value) - {"class_path", "init_args"})
+        check(not extra, field, value, f"no keys besides 'class_path' and 'init_args', got {extra}")
+        return {"class_path": value["class_path"], "init_args": dict(value.get("init_args") or {})}
+    if isinstance(value, partial) and not value.args:
+        return {**to_class_spec(field, value.func), "init_args": dict(value.keywords)}
+    if inspect.isclass(value) and "<locals>" not in value.__qualname__:
+        return {"class_path": f"{value.__module__}.{value.__qualname__}", "init_args": {}}
+    raise ConfigurationError(
+        f"{field}={value!r} cannot be stored in a checkpoint: expected a class, functools.partial(Class, key=value) "
+        "or {'class_path': 'package.Class', 'init_args': {...}}"
+    )
+
+
+def import_class(field: str, class_path: str) -> type[Any]:
+    """Import the class that a dotted path names.
+
+    Raises:
+        ConfigurationError: Nothing importable has that name, or it is not a class.
+    """
+    module, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{field}: class_path={class_path!r} cannot be imported ({error}): expected package.module.Class"
+        ) from error
+    check(inspect.isclass(found), f"{field}: class_path", class_path, "the path of a class")
+    return found  # type: ignore[no-any-return]
+
+
+def instantiate(field: str, spec: ClassSpec, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
+    """Call the class of `spec` with `args`, `kwargs` and the spec's own `init_args`.
+
+    Raises:
+        ConfigurationError: The class cannot be imported or refuses its arguments.
+    """
+    cls = import_class(field, spec["class_path"])
+    try:
+        return cls(*args, **kwargs, **spec["init_args"])
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {error}"
+        ) from error
