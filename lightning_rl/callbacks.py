@@ -33,7 +33,12 @@ class EnvStepLimit(Callback):
         self._stop_if_reached(trainer, pl_module)
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int  # noqa: ANN401
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,  # noqa: ANN401
     ) -> None:
         """Look at the clock after each rollout."""
         self._stop_if_reached(trainer, pl_module)
@@ -63,7 +68,12 @@ class EnvStepValidation(Callback):
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int  # noqa: ANN401
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,  # noqa: ANN401
     ) -> None:
         """Ask the Trainer to validate after this very batch, or not before the next one."""
         now = _env_steps(pl_module) // self.every_n_env_steps
@@ -95,7 +105,12 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int  # noqa: ANN401
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,  # noqa: ANN401
     ) -> None:
         """Save where an interval is complete."""
         now = _env_steps(pl_module) // self.every_n_env_steps

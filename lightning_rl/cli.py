@@ -18,7 +18,14 @@ from lightning_rl.callbacks import EnvStepLimit
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.runs import CHECKPOINTS, existing_checkpoint, find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.runs import (
+    CHECKPOINTS,
+    existing_checkpoint,
+    find_checkpoint,
+    new_run_dir,
+    run_dir_of,
+    run_root,
+)
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 
@@ -47,9 +54,7 @@ class OnPolicyCLI(LightningCLI):
         Unlike Lightning's, this does not put the checkpoint's hyper-parameters over those of the command line.
         """
         config = self.config[self.config.subcommand]
-        root = run_root(
-            config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id
-        )
+        root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
         name = config.get("ckpt_path")
         checkpoint: Path | None = None
         if name in ("last", "best"):
@@ -89,9 +94,7 @@ class OnPolicyCLI(LightningCLI):
         if config.logger in (None, True):
             kwargs["logger"] = TensorBoardLogger(self.run_dir, name="", version="", default_hp_metric=False)
             kwargs["logger"] = kwargs["logger"] if fitting else False
-        return super().instantiate_trainer(
-            callbacks=[*given, *added], default_root_dir=str(self.run_dir), **kwargs
-        )
+        return super().instantiate_trainer(callbacks=[*given, *added], default_root_dir=str(self.run_dir), **kwargs)
 
     def after_fit(self) -> None:
         """Say where everything is, and what to do next."""
@@ -101,7 +104,9 @@ class OnPolicyCLI(LightningCLI):
         said = [f"Done: {self.model.env_steps} environment steps"]
         said[0] += f", val/episode_return {float(score):.1f}" if score is not None else ""
         if self.trainer.log_dir and self.trainer.logger:
-            said.append(f"logs: {_relative(self.trainer.log_dir)} (tensorboard --logdir {_relative(self.trainer.log_dir)})")
+            said.append(
+                f"logs: {_relative(self.trainer.log_dir)} (tensorboard --logdir {_relative(self.trainer.log_dir)})"
+            )
         if path:
             config = _relative(Path(self.trainer.log_dir or self.run_dir) / "config.yaml")
             said.append(f"checkpoint: {_relative(path)}")

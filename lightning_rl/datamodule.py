@@ -81,9 +81,7 @@ class RolloutDataModule(LightningDataModule):
         check(seed is None or seed >= 0, "seed", seed, "an integer of at least 0, or None")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
-        self.spec = EnvironmentSpec(
-            env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout
-        )
+        self.spec = EnvironmentSpec(env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout)
         self.eval_spec = self.spec.for_evaluation(always)
         self.num_envs = num_envs
         self.rollout_length = rollout_length
@@ -231,7 +229,12 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         module = self.trainer.lightning_module
         policy: Any = module.policy
-        return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, module.device
+        return (
+            policy,
+            int(getattr(module, "policy_version", 0)),
+            next(policy.parameters()).dtype,
+            module.device,
+        )
 
 
 class RolloutLoader:

@@ -166,9 +166,7 @@ def make_action_head(space: spaces.Space[Any], in_features: int, initial_log_std
         return CategoricalHead(in_features, int(space.n))
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return GaussianHead(in_features, int(np.prod(space.shape)), initial_log_std)
-    raise ConfigurationError(
-        f"action_space={space} is not supported: expected Discrete or a floating-point Box"
-    )
+    raise ConfigurationError(f"action_space={space} is not supported: expected Discrete or a floating-point Box")
 
 
 def to_environment(space: spaces.Space[Any], action: np.ndarray) -> np.ndarray:

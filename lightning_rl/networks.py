@@ -99,7 +99,12 @@ class _ImageEncoder(nn.Module):
     def __init__(self, space: spaces.Space[Any]) -> None:
         super().__init__()
         shape = space.shape or ()
-        check(len(shape) == 3, "observation_space", space, "an image of three dimensions for a convolutional network")
+        check(
+            len(shape) == 3,
+            "observation_space",
+            space,
+            "an image of three dimensions for a convolutional network",
+        )
         # Gymnasium's stacked frames come channels first, colour images channels last.
         self.channels_last = shape[2] <= 4 < shape[0]
         self.channels, self.height, self.width = (shape[2], *shape[:2]) if self.channels_last else shape

@@ -63,7 +63,9 @@ class RunningMoments(nn.Module):
         squares = reduce((x - mean).square().sum(0))
         new_count = self.count + count
         delta = mean - self.mean
-        self.variance.mul_(self.count).add_(squares).add_(delta.square() * self.count * count / new_count).div_(new_count)
+        self.variance.mul_(self.count).add_(squares).add_(delta.square() * self.count * count / new_count).div_(
+            new_count
+        )
         self.mean.add_(delta * count / new_count)
         self.count.copy_(new_count)
 
@@ -121,9 +123,7 @@ class RewardNormalizer(nn.Module):
         return (rewards * scale).clamp(-self.clip, self.clip)
 
     @torch.no_grad()
-    def update(
-        self, rewards: Tensor, ends: Tensor, valid: Tensor | None = None, reduce: Reduce = _identity
-    ) -> None:
+    def update(self, rewards: Tensor, ends: Tensor, valid: Tensor | None = None, reduce: Reduce = _identity) -> None:
         """Take in a rollout.
 
         Args:

@@ -80,7 +80,12 @@ class ActorCritic(nn.Module):
         self.observation_normalizer: ObservationNormalizer | None = None
         if normalize_observations:
             can_normalize = isinstance(observation_space, spaces.Box) and not is_image(observation_space)
-            check(can_normalize, "normalize_observations", True, f"a Box that is no image, got {observation_space}")
+            check(
+                can_normalize,
+                "normalize_observations",
+                True,
+                f"a Box that is no image, got {observation_space}",
+            )
             self.observation_normalizer = ObservationNormalizer(observation_space.shape or ())
         shared = is_image(observation_space) if shared_encoder is None else shared_encoder
         self.actor_encoder = make_encoder(observation_space, network, hidden_sizes, activation)
@@ -95,7 +100,9 @@ class ActorCritic(nn.Module):
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
         x = self._normalize(observations)
         features = self.actor_encoder(x)
-        return self.action_head(features), self._value(features if self.critic_encoder is None else self.critic_encoder(x))
+        return self.action_head(features), self._value(
+            features if self.critic_encoder is None else self.critic_encoder(x)
+        )
 
     def act(
         self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False

@@ -1,4 +1,7 @@
 """Progress bars that count environment steps."""
+
 from lightning.pytorch.callbacks import TQDMProgressBar
+
+
 class EnvStepProgressBar(TQDMProgressBar):
     pass

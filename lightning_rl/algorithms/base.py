@@ -96,7 +96,12 @@ class OnPolicyAlgorithm(LightningModule):
         check_number("gamma", gamma, at_least=0, at_most=1)
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm, above=0)
-        check(on_truncation in ("bootstrap", "terminal"), "on_truncation", on_truncation, "bootstrap or terminal")
+        check(
+            on_truncation in ("bootstrap", "terminal"),
+            "on_truncation",
+            on_truncation,
+            "bootstrap or terminal",
+        )
         if lr_scheduler is not None:
             lr_scheduler = to_class_spec("lr_scheduler", lr_scheduler)
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
@@ -104,7 +109,10 @@ class OnPolicyAlgorithm(LightningModule):
             check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
         # Checkpoints hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
-        plain = {"observation_space": space_to_dict(observation_space), "action_space": space_to_dict(action_space)}
+        plain = {
+            "observation_space": space_to_dict(observation_space),
+            "action_space": space_to_dict(action_space),
+        }
         if optimizer is not None:
             plain["optimizer"] = to_class_spec("optimizer", optimizer)
         if lr_scheduler is not None:
@@ -138,7 +146,14 @@ class OnPolicyAlgorithm(LightningModule):
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
-        names = ("network", "hidden_sizes", "activation", "shared_encoder", "initial_log_std", "normalize_observations")
+        names = (
+            "network",
+            "hidden_sizes",
+            "activation",
+            "shared_encoder",
+            "initial_log_std",
+            "normalize_observations",
+        )
         options = {name: self.hparams[name] for name in names}
         return ActorCritic(self.observation_space, self.action_space, **options)
 
@@ -250,7 +265,9 @@ class OnPolicyAlgorithm(LightningModule):
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
 
     def _raise_unless_finite(self, means: dict[str, float]) -> None:
-        bad = {name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"}
+        bad = {
+            name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"
+        }
         if bad:
             name, value = next(iter(bad.items()))
             raise FloatingPointError(

@@ -111,9 +111,7 @@ class PPO(OnPolicyAlgorithm):
         if self.clip_range_value is None:
             value_loss = batch.mean(rl.value_loss(values, batch.returns))
         else:
-            value_loss = batch.mean(
-                rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value)
-            )
+            value_loss = batch.mean(rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value))
         entropy = batch.mean(distribution.entropy())
         self._record(batch, log_ratios.detach(), policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
         return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy

@@ -53,7 +53,9 @@ class EnvironmentBatch:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], seeds: list[int] | int | None, step_timeout: float | None = None) -> None:
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], seeds: list[int] | int | None, step_timeout: float | None = None
+    ) -> None:
         self.env = env
         self.num_envs = env.num_envs
         # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.

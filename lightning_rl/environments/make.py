@@ -24,7 +24,11 @@ Backend = Literal["sync", "async", "native", "envpool"]
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
 _EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
-_EXTRA_BY_ENTRY_POINT = {"gymnasium.envs.mujoco": "mujoco", "gymnasium.envs.box2d": "box2d", "ale_py": "atari"}
+_EXTRA_BY_ENTRY_POINT = {
+    "gymnasium.envs.mujoco": "mujoco",
+    "gymnasium.envs.box2d": "box2d",
+    "ale_py": "atari",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,12 @@ class EnvironmentSpec:
 
     def __post_init__(self) -> None:
         """Check what can be checked without making an environment."""
-        check(self.backend in get_args(Backend), "backend", self.backend, "one of " + ", ".join(get_args(Backend)))
+        check(
+            self.backend in get_args(Backend),
+            "backend",
+            self.backend,
+            "one of " + ", ".join(get_args(Backend)),
+        )
         if self.step_timeout is not None:
             check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
             check(self.step_timeout > 0, "step_timeout", self.step_timeout, "a number of seconds above 0")
@@ -68,14 +77,22 @@ class EnvironmentSpec:
             ConfigurationError: Options were given for an environment that is none.
         """
         if not is_game:
-            check(self.atari is None, "atari", self.atari, f"None, since {self.env_id} is no Atari game with frames")
+            check(
+                self.atari is None,
+                "atari",
+                self.atari,
+                f"None, since {self.env_id} is no Atari game with frames",
+            )
             return None
         options = self.atari or AtariPreprocessing()
         return options.for_evaluation() if self.evaluation else options
 
 
 def make_environments(
-    spec: EnvironmentSpec, num_envs: int, seeds: list[int], autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP
+    spec: EnvironmentSpec,
+    num_envs: int,
+    seeds: list[int],
+    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
 ) -> EnvironmentBatch:
     """Make `num_envs` environments.
 
@@ -207,7 +224,9 @@ def _make_native(spec: EnvironmentSpec, num_envs: int) -> VectorEnv[Any, Any, An
 
 def _make_envpool(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> VectorEnv[Any, Any, Any]:
     if not importlib.util.find_spec("envpool"):
-        raise ConfigurationError("backend='envpool' needs a package that is not installed: pip install 'lightning-rl[envpool]'")
+        raise ConfigurationError(
+            "backend='envpool' needs a package that is not installed: pip install 'lightning-rl[envpool]'"
+        )
     import envpool
 
     task = spec.env_id.removeprefix("ALE/")

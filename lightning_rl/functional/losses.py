@@ -75,9 +75,7 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
     return 0.5 * (values - targets.detach()).square()
 
 
-def clipped_value_loss(
-    values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float
-) -> Tensor:
+def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float) -> Tensor:
     """Compute PPO's clipped value loss (Engstrom et al., 2020, arXiv 2005.12729, section 3).
 
     ``0.5 * max((v - target)**2, (v_clipped - target)**2)``, ``v_clipped = v_old + clip(v - v_old, ±range)``.

@@ -181,9 +181,7 @@ def gae(
     """
     check.same_shape(rewards=rewards, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
-    rewards, values, next_values, discounts, traces = _computable(
-        rewards, values, next_values, discounts, traces
-    )
+    rewards, values, next_values, discounts, traces = _computable(rewards, values, next_values, discounts, traces)
     return reverse_scan(rewards + discounts * next_values - values, discounts * traces)
 
 
