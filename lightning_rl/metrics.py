@@ -69,10 +69,11 @@ class ScalarMeans(Metric):
         self.add_state("sums", torch.zeros(len(names), dtype=torch.float64), "sum")
         self.add_state("counts", torch.zeros(len(names), dtype=torch.float64), "sum")
 
-    def update(self, sums: Tensor, counts: Tensor) -> None:
-        """Add sums and numbers of values, both `[len(names)]`."""
-        self.sums += sums
-        self.counts += counts
+    def update(self, values: Sequence[Sequence[float]]) -> None:
+        """Take in values, a list of any length for each name."""
+        sums, counts = [sum(v) for v in values], [len(v) for v in values]
+        self.sums += torch.tensor(sums, dtype=torch.float64, device=self.sums.device)
+        self.counts += torch.tensor(counts, dtype=torch.float64, device=self.sums.device)
 
     def compute(self) -> dict[str, float]:
         """Return the mean of each scalar that has values."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,21 +9,18 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_rl.algorithms.reports import Reports
 from lightning_rl.clock import planned_env_steps
-from lightning_rl.collector import Episode
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
-from lightning_rl.functional import gae, normalize
-from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+from lightning_rl.functional import gae
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
     ClassSpec,
@@ -39,32 +35,34 @@ from lightning_rl.validation import (
 CHECKPOINT_KEY = "lightning_rl"
 
 
-class OnPolicyAlgorithm(LightningModule):
+class OnPolicyAlgorithm(Reports):
     """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
 
-    An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside `with self.learning(rollout):`
-    and calls `self.optimize(loss)` for each.
+    An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside
+    `with self.learning(rollout):` and calls `self.optimize(loss)` for each.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Likewise.
         learning_rate: Step size of the optimiser.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run.
-        optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of one; None
-            is Adam with epsilon 1e-5, fused where that exists.
+        optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
+            one; None is Adam with epsilon 1e-5, fused where that exists.
         lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
         max_grad_norm: Clip the global norm of the gradient; None does not.
         gamma: Discount factor.
-        on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode off,
-            `terminal` treats the limit as a terminal state.
-        network: `auto`, `mlp`, `nature`, `impala`, or the class of an encoder; see `lightning_rl.networks.make_encoder`.
+        on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
+            off, `terminal` treats the limit as a terminal state.
+        network: `auto`, `mlp`, `nature`, `impala`, or the class of an encoder; see
+            `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
         shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         normalize_observations: Standardise observations by their running moments.
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
-        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout (slower, for debugging).
+        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
+            debugging.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
@@ -116,11 +114,10 @@ class OnPolicyAlgorithm(LightningModule):
         if optimizer is not None:
             plain["optimizer"] = to_class_spec("optimizer", optimizer)
         if lr_scheduler is not None:
-            plain["lr_scheduler"] = cast(ClassSpec, lr_scheduler)
+            plain["lr_scheduler"] = lr_scheduler
         if not isinstance(network, str):
             plain["network"] = to_class_spec("network", network)
         self.hparams.update(plain, hidden_sizes=list(hidden_sizes))
-        self.automatic_optimization = False
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
@@ -131,18 +128,8 @@ class OnPolicyAlgorithm(LightningModule):
         self.check_numerics = check_numerics
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
-        self.env_steps = 0
-        """Environment steps of all ranks that were learned from: the clock of the run."""
-        self.policy_version = 0
-        """Number of rollouts that were learned from."""
-        self.diagnostics = Diagnostics(torch.device("cpu"))
-        self.generator = torch.Generator()
-        """Orders the minibatches; its own, so that nothing else changes them."""
         self._restored_generator: Tensor | None = None
         self._planned_env_steps: int | None = None
-        self._logged_env_steps = 0
-        self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
-        self.train_means: ScalarMeans | None = None
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
@@ -195,66 +182,10 @@ class OnPolicyAlgorithm(LightningModule):
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
-    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the rows in a fresh random order, cut into minibatches.
-
-        With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
-        """
-        parts = list(batch.shuffled(self.generator).split(num_minibatches))
-        if self.trainer.world_size > 1:
-            totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
-            for part, total in zip(parts, totals, strict=True):
-                part.weight = self.trainer.world_size / total
-        yield from parts
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
-        if self.trainer.world_size == 1:
-            return normalize(x)
-        count, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
-        centered = x - total / count
-        variance = self.all_reduce(centered.square().sum()) / (count - 1)
-        return centered / (variance.sqrt() + 1e-8)
-
-    def optimize(self, loss: Tensor) -> None:
-        """Take one step down the gradient of `loss`, unless the gradient is not finite or updates were stopped."""
-        optimizer = cast(LightningOptimizer, self.optimizers())
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        grad_norm = self._clip_gradients(optimizer)
-        self.diagnostics.add(grad_norm=grad_norm)
-        self.diagnostics.close_unless(torch.isfinite(grad_norm))
-        if self.check_numerics:
-            self._raise_unless_finite(self.diagnostics.means())
-        self._step(optimizer)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks."""
-        if self.trainer.world_size == 1:
-            return x
-        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op="sum"))
-
-    def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
-        """Clip, and return the norm before clipping."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
-        return grad_norm
-
-    def _step(self, optimizer: LightningOptimizer) -> None:
-        """Step if updates are open: decided on the device by fused optimisers, elsewhere by the host."""
-        is_open, raw = self.diagnostics.open, optimizer.optimizer
-        if is_open.device.type != "cpu" and raw.defaults.get("fused"):
-            raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
-            optimizer.step()
-        elif is_open:
-            optimizer.step()
-
     def _set_learning_rate(self) -> None:
         if self.anneal_learning_rate and self._planned_env_steps:
             remaining = max(0.0, 1 - self.env_steps / self._planned_env_steps)
-            for group in cast(LightningOptimizer, self.optimizers()).param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate * remaining
 
     def _update_normalizers(self, rollout: Rollout) -> None:
@@ -263,18 +194,6 @@ class OnPolicyAlgorithm(LightningModule):
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
-
-    def _raise_unless_finite(self, means: dict[str, float]) -> None:
-        bad = {
-            name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"
-        }
-        if bad:
-            name, value = next(iter(bad.items()))
-            raise FloatingPointError(
-                f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps}); "
-                "the parameters were left as they were before that minibatch. Look at the rewards and observations, or "
-                "lower learning_rate; check_numerics=True stops at the very minibatch"
-            )
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -295,8 +214,8 @@ class OnPolicyAlgorithm(LightningModule):
         """Refuse what cannot work before anything is collected."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
-                f"precision={self.trainer.precision!r} needs loss scaling, which hides gradient norms: expected 32-true, "
-                "bf16-mixed, bf16-true or 64-true"
+                f"precision={self.trainer.precision!r} needs loss scaling, which hides gradient norms: "
+                "expected 32-true, bf16-mixed, bf16-true or 64-true"
             )
 
     def on_train_start(self) -> None:
@@ -338,65 +257,3 @@ class OnPolicyAlgorithm(LightningModule):
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
         self._restored_generator = state["generator"]
-
-    # ------------------------------------------------------------------ evaluation
-
-    def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Take in played episodes."""
-        self.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
-
-    def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Take in played episodes."""
-        self.validation_step(episodes, batch_idx)
-
-    def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
-        """Return the played episodes with observations, actions and rewards."""
-        return episodes
-
-    def on_validation_epoch_end(self) -> None:
-        """Log returns and lengths."""
-        self._log_evaluation("val")
-
-    def on_test_epoch_end(self) -> None:
-        """Log returns and lengths."""
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, stage: str) -> None:
-        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
-        self.eval_episodes.reset()
-        self.log_dict(values, sync_dist=True)
-        self.log("step", self._clock, reduce_fx="max")
-
-    # ------------------------------------------------------------------ logging
-
-    @property
-    def _clock(self) -> Tensor:
-        # Loggers take the value of "step" as their x-axis. float64: float32 loses steps above 2^24.
-        return torch.tensor(self.env_steps, dtype=torch.float64)
-
-    def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
-        """Log what happened since the loggers were last fed, over all ranks."""
-        self.train_episodes.update(rollout.episodes.returns, rollout.episodes.lengths)
-        scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
-        scalars["train/learning_rate"] = [cast(LightningOptimizer, self.optimizers()).param_groups[0]["lr"]]
-        scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
-        scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
-        if self.train_means is None:
-            self.train_means = ScalarMeans(list(scalars)).to(self.device)
-        lists = scalars.values()
-        self.train_means.update(
-            torch.tensor([sum(values) for values in lists], dtype=torch.float64, device=self.device),
-            torch.tensor([len(values) for values in lists], dtype=torch.float64, device=self.device),
-        )
-        episodes, logged = self.train_episodes.compute(), self.train_means.compute()
-        logged |= {f"rollout/{name}": value for name, value in episodes.items() if name != "episode_return"}
-        seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * self.train_means.update_count
-        rate = (self.env_steps - self._logged_env_steps) / seconds
-        self.log_dict(logged | {"step": self._clock})
-        self.log("time/steps_per_second", rate, prog_bar=True)
-        if episodes:
-            self.log("rollout/episode_return", episodes["episode_return"], prog_bar=True)
-        if (self.trainer.fit_loop.total_batch_idx + 1) % self.trainer.log_every_n_steps == 0:
-            self.train_episodes.reset()
-            self.train_means.reset()
-            self._logged_env_steps = self.env_steps

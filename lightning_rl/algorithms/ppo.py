@@ -119,7 +119,6 @@ class PPO(OnPolicyAlgorithm):
     @torch.no_grad()
     def _record(self, batch: Batch, log_ratios: Tensor, **terms: Tensor) -> None:
         """Keep diagnostics, and stop the updates from this rollout if the policy has moved too far."""
-        self.diagnostics.first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
         approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
         self.diagnostics.add(
             **terms,
@@ -127,6 +126,7 @@ class PPO(OnPolicyAlgorithm):
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
             clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
         )
+        self.diagnostics.first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
         if self.target_kl is not None:
             mean_kl = self.all_reduce(approx_kl.clone()) / self.trainer.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)

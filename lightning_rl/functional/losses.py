@@ -152,7 +152,7 @@ def weighted_mean(x: Tensor, weights: Tensor | None = None) -> Tensor:
     """Average over all entries: ``sum(w * x) / sum(w)``.
 
     Entries of weight 0 take no part, not even by a NaN, neither in the mean nor in the gradient with respect
-    to `x`. What made it can still spoil the gradient beyond `x` (as ``0 * inf`` in an ``exp`` that overflowed).
+    to `x`. What made `x` can still spoil the gradient beyond it (``0 * inf`` where an ``exp`` overflowed).
 
     Args:
         x: Any shape and dtype; half precision is averaged in float32.

@@ -144,7 +144,7 @@ def td_lambda_returns(
     """
     check.same_shape(rewards=rewards, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
-    rewards, next_values, discounts, traces = _computable(rewards, next_values, discounts, traces)
+    rewards, next_values, discounts, traces = _as_floats(rewards, next_values, discounts, traces)
     x = rewards + discounts * (1 - traces) * next_values
     # A rollout of no steps has no last row.
     return reverse_scan(x, discounts * traces, next_values[-1] if len(next_values) else None)
@@ -181,7 +181,7 @@ def gae(
     """
     check.same_shape(rewards=rewards, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
-    rewards, values, next_values, discounts, traces = _computable(rewards, values, next_values, discounts, traces)
+    rewards, values, next_values, discounts, traces = _as_floats(rewards, values, next_values, discounts, traces)
     return reverse_scan(rewards + discounts * next_values - values, discounts * traces)
 
 
@@ -228,7 +228,7 @@ def vtrace(
     check.same_shape(rewards=rewards, log_rhos=log_rhos, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
     check.not_negative(clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
-    log_rhos, rewards, values, next_values, discounts, traces = _computable(
+    log_rhos, rewards, values, next_values, discounts, traces = _as_floats(
         log_rhos, rewards, values, next_values, discounts, traces
     )
     clip_rho, clip_c, clip_pg_rho = (torch.inf if c is None else c for c in (clip_rho, clip_c, clip_pg_rho))
@@ -240,7 +240,7 @@ def vtrace(
     return VTraceReturns(targets, rhos.clamp(max=clip_pg_rho) * (q - values))
 
 
-def _computable(*arguments: Tensor | float) -> tuple[Tensor, ...]:
+def _as_floats(*arguments: Tensor | float) -> tuple[Tensor, ...]:
     """Bring all arguments to the dtype to compute in, numbers included."""
     dtype = computation_dtype(*arguments)
     return tuple(torch.as_tensor(a, dtype=dtype) for a in arguments)

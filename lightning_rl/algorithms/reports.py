@@ -1,0 +1,81 @@
+"""What a run logs: episodes, diagnostics and time, against the clock of environment steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_rl.algorithms.updates import Updates
+from lightning_rl.collector import Episode
+from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+from lightning_rl.rollout import Rollout
+
+
+class Reports(Updates):
+    """Evaluation steps and logging, the same for every algorithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
+        self.train_means: ScalarMeans | None = None
+        self._logged_env_steps = 0
+
+    def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
+
+    def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.validation_step(episodes, batch_idx)
+
+    def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
+        """Return the played episodes with observations, actions and rewards."""
+        return episodes
+
+    def on_validation_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
+        self.eval_episodes.reset()
+        self.log_dict(values, sync_dist=True)
+        self.log("step", self._clock, reduce_fx="max")
+
+    @property
+    def _clock(self) -> Tensor:
+        # Loggers take the value of "step" as their x-axis. float64: float32 loses steps above 2^24.
+        return torch.tensor(self.env_steps, dtype=torch.float64)
+
+    def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
+        """Take in one rollout; every `log_every_n_steps` of them, log what happened since, over all ranks."""
+        self.train_episodes.update(rollout.episodes.returns, rollout.episodes.lengths)
+        scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
+        scalars["train/learning_rate"] = [self.optimizer.param_groups[0]["lr"]]
+        scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
+        scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
+        if self.train_means is None:
+            self.train_means = ScalarMeans(list(scalars)).to(self.device)
+        self.train_means.update(list(scalars.values()))
+        # One call of `log` costs Lightning as much as a gradient step of a small network: none that no logger gets.
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0:
+            self._log_training(self.train_means)
+
+    def _log_training(self, train_means: ScalarMeans) -> None:
+        episodes, logged = self.train_episodes.compute(), train_means.compute()
+        logged |= {f"rollout/{name}": value for name, value in episodes.items()}
+        seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * train_means.update_count
+        logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
+        shown = ("rollout/episode_return", "time/steps_per_second")
+        self.log_dict({name: logged.pop(name) for name in shown if name in logged}, prog_bar=True)
+        self.log_dict(logged | {"step": self._clock})
+        self.train_episodes.reset()
+        train_means.reset()
+        self._logged_env_steps = self.env_steps

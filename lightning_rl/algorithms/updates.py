@@ -1,0 +1,113 @@
+"""Gradient steps in manual optimisation, over any number of ranks, that NaN never passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.functional import normalize
+from lightning_rl.rollout import Batch
+
+
+class Updates(LightningModule):
+    """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalize`, `optimize`.
+
+    Attributes:
+        max_grad_norm: Clip the global norm of the gradient; None does not.
+        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
+        diagnostics: Of the rollout that is being learned from.
+        generator: Orders the minibatches; its own, so that nothing else changes them.
+        env_steps: Environment steps of all ranks that were learned from: the clock of the run.
+        policy_version: Number of rollouts that were learned from.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.max_grad_norm: float | None = None
+        self.check_numerics = False
+        self.diagnostics = Diagnostics(torch.device("cpu"))
+        self.generator = torch.Generator()
+        self.env_steps = 0
+        self.policy_version = 0
+
+    @property
+    def optimizer(self) -> LightningOptimizer:
+        """The one optimiser."""
+        return cast(LightningOptimizer, self.optimizers())
+
+    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+        """Yield the rows in a fresh random order, cut into minibatches.
+
+        With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
+        """
+        parts = list(batch.shuffled(self.generator).split(num_minibatches))
+        if self.trainer.world_size > 1:
+            totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
+            for part, total in zip(parts, totals, strict=True):
+                part.weight = self.trainer.world_size / total
+        yield from parts
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
+        if self.trainer.world_size == 1:
+            return normalize(x)
+        count, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
+        centered = x - total / count
+        variance = self.all_reduce(centered.square().sum()) / (count - 1)
+        standardized: Tensor = centered / (variance.sqrt() + 1e-8)
+        return standardized
+
+    def optimize(self, loss: Tensor) -> None:
+        """Take one step down the gradient of `loss`, unless the gradient is not finite or updates were stopped."""
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        grad_norm = self._clip_gradients(optimizer)
+        self.diagnostics.add(grad_norm=grad_norm)
+        self.diagnostics.close_unless(torch.isfinite(grad_norm))
+        if self.check_numerics:
+            self._raise_unless_finite(self.diagnostics.means())
+        self._step(optimizer)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks."""
+        if self.trainer.world_size == 1:
+            return x
+        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op="sum"))
+
+    def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
+        """Clip, and return the norm before clipping."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
+        return grad_norm
+
+    def _step(self, optimizer: LightningOptimizer) -> None:
+        """Step if updates are open: decided on the device by fused optimisers, elsewhere by the host."""
+        is_open, raw = self.diagnostics.open, optimizer.optimizer
+        if is_open.device.type != "cpu" and raw.defaults.get("fused"):
+            raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
+            optimizer.step()
+        elif is_open:
+            optimizer.step()
+
+    def _raise_unless_finite(self, means: dict[str, float]) -> None:
+        bad = {
+            name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"
+        }
+        if bad:
+            name, value = next(iter(bad.items()))
+            raise FloatingPointError(
+                f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps}); "
+                "the parameters were left as they were before that minibatch. Look at the rewards and observations, or "
+                "lower learning_rate; check_numerics=True stops at the very minibatch"
+            )

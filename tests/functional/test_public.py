@@ -1,0 +1,65 @@
+"""The package as a whole: its examples run, its names are exported, and torch is all it needs."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_rl import functional
+
+MODULES = sorted(module.name for module in pkgutil.iter_modules(functional.__path__))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_are_right(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"{functional.__name__}.{module}")).failed == 0
+
+
+def test_every_public_function_is_exported() -> None:
+    modules = [importlib.import_module(f"{functional.__name__}.{name}") for name in MODULES if name[0] != "_"]
+    public = {
+        name
+        for module in modules
+        for name, item in vars(module).items()
+        if name[0] != "_" and getattr(item, "__module__", None) == module.__name__
+    }
+    assert set(functional.__all__) == public
+    assert all(hasattr(functional, name) for name in functional.__all__)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_torch_is_imported(module: str) -> None:
+    tree = ast.parse((Path(functional.__file__).parent / f"{module}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    allowed = ("torch", "typing", functional.__name__)
+    assert {name for name in imported if not name.startswith(allowed)} == set()
+
+
+def test_no_function_reads_a_value_on_the_host() -> None:
+    # Tensors on "meta" have no values, so .item() or an if on one raises; and as on a GPU, scalars may be on the CPU.
+    x, scalar = torch.ones(6, 3, device="meta"), torch.tensor(0.9)
+    for number in (0.9, scalar):
+        results = [
+            functional.reverse_scan(x, number, x[0]),
+            functional.discounted_returns(x, number, x[0]),
+            functional.td_lambda_returns(x, x, number, number),
+            functional.gae(x, x, x, number, number),
+            *functional.vtrace(x, x, x, x, number, number, None, 2.0),
+            functional.policy_gradient_loss(x, x),
+            functional.clipped_surrogate_loss(x, x, number),
+            functional.value_loss(x, x),
+            functional.clipped_value_loss(x, x, x, number),
+            functional.approx_kl_k1(x),
+            functional.approx_kl_k3(x),
+            functional.clip_indicator(x, number),
+            functional.weighted_mean(x, x),
+            functional.explained_variance(x, x, x),
+            functional.normalize(x, x),
+        ]
+        assert {result.device.type for result in results} == {"meta"}
+        assert {result.dtype for result in results} == {torch.float32}
