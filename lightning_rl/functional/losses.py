@@ -219,14 +219,26 @@ def normalize(x: Tensor, weights: Tensor | None = None, eps: float = 1e-8) -> Te
     """
     check.not_negative(eps=eps)
     x = x.to(computation_dtype(x))
-    weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
+    if weights is None:  # what an update calls for each minibatch
+        if x.numel() < 2:
+            return torch.zeros_like(x)
+        # Subtracting an entry first leaves exact zeros where all are equal; the mean of equal numbers is rounded.
+        shifted = x - x.flatten()[0]
+        std, mean = torch.std_mean(shifted)
+        return _over(shifted - mean, std + eps) if eps == 0 else (shifted - mean) / (std + eps)
+    weights = weights.to(x.dtype)
     check.same_shape(x=x, weights=weights)
     centered = _centered(x, weights)
     count = weights.sum()
     freedom = count - weights.square().sum() / count
     variance = (weights * centered.square()).sum() / freedom
     std = torch.where(freedom > 0, variance, 0.0).sqrt()
-    return torch.where(centered == 0, 0.0, centered / (std + eps))  # With eps = 0 there can be 0 / 0.
+    return _over(centered, std + eps)
+
+
+def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Divide, where 0 / 0 is 0."""
+    return torch.where(numerator == 0, 0.0, numerator / denominator)
 
 
 def _clip(x: Tensor, center: float, radius: Tensor | float) -> Tensor:
