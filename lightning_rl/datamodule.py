@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 
-from lightning_rl.collector import Collector, Episode, play
+from lightning_rl.collector import Collector
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
@@ -18,6 +18,7 @@ from lightning_rl.environments import (
     make_environments,
 )
 from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, derive_seed
+from lightning_rl.evaluation import Episode, play
 from lightning_rl.policy import Policy
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ClassSpec, check, check_positive_int, to_class_spec
@@ -209,6 +210,7 @@ class RolloutDataModule(LightningDataModule):
             return play(
                 self._eval_environments,
                 policy,
+                self.observation_space,
                 self.action_space,
                 [len(range(index, mine, num_envs)) for index in range(num_envs)],
                 torch.Generator(device).manual_seed(derive_seed(seed, EVALUATION, self._rank)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,23 +21,30 @@ class Diagnostics:
 
     def __init__(self, device: torch.device) -> None:
         self.open = torch.ones((), dtype=torch.bool, device=device)
-        """Whether further updates are made: false from the first gradient that is not finite, or an early stop, on."""
+        """Whether further updates are made: false from the first loss or gradient that is not finite, or an early
+        stop, on."""
+        self.observed: set[str] = set()
+        """Names of the terms that describe an update but take no part in it."""
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, **terms: Tensor) -> None:
-        """Record scalar terms of one minibatch; their mean over minibatches is reported."""
+        """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in terms.items():
-            if name in self._sums:
-                self._sums[name] = self._sums[name] + term.detach()
-                self._counts[name] += 1
-            else:
-                self._sums[name], self._counts[name] = term.detach(), 1
+            # In bfloat16 a sum over minibatches would soon stop growing.
+            term = term.detach().to(torch.promote_types(term.dtype, torch.float32))
+            self._sums[name] = self._sums[name] + term if name in self._sums else term
+            self._counts[name] = self._counts.get(name, 0) + 1
 
-    def first(self, name: str, term: Callable[[], Tensor]) -> None:
-        """Record a scalar once, at the first call for this rollout."""
+    def observe(self, **terms: Tensor) -> None:
+        """Record terms that may be NaN or infinite without harm to the parameters."""
+        self.observed.update(terms)
+        self.add(**terms)
+
+    def observe_first(self, name: str, term: Callable[[], Tensor]) -> None:
+        """Observe a scalar once, at the first call for this rollout."""
         if name not in self._sums:
-            self.add(**{name: term()})
+            self.observe(**{name: term()})
 
     def close_unless(self, condition: Tensor) -> None:
         """Make no further update from this rollout if `condition` is false."""
@@ -51,5 +59,9 @@ class Diagnostics:
         """Return the mean of every term: the one point at which the host waits for the device."""
         if not self._sums:
             return {}
-        values = torch.stack([term.double() for term in self._sums.values()]).tolist()
+        values = torch.stack(list(self._sums.values())).tolist()
         return {name: value / self._counts[name] for name, value in zip(self._sums, values, strict=True)}
+
+    def not_finite(self, means: dict[str, float]) -> dict[str, float]:
+        """Return those of the means that no update may come from."""
+        return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}

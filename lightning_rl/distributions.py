@@ -15,8 +15,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.networks import orthogonal_linear
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.networks import HeadLinear
+from lightning_rl.validation import ConfigurationError, check_number
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -136,7 +136,7 @@ class CategoricalHead(nn.Module):
     def __init__(self, in_features: int, num_actions: int) -> None:
         super().__init__()
         # A near-zero gain starts the policy near uniform (Andrychowicz et al. 2021, section 3.2).
-        self.logits = orthogonal_linear(in_features, num_actions, gain=0.01)
+        self.logits = HeadLinear(in_features, num_actions, gain=0.01)
 
     def forward(self, features: Tensor) -> Categorical:
         """Map features `[..., f]` to a distribution."""
@@ -148,8 +148,9 @@ class GaussianHead(nn.Module):
 
     def __init__(self, in_features: int, num_dimensions: int, initial_log_std: float = 0.0) -> None:
         super().__init__()
-        self.mean = orthogonal_linear(in_features, num_dimensions, gain=0.01)
-        self.log_std = nn.Parameter(torch.full((num_dimensions,), initial_log_std))
+        check_number("initial_log_std", initial_log_std, at_least=-20, at_most=20)
+        self.mean = HeadLinear(in_features, num_dimensions, gain=0.01)
+        self.log_std = nn.Parameter(torch.full((num_dimensions,), float(initial_log_std)))
 
     def forward(self, features: Tensor) -> DiagonalGaussian:
         """Map features `[..., f]` to a distribution."""
@@ -178,4 +179,5 @@ def to_environment(space: spaces.Space[Any], action: np.ndarray) -> np.ndarray:
     if isinstance(space, spaces.Discrete):
         return action + space.start if space.start else action
     space = cast(spaces.Box, space)
-    return np.clip(action.reshape(-1, *space.shape), space.low, space.high).astype(space.dtype, copy=False)
+    clipped: np.ndarray = np.clip(action.reshape(-1, *space.shape), space.low, space.high)
+    return clipped.astype(space.dtype, copy=False)

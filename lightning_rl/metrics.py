@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_rl.normalization import exact_dtype
 
-class EpisodeStatistics(Metric):
+
+class _Window(Metric):
+    """A metric of what happened since the last log, which a checkpoint can take along.
+
+    Its states keep their precision where the network is cast to bfloat16, which cannot even count beyond 256.
+    """
+
+    full_state_update = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Self:
+        """Follow moves between devices, but not casts."""
+        device = fn(torch.empty(0, device=self.device)).device
+        return super()._apply(lambda state: state.to(device, exact_dtype(device)), exclude_state)  # type: ignore[return-value]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return this rank's state as plain data."""
+        states = {name: getattr(self, name).cpu() for name in self._defaults}
+        return {"states": states, "update_count": self.update_count}
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Take over what `snapshot` returned."""
+        for name, value in snapshot["states"].items():
+            setattr(self, name, value.to(getattr(self, name).device))
+        self._update_count = snapshot["update_count"]
+
+
+class EpisodeStatistics(_Window):
     """Mean, smallest and largest return and length of finished episodes, over all ranks.
 
     `compute` gives an empty dict where no episode has ended.
     """
 
-    full_state_update = False
     count: Tensor
     sums: Tensor
     minima: Tensor
@@ -23,7 +50,7 @@ class EpisodeStatistics(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        # Rows of the vectors: return, length. float64, since sums of returns outgrow float32.
+        # Entries of the vectors: return, length.
         self.add_state("count", torch.zeros((), dtype=torch.float64), "sum")
         self.add_state("sums", torch.zeros(2, dtype=torch.float64), "sum")
         self.add_state("minima", torch.full((2,), torch.inf, dtype=torch.float64), "min")
@@ -33,7 +60,7 @@ class EpisodeStatistics(Metric):
         """Take in finished episodes."""
         if not returns:
             return
-        values = torch.tensor([returns, lengths], dtype=torch.float64, device=self.sums.device)
+        values = torch.tensor([returns, lengths], dtype=self.sums.dtype, device=self.sums.device)
         self.count += values.shape[1]
         self.sums += values.sum(1)
         self.minima = torch.minimum(self.minima, values.amin(1))
@@ -52,28 +79,35 @@ class EpisodeStatistics(Metric):
         return result | {"episodes": count}
 
 
-class ScalarMeans(Metric):
+class ScalarMeans(_Window):
     """Means of named scalars over all ranks; a name that nothing was reported for is left out.
 
+    Every rank must report the same names in the same order, if need be without values.
+
     Args:
-        names: The scalars' names, the same on every rank.
+        names: Names known beforehand; others join when they are first reported.
     """
 
-    full_state_update = False
     sums: Tensor
     counts: Tensor
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__()
         self.names = list(names)
         self.add_state("sums", torch.zeros(len(names), dtype=torch.float64), "sum")
         self.add_state("counts", torch.zeros(len(names), dtype=torch.float64), "sum")
 
-    def update(self, values: Sequence[Sequence[float]]) -> None:
-        """Take in values, a list of any length for each name."""
-        sums, counts = [sum(v) for v in values], [len(v) for v in values]
-        self.sums += torch.tensor(sums, dtype=torch.float64, device=self.sums.device)
-        self.counts += torch.tensor(counts, dtype=torch.float64, device=self.sums.device)
+    def update(self, values: Mapping[str, Sequence[float]]) -> None:
+        """Take in values, any number for each name."""
+        if new := [name for name in values if name not in self.names]:
+            self.names += new
+            for state in ("sums", "counts"):
+                old = getattr(self, state)
+                setattr(self, state, torch.cat([old, old.new_zeros(len(new))]))
+                self._defaults[state] = old.new_zeros(len(self.names))
+        reported = [values.get(name, ()) for name in self.names]
+        self.sums += self.sums.new_tensor([sum(v) for v in reported])
+        self.counts += self.counts.new_tensor([len(v) for v in reported])
 
     def compute(self) -> dict[str, float]:
         """Return the mean of each scalar that has values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,14 +30,42 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "silu": nn.SiLU,
 }
 _SQRT2 = math.sqrt(2)
+_NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
 _Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
 
 
+@torch.no_grad()
 def _orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
-    nn.init.orthogonal_(layer.weight, gain)
+    # The decomposition does not exist in half precision, which a module may be born in (`Trainer.init_module`).
+    weight = torch.empty_like(layer.weight, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
+    layer.weight.copy_(nn.init.orthogonal_(weight, gain))
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+
+class HeadLinear(nn.Linear):
+    """The linear layer of a head: orthogonal weights, zero bias, computed in at least float32.
+
+    Logits and values rounded to bfloat16 have two to three digits, too few for ratios and temporal differences.
+
+    Args:
+        in_features: Number of features.
+        out_features: Number of outputs.
+        gain: Of the orthogonal weights.
+    """
+
+    def __init__(self, in_features: int, out_features: int, gain: float) -> None:
+        super().__init__(in_features, out_features)
+        _orthogonal(self, gain)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map features `[..., in_features]` to `[..., out_features]`."""
+        dtype, kind = torch.promote_types(self.weight.dtype, torch.float32), features.device.type
+        if dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
+            return super().forward(features.to(dtype))
+        with torch.autocast(kind, enabled=False):
+            return functional.linear(features.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:
@@ -48,6 +76,17 @@ def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2)
 def is_image(space: spaces.Space[Any]) -> bool:
     """Whether `space` holds one image: a uint8 `Box` of three dimensions."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def _image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
+    """Return whether channels come last, and the number of channels, height and width.
+
+    Gymnasium has both orders: stacked frames come channels first, colour images channels last.
+    """
+    first, middle, last = shape
+    is_square = middle in (first, last)
+    channels_last = first == middle != last if is_square else last < first
+    return (True, last, first, middle) if channels_last else (False, first, middle, last)
 
 
 class MLPEncoder(nn.Module):
@@ -84,7 +123,7 @@ class MLPEncoder(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         """Map observations `[..., *shape]` to features `[..., out_features]`."""
         x = observations
-        dtype = self.layers[0].weight.dtype if len(self.layers) else torch.get_default_dtype()
+        dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         if self.num_classes:
             x = functional.one_hot(x.long() - self.start, self.num_classes)
         elif self.event_dims != 1:
@@ -105,9 +144,7 @@ class _ImageEncoder(nn.Module):
             space,
             "an image of three dimensions for a convolutional network",
         )
-        # Gymnasium's stacked frames come channels first, colour images channels last.
-        self.channels_last = shape[2] <= 4 < shape[0]
-        self.channels, self.height, self.width = (shape[2], *shape[:2]) if self.channels_last else shape
+        self.channels_last, self.channels, self.height, self.width = _image_layout(shape)
         self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
 
     def _to_pixels(self, observations: Tensor, dtype: torch.dtype) -> Tensor:
@@ -129,10 +166,11 @@ class NatureEncoder(_ImageEncoder):
     def __init__(self, space: spaces.Space[Any], out_features: int = 512) -> None:
         super().__init__(space)
         check(
-            min(self.height, self.width) >= 36,
+            min(self.height, self.width) >= _NATURE_MIN_SIZE,
             "network",
             "nature",
-            f"an image of at least 36x36 pixels, got {self.height}x{self.width}; use 'impala' or 'mlp'",
+            f"an image of at least {_NATURE_MIN_SIZE}x{_NATURE_MIN_SIZE} pixels, got {self.height}x{self.width}; "
+            "use 'impala' or 'mlp'",
         )
         self.convolutions = nn.Sequential(
             _orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
@@ -142,7 +180,7 @@ class NatureEncoder(_ImageEncoder):
             _orthogonal(nn.Conv2d(64, 64, 3, 1)),
             nn.ReLU(),
             nn.Flatten(),
-        ).to(memory_format=torch.channels_last)
+        ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.no_grad():
             flat = self.convolutions(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
         self.linear = orthogonal_linear(flat, out_features)
@@ -156,10 +194,10 @@ class NatureEncoder(_ImageEncoder):
 
 
 class _ResidualBlock(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, gain: float) -> None:
         super().__init__()
         self.convolution1 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
-        self.convolution2 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
+        self.convolution2 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1), gain)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.convolution1(functional.relu(x))
@@ -168,6 +206,9 @@ class _ResidualBlock(nn.Module):
 
 class ImpalaEncoder(_ImageEncoder):
     """The residual network of Espeholt et al. 2018 (figure 3, right, without its LSTM).
+
+    The gain √2 belongs to convolutions that a ReLU follows. Those before a pooling have gain 1, and those that end one
+    of n residual blocks 1/√n, or features and first values would be tens of times those of the other networks.
 
     Args:
         space: An image of any size, channels first or last.
@@ -181,11 +222,12 @@ class ImpalaEncoder(_ImageEncoder):
         super().__init__(space)
         stages = nn.Sequential()
         for width, next_width in itertools.pairwise([self.channels, *channels]):
-            stages.append(_orthogonal(nn.Conv2d(width, next_width, 3, padding=1)))
+            stages.append(_orthogonal(nn.Conv2d(width, next_width, 3, padding=1), gain=1.0))
             stages.append(nn.MaxPool2d(3, 2, padding=1))
-            stages.append(_ResidualBlock(next_width))
-            stages.append(_ResidualBlock(next_width))
-        self.stages = stages.append(nn.ReLU()).append(nn.Flatten()).to(memory_format=torch.channels_last)
+            for _ in range(2):
+                stages.append(_ResidualBlock(next_width, gain=(2 * len(channels)) ** -0.5))
+        stages.append(nn.ReLU()).append(nn.Flatten())
+        self.stages = stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.no_grad():
             flat = self.stages(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
         self.linear = orthogonal_linear(flat, out_features)
@@ -220,7 +262,9 @@ def make_encoder(
     if not isinstance(space, spaces.Box | spaces.Discrete):
         raise ConfigurationError(f"observation_space={space} is not supported: expected Box or Discrete")
     if network == "auto":
-        network = ("nature" if min(sorted(space.shape)[1:]) >= 36 else "impala") if is_image(space) else "mlp"
+        network = "mlp"
+        if is_image(space):
+            network = "nature" if min(_image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
     if network == "mlp":
         return MLPEncoder(space, hidden_sizes, activation)
     if network == "nature":

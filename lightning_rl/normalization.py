@@ -1,13 +1,13 @@
 """Running moments as buffers, so that checkpoints, device moves and evaluation carry them.
 
-Statistics are frozen while a rollout is collected and learned from, and take its data in afterwards: acting and updating
-see the same function, and the importance ratio is 1 on arrival.
+Statistics are frozen while a rollout is collected and learned from, and take its data in afterwards: acting and
+updating see the same function, and the importance ratio is 1 on arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,30 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-class RunningMoments(nn.Module):
-    """Count, mean and population variance of everything seen, merged by Chan et al. 1983.
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype to keep statistics in: float64, or float32 where a device has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
-    Kept in float64 whatever the module's precision: a float32 count stops growing at 2^24.
+
+class _Statistics(nn.Module):
+    """A module whose own buffers stay in float64, whatever the precision of the network.
+
+    A float32 count would stop at 2^24.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow moves between devices, but not casts."""
+        own = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in own.items():
+            assert buffer is not None
+            device = fn(torch.empty(0, device=buffer.device)).device
+            self._buffers[name] = buffer.to(device, exact_dtype(device))
+        return self
+
+
+class RunningMoments(_Statistics):
+    """Count, mean and population variance of everything seen, merged by Chan et al. 1983.
 
     Args:
         shape: Shape of one observation.
@@ -41,15 +61,6 @@ class RunningMoments(nn.Module):
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RunningMoments:
-        """Follow moves between devices, but not casts."""
-        device = fn(torch.empty(0, device=self.count.device)).device
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        for name, buffer in self._buffers.items():
-            assert buffer is not None
-            self._buffers[name] = buffer.to(device=device, dtype=dtype)
-        return self
-
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = _identity) -> None:
         """Take in `x`, shape `[N, *shape]`; with `reduce`, the union of all ranks' `x`.
@@ -57,17 +68,23 @@ class RunningMoments(nn.Module):
         Ranks merge what is new, not their totals, so nothing is counted twice.
         """
         x = x.to(self.mean.dtype)
-        total = torch.cat([x.new_tensor([x.shape[0]]), x.sum(0).flatten()])
-        total = reduce(total)
-        count, mean = total[0], (total[1:] / total[0]).view_as(self.mean)
+        totals = reduce(torch.cat([x.new_tensor([x.shape[0]]), x.sum(0).flatten()]))
+        count = totals[0]
+        mean = (totals[1:] / count.clamp(min=1)).view_as(self.mean)
         squares = reduce((x - mean).square().sum(0))
         new_count = self.count + count
+        weight = count / new_count.clamp(min=1)
         delta = mean - self.mean
-        self.variance.mul_(self.count).add_(squares).add_(delta.square() * self.count * count / new_count).div_(
-            new_count
-        )
-        self.mean.add_(delta * count / new_count)
+        variance = (self.variance * self.count + squares) / new_count.clamp(min=1)
+        variance += delta.square() * weight * (1 - weight)
+        # Without a single row nothing changes, not even the initial variance of 1.
+        self.variance.copy_(torch.where(count > 0, variance, self.variance))
+        self.mean.add_(delta * weight)
         self.count.copy_(new_count)
+
+    def scale(self, epsilon: float) -> Tensor:
+        """Return 1 / √(variance + epsilon)."""
+        return (self.variance + epsilon).rsqrt()
 
 
 class ObservationNormalizer(nn.Module):
@@ -86,20 +103,21 @@ class ObservationNormalizer(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Normalise observations `[..., *shape]`; before any data they are only clipped."""
-        mean = self.moments.mean.to(observations.dtype)
-        scale = (self.moments.variance + self.epsilon).rsqrt().to(observations.dtype)
-        return ((observations - mean) * scale).clamp(-self.clip, self.clip)
+        """Normalise observations `[..., *shape]`, in at least float32; before any data they are only clipped."""
+        x = observations.to(torch.promote_types(observations.dtype, torch.float32))
+        mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
+        return ((x - mean) * scale).clamp(-self.clip, self.clip)
 
     def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
         """Take in observations `[N, *shape]`."""
         self.moments.update(observations, reduce)
 
 
-class RewardNormalizer(nn.Module):
+class RewardNormalizer(_Statistics):
     """Divide rewards by the running deviation of the discounted return, and clip.
 
-    As OpenAI Baselines and Gymnasium do: R[t] = r[t] + gamma · R[t-1], restarted with each episode.
+    As OpenAI Baselines' `VecNormalize`: R[t] = r[t] + gamma · R[t-1], beginning anew with the first step of an episode.
+    Gymnasium's `NormalizeReward` differs: it forgets the past with the step that terminates, and not at a time limit.
 
     Args:
         gamma: Discount factor.
@@ -115,12 +133,11 @@ class RewardNormalizer(nn.Module):
         self.gamma = gamma
         self.clip = clip
         self.epsilon = epsilon
-        self.register_buffer("discounted_return", torch.zeros(0))
+        self.register_buffer("discounted_return", torch.zeros(0, dtype=torch.float64))
 
     def forward(self, rewards: Tensor) -> Tensor:
         """Normalise rewards of any shape; before any data they are only clipped."""
-        scale = (self.moments.variance + self.epsilon).rsqrt().to(rewards.dtype)
-        return (rewards * scale).clamp(-self.clip, self.clip)
+        return (rewards * self.moments.scale(self.epsilon).to(rewards.dtype)).clamp(-self.clip, self.clip)
 
     @torch.no_grad()
     def update(self, rewards: Tensor, ends: Tensor, valid: Tensor | None = None, reduce: Reduce = _identity) -> None:
@@ -132,11 +149,16 @@ class RewardNormalizer(nn.Module):
             valid: Which entries are real steps, shape `[T, B]`; all of them if left out.
             reduce: Sums a tensor over all ranks.
         """
-        if self.discounted_return.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
-            self.discounted_return = torch.zeros_like(rewards[0])
+        before = self.discounted_return
+        if before.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
+            before = before.new_zeros(rewards.shape[1:])
+        rewards = rewards.to(before.dtype)
+        if valid is not None:
+            rewards = rewards.where(valid, 0)
         keep = self.gamma * (~ends).to(rewards.dtype)
         decay = torch.cat([torch.ones_like(keep[:1]), keep[:-1]])
-        returns = reverse_scan(rewards.flip(0), decay.flip(0), self.discounted_return.to(rewards.dtype)).flip(0)
+        returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)
+        # What the next rollout begins with: 0 after the end of an episode.
         self.discounted_return = keep[-1] * returns[-1]
         self.moments.update(returns.flatten() if valid is None else returns[valid], reduce)
 
@@ -144,5 +166,5 @@ class RewardNormalizer(nn.Module):
         """Accept the number of environments that the checkpoint was made with."""
         stored = state_dict.get(prefix + "discounted_return")
         if stored is not None:
-            self.discounted_return = torch.empty_like(stored, device=self.discounted_return.device)
+            self.discounted_return = self.discounted_return.new_zeros(stored.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.distributions import Distribution, make_action_head
-from lightning_rl.networks import is_image, make_encoder, orthogonal_linear
+from lightning_rl.networks import HeadLinear, is_image, make_encoder
 from lightning_rl.normalization import ObservationNormalizer
 from lightning_rl.validation import ClassSpec, check
 
@@ -78,37 +78,40 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         self.observation_normalizer: ObservationNormalizer | None = None
+        encoded_space = observation_space
         if normalize_observations:
             can_normalize = isinstance(observation_space, spaces.Box) and not is_image(observation_space)
             check(
                 can_normalize,
                 "normalize_observations",
                 True,
-                f"a Box that is no image, got {observation_space}",
+                f"False, since normalisation is for a Box that is no image, not {observation_space}",
             )
             self.observation_normalizer = ObservationNormalizer(observation_space.shape or ())
+            bound = self.observation_normalizer.clip
+            encoded_space = spaces.Box(-bound, bound, observation_space.shape, np.float32)
+        self.event_dims = len(observation_space.shape or ())
         shared = is_image(observation_space) if shared_encoder is None else shared_encoder
-        self.actor_encoder = make_encoder(observation_space, network, hidden_sizes, activation)
+        self.actor_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
         self.critic_encoder: nn.Module | None = None
         if not shared:
-            self.critic_encoder = make_encoder(observation_space, network, hidden_sizes, activation)
+            self.critic_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         self.action_head = make_action_head(action_space, width, initial_log_std)
-        self.value_head = orthogonal_linear(width, 1, gain=1.0)
+        self.value_head = HeadLinear(width, 1, gain=1.0)
 
     def forward(self, observations: Tensor) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
-        x = self._normalize(observations)
-        features = self.actor_encoder(x)
-        return self.action_head(features), self._value(
-            features if self.critic_encoder is None else self.critic_encoder(x)
-        )
+        x = self._prepare(observations)
+        features = self._encode(self.actor_encoder, x)
+        value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
+        return self.action_head(features), self._value(value_features)
 
     def act(
         self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
         """Choose an action for every row; see `Policy.act`."""
-        features = self.actor_encoder(self._normalize(observations))
+        features = self._encode(self.actor_encoder, self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         if self.critic_encoder is not None:
@@ -117,22 +120,32 @@ class ActorCritic(nn.Module):
 
     def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`."""
-        distribution: Distribution = self.action_head(self.actor_encoder(self._normalize(observations)))
+        features = self._encode(self.actor_encoder, self._prepare(observations))
+        distribution: Distribution = self.action_head(features)
         return distribution.log_prob(actions)
 
     def value(self, observations: Tensor) -> Tensor:
         """Return value estimates; see `Policy.value`."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
-        return self._value(encoder(self._normalize(observations)))
+        return self._value(self._encode(encoder, self._prepare(observations)))
 
-    def _normalize(self, observations: Tensor) -> Tensor:
-        if self.observation_normalizer is None:
-            return observations
-        return self.observation_normalizer(observations)  # type: ignore[no-any-return]
+    def _prepare(self, observations: Tensor) -> Tensor:
+        """Normalise, and bring floating-point observations to the dtype of the parameters."""
+        if self.observation_normalizer is not None:
+            observations = self.observation_normalizer(observations)
+        return observations.to(self.value_head.weight.dtype) if observations.is_floating_point() else observations
+
+    def _encode(self, encoder: nn.Module, observations: Tensor) -> Tensor:
+        """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""
+        leading = observations.shape[: observations.dim() - self.event_dims]
+        if len(leading) == 1:
+            return encoder(observations)  # type: ignore[no-any-return]
+        rows = observations.flatten(0, len(leading) - 1) if leading else observations.unsqueeze(0)
+        features: Tensor = encoder(rows)
+        return features.reshape(*leading, features.shape[-1])
 
     def _value(self, features: Tensor) -> Tensor:
-        value: Tensor = self.value_head(features).squeeze(-1)
-        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:

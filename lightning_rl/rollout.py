@@ -142,8 +142,8 @@ class Batch:
     """Rows of a rollout, in any order: tensors of equal length by name, read as attributes.
 
     Attributes:
-        weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights are
-            such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
+        weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
+            are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
     """
 
     observations: Tensor

@@ -20,6 +20,7 @@ from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic
+from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
@@ -128,7 +129,7 @@ class OnPolicyAlgorithm(Reports):
         self.check_numerics = check_numerics
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
-        self._restored_generator: Tensor | None = None
+        self._restored_ranks: list[dict[str, Any]] = []
         self._planned_env_steps: int | None = None
 
     def make_policy(self) -> ActorCritic:
@@ -219,26 +220,35 @@ class OnPolicyAlgorithm(Reports):
             )
 
     def on_train_start(self) -> None:
-        """Seed or restore the order of minibatches; find out how long the run is."""
-        if self._restored_generator is not None:
-            self.generator.set_state(self._restored_generator.cpu())
-            self._restored_generator = None
+        """Seed or restore the random generators; find out how long the run is."""
+        if len(self._restored_ranks) == self.trainer.world_size:
+            state = self._restored_ranks[self.global_rank]
+            self.generator.set_state(state["generator"].cpu())
+            set_random_state(state["random"])
+            self.load_window_state(state["window"])
         else:
-            self.generator.manual_seed(derive_seed(torch.initial_seed(), MINIBATCHES, self.global_rank))
+            path = (MINIBATCHES, self.global_rank, self.policy_version)
+            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
+            self._logged_env_steps = self.env_steps
+        self._restored_ranks = []
         self._planned_env_steps = planned_env_steps(self.trainer)
-        self._logged_env_steps = self.env_steps
         if self.anneal_learning_rate and self._planned_env_steps is None:
             raise ConfigurationError(
                 "anneal_learning_rate=True needs to know how long the run is: expected max_env_steps or max_epochs"
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add clock, version and generator."""
+        """Add the clock and what each rank has of its own."""
+        of_this_rank = {
+            "generator": self.generator.get_state(),
+            "random": random_state(),
+            "window": self.window_state(),
+        }
         checkpoint[CHECKPOINT_KEY] = {
             "format": 1,
             "env_steps": self.env_steps,
             "policy_version": self.policy_version,
-            "generator": self.generator.get_state(),
+            "ranks": gather_ranks(of_this_rank),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -251,9 +261,9 @@ class OnPolicyAlgorithm(Reports):
             stored, own = checkpoint["hyper_parameters"][name], self.hparams[name]
             if stored != own:
                 raise ConfigurationError(
-                    f"{name}={space_from_dict(own)} does not fit the checkpoint: expected {space_from_dict(stored)}, the "
-                    "space it was trained with"
+                    f"{name}={space_from_dict(own)} does not fit the checkpoint: "
+                    f"expected {space_from_dict(stored)}, the space it was trained with"
                 )
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
-        self._restored_generator = state["generator"]
+        self._restored_ranks = state["ranks"]

@@ -18,8 +18,8 @@ from lightning_rl.validation import check, check_number, check_positive_int
 class PPO(OnPolicyAlgorithm):
     """Proximal policy optimisation with a clipped surrogate objective (Schulman et al. 2017).
 
-    From each rollout: generalised advantage estimates (Schulman et al. 2016), then `num_epochs` passes over its steps in
-    `num_minibatches` random parts, each a gradient step on
+    From each rollout: generalised advantage estimates (Schulman et al. 2016), then `num_epochs` passes over its steps
+    in `num_minibatches` random parts, each a gradient step on
 
         policy loss (equation 7) + value_coef · value loss - entropy_coef · entropy      (equation 9)
 
@@ -91,7 +91,7 @@ class PPO(OnPolicyAlgorithm):
         with self.learning(rollout):
             advantages = self.gae(rollout, self.gae_lambda)
             batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
-            self.diagnostics.add(explained_variance=rl.explained_variance(batch.values, batch.returns))
+            self.diagnostics.observe(explained_variance=rl.explained_variance(batch.values, batch.returns))
             if self.normalize_advantages == "rollout":
                 batch = batch.replace(advantages=self.normalize(batch.advantages))
             for _ in range(self.num_epochs):
@@ -113,20 +113,21 @@ class PPO(OnPolicyAlgorithm):
         else:
             value_loss = batch.mean(rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value))
         entropy = batch.mean(distribution.entropy())
-        self._record(batch, log_ratios.detach(), policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        self._observe(batch, log_ratios.detach())
         return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
 
     @torch.no_grad()
-    def _record(self, batch: Batch, log_ratios: Tensor, **terms: Tensor) -> None:
-        """Keep diagnostics, and stop the updates from this rollout if the policy has moved too far."""
+    def _observe(self, batch: Batch, log_ratios: Tensor) -> None:
+        """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
         approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
-        self.diagnostics.add(
-            **terms,
+        self.diagnostics.observe(
             approx_kl=approx_kl,
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
             clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
         )
-        self.diagnostics.first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
+        if len(batch):
+            self.diagnostics.observe_first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
         if self.target_kl is not None:
             mean_kl = self.all_reduce(approx_kl.clone()) / self.trainer.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates
-from lightning_rl.collector import Episode
+from lightning_rl.evaluation import Episode
 from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
 from lightning_rl.rollout import Rollout
 
@@ -62,7 +63,7 @@ class Reports(Updates):
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         if self.train_means is None:
             self.train_means = ScalarMeans(list(scalars)).to(self.device)
-        self.train_means.update(list(scalars.values()))
+        self.train_means.update(scalars)
         # One call of `log` costs Lightning as much as a gradient step of a small network: none that no logger gets.
         interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0:
@@ -79,3 +80,21 @@ class Reports(Updates):
         self.train_episodes.reset()
         train_means.reset()
         self._logged_env_steps = self.env_steps
+
+    def window_state(self) -> dict[str, Any]:
+        """Return, as plain data, what this rank has taken in since the last log."""
+        means = self.train_means
+        return {
+            "since": self._logged_env_steps,
+            "episodes": self.train_episodes.snapshot(),
+            "names": [] if means is None else means.names,
+            "means": None if means is None else means.snapshot(),
+        }
+
+    def load_window_state(self, state: dict[str, Any]) -> None:
+        """Take over what `window_state` returned."""
+        self._logged_env_steps = state["since"]
+        self.train_episodes.restore(state["episodes"])
+        if state["means"] is not None:
+            self.train_means = ScalarMeans(state["names"]).to(self.device)
+            self.train_means.restore(state["means"])

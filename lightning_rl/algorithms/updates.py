@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import cast
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import normalize
+from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
 
@@ -52,24 +52,27 @@ class Updates(LightningModule):
         if self.trainer.world_size > 1:
             totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
             for part, total in zip(parts, totals, strict=True):
-                part.weight = self.trainer.world_size / total
+                part.weight = self.trainer.world_size / max(total, 1)
         yield from parts
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
         if self.trainer.world_size == 1:
             return normalize(x)
-        count, total = self.all_reduce(torch.stack([x.new_tensor(x.numel()), x.sum()]))
-        centered = x - total / count
-        variance = self.all_reduce(centered.square().sum()) / (count - 1)
+        # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
+        exact = x.to(exact_dtype(x.device))
+        count, total = self.all_reduce(torch.stack([exact.new_tensor(x.numel()), exact.sum()]))
+        centered = exact - total / count.clamp(min=1)
+        variance = self.all_reduce(centered.square().sum()) / (count - 1).clamp(min=1)
         standardized: Tensor = centered / (variance.sqrt() + 1e-8)
-        return standardized
+        return standardized.to(x.dtype)
 
     def optimize(self, loss: Tensor) -> None:
-        """Take one step down the gradient of `loss`, unless the gradient is not finite or updates were stopped."""
+        """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
         optimizer = self.optimizer
         optimizer.zero_grad()
-        self.manual_backward(loss)
+        # The factor is 1, or NaN where the loss is not finite: the gradient, and so every rank, gets to know.
+        self.manual_backward(loss * (1 + 0 * loss.detach()))
         grad_norm = self._clip_gradients(optimizer)
         self.diagnostics.add(grad_norm=grad_norm)
         self.diagnostics.close_unless(torch.isfinite(grad_norm))
@@ -101,13 +104,10 @@ class Updates(LightningModule):
             optimizer.step()
 
     def _raise_unless_finite(self, means: dict[str, float]) -> None:
-        bad = {
-            name: value for name, value in means.items() if not math.isfinite(value) and name != "explained_variance"
-        }
-        if bad:
+        if bad := self.diagnostics.not_finite(means):
             name, value = next(iter(bad.items()))
             raise FloatingPointError(
-                f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps}); "
-                "the parameters were left as they were before that minibatch. Look at the rewards and observations, or "
-                "lower learning_rate; check_numerics=True stops at the very minibatch"
+                f"{name} is {value} in the update from rollout {self.policy_version} (environment step "
+                f"{self.env_steps}); the parameters were left as they were before that minibatch. Look at the rewards "
+                "and observations, or lower learning_rate; check_numerics=True stops at the very minibatch"
             )

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.seeding import derive_seed, describe
+from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
+
+_LARGEST = float(np.finfo(np.float32).max)
+# Sums of squares below this have no term that float32 could not hold; above it, entries are looked at one by one.
+_SAFE_SQUARES = 1e76
 
 
 class Step(NamedTuple):
     """What one step of `B` environments gave.
 
     Attributes:
-        observations: Where the next action is chosen, `[B, ...]`; overwritten by the next step.
-        rewards: `[B]`.
+        observations: Where the next action is chosen, `[B, ...]`; may be overwritten by the next step.
+        rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.
         valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
@@ -38,7 +43,7 @@ class Step(NamedTuple):
 
 
 class EnvironmentBatch:
-    """A vector environment whose steps mean the same in every autoreset mode.
+    """A vector environment whose steps mean the same in every autoreset mode, and never give NaN or infinity.
 
     * `SAME_STEP`: the step that ends an episode returns the next one's first observation; the final one is in `info`.
     * `NEXT_STEP` (and EnvPool): it returns the final observation, and the step after it only resets: not `valid`.
@@ -46,15 +51,17 @@ class EnvironmentBatch:
 
     Args:
         env: A `gymnasium.vector.VectorEnv`, or EnvPool's.
-        seeds: Seed of each environment's stream of episodes; one for all where only that is supported.
-        step_timeout: Seconds that worker processes may take for a step or reset.
+        seeds: Seed of each environment's stream of episodes.
+        reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
+            them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
+            which was given its seeds when it was made.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], seeds: list[int] | int | None, step_timeout: float | None = None
+        self, env: VectorEnv[Any, Any, Any], seeds: list[int], reset_seed: list[int] | Array | int | None
     ) -> None:
         self.env = env
         self.num_envs = env.num_envs
@@ -62,7 +69,7 @@ class EnvironmentBatch:
         self.single_observation_space = getattr(env, "single_observation_space", env.observation_space)
         self.single_action_space = getattr(env, "single_action_space", env.action_space)
         self._seeds = seeds
-        self._timeout = step_timeout
+        self._reset_seed = reset_seed
         mode = (env.metadata or {}).get("autoreset_mode")
         try:
             self.mode = mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
@@ -71,107 +78,143 @@ class EnvironmentBatch:
                 f"env_id: {env} has metadata['autoreset_mode']={mode!r}: expected one of "
                 f"{[mode.value for mode in AutoresetMode]}, so that episode ends can be told apart from resets"
             ) from None
-        self._was_reset = np.ones(self.num_envs, bool)
+        space = self.single_observation_space
+        self._is_float = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Count episodes and steps, for error messages, from here on."""
+        self._clock = 0
+        self._began = np.zeros(self.num_envs, np.int64)
+        self._episodes = np.zeros(self.num_envs, np.int64)
+        self._resets_next = np.zeros(self.num_envs, bool)
 
     def reset(self) -> Array:
-        """Begin every environment's stream of episodes again, and return the first observations."""
-        self._was_reset = np.zeros(self.num_envs, bool)
-        if isinstance(self.env, AsyncVectorEnv):
-            with self._guarded(self.env):
-                self.env.reset_async(seed=self._seeds)  # type: ignore[arg-type]
-                observations, _ = self.env.reset_wait(self._timeout)
-        elif self._seeds is None:
-            observations, _ = self.env.reset()
-        else:
-            observations, _ = self.env.reset(seed=self._seeds)  # type: ignore[arg-type]
+        """Begin every environment's stream of episodes again, and return the first observations.
+
+        Raises:
+            EnvironmentFailure: As `step`.
+        """
+        self._forget()
+        observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
+        self._check_observations(observations)
         return observations
 
     def step(self, actions: Array) -> Step:
         """Step every environment once.
 
         Raises:
-            EnvironmentFailure: An environment raised, or a worker process died or took longer than the limit.
+            EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
+                worker process died or took longer than the limit.
         """
-        if isinstance(self.env, AsyncVectorEnv):
-            with self._guarded(self.env):
-                self.env.step_async(actions)
-                observations, rewards, terminated, truncated, infos = self.env.step_wait(self._timeout)
-        else:
+        self._clock += 1
+        try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        valid: Array | None = None
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise self._failure(error, "step") from error
+        if rewards.dtype.kind == "f" and not np.dot(rewards, rewards) < _SAFE_SQUARES:
+            self._check_rows("reward", rewards)
         ended = terminated | truncated
+        valid: Array | None = None
         finals: list[tuple[int, Array]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
-            if self._was_reset.any():
-                valid = ~self._was_reset
-            self._was_reset = ended
-        if ended.any():
-            source = infos["final_obs"] if self.mode is AutoresetMode.SAME_STEP else observations.copy()
-            finals = [(int(i), source[i]) for i in np.flatnonzero(ended)]
-            if self.mode is AutoresetMode.DISABLED:
-                # The flags may be the environment's own arrays, which its reset clears.
-                terminated, truncated = terminated.copy(), truncated.copy()
-                observations, _ = self.env.reset(options={"reset_mask": ended.copy()})
+            if self._resets_next.any():
+                valid = ~self._resets_next
+                rewards = np.where(valid, rewards, 0)
+            self._resets_next = ended
+        if not ended.any():
+            self._check_observations(observations)
+            return Step(observations, rewards, terminated, truncated, valid, finals, infos)
+        if self.mode is AutoresetMode.SAME_STEP:
+            reached = infos["final_obs"]
+        else:
+            self._check_observations(observations)
+            reached = observations.copy()
+        for index in np.flatnonzero(ended).tolist():
+            final = np.asarray(reached[index])
+            self._check_rows("observation", final[None], index)
+            finals.append((index, final))
+        # In NEXT_STEP mode the step to come is the new episode's step 0.
+        self._began[ended] = self._clock + (self.mode is AutoresetMode.NEXT_STEP)
+        self._episodes += ended
+        if self.mode is AutoresetMode.DISABLED:
+            # The flags may be the environment's own arrays, which its reset clears.
+            terminated, truncated = terminated.copy(), truncated.copy()
+            observations = self._reset(options={"reset_mask": ended})
+        if self.mode is not AutoresetMode.NEXT_STEP:
+            self._check_observations(observations)
         return Step(observations, rewards, terminated, truncated, valid, finals, infos)
 
+    def info_values(self, step: Step, key: str) -> list[float]:
+        """Return every number that a real step, not a reset, reported under `info[key]`.
+
+        In `SAME_STEP` mode the info of a step that ended an episode is in `final_info`, and in its place that of the reset.
+
+        Raises:
+            ConfigurationError: What is there is no number.
+        """
+        present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
+        sources = [(step.infos, present)]
+        if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
+            ended = step.terminated | step.truncated
+            sources = [(step.infos, ~ended), (step.infos.get("final_info", {}), ended)]
+        found: list[float] = []
+        for infos, mask in sources:
+            if key in infos:
+                values = np.asarray(infos[key])
+                for value in values[mask & np.asarray(infos.get(f"_{key}", True), bool)]:
+                    try:
+                        found.append(float(value))
+                    except (TypeError, ValueError):
+                        raise ConfigurationError(
+                            f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
+                        ) from None
+        return found
+
     def label(self, index: int) -> str:
-        """Describe one environment for an error message, with episode and seed where they are known."""
-        try:
-            return str(self.env.get_attr("label")[index])  # type: ignore[attr-defined]
-        except Exception:
-            return f"environment {index}"
+        """Say where an environment is: episode, seed and step."""
+        episode = int(self._episodes[index])
+        if isinstance(self._reset_seed, list):
+            seed = derive_seed(self._seeds[index], episode)
+        else:
+            seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
+        return describe(index, episode, seed, max(0, self._clock - int(self._began[index])))
 
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice."""
         self.env.close()
 
-    def _guarded(self, env: AsyncVectorEnv) -> _WorkerGuard:
-        return _WorkerGuard(env, self._timeout)
+    def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
+        try:
+            observations: Array = self.env.reset(**kwargs)[0]
+            return observations
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise self._failure(error, "reset") from error
 
+    def _failure(self, error: Exception, where: str) -> EnvironmentFailure:
+        if isinstance(error, WorkerFailure):
+            names = ", ".join(self.label(index) for index in error.indices) or "an environment"
+            return EnvironmentFailure(f"{names} {error.what}")
+        return EnvironmentFailure(f"the environments raised in {where}: {type(error).__name__}: {error}")
 
-class _WorkerGuard:
-    """Turns what a dead or hung worker process raises into an `EnvironmentFailure`, and ends the others."""
+    def _check_observations(self, observations: Array) -> None:
+        if self._is_float:
+            flat = observations.ravel()
+            if not np.dot(flat, flat) < _SAFE_SQUARES:
+                self._check_rows("observation", observations)
 
-    def __init__(self, env: AsyncVectorEnv, timeout: float | None) -> None:
-        self.env = env
-        self.timeout = timeout
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is None or not isinstance(error, Exception):
+    def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
+        """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
+        if rows.dtype.kind != "f":
             return
-        message = str(error)
-        if isinstance(error, multiprocessing.TimeoutError):
-            hung = [i for i, pipe in enumerate(self.env.parent_pipes) if pipe is not None and not pipe.poll(0)]
-            message = f"environment {_join(hung)} gave no answer within step_timeout={self.timeout} seconds"
-        elif isinstance(error, EOFError | OSError):
-            for process in self.env.processes:
-                process.join(0.1)
-            dead = [(i, p.exitcode) for i, p in enumerate(self.env.processes) if not p.is_alive()]
-            codes = ", ".join(str(code) for _, code in dead)
-            message = f"the worker process of environment {_join(i for i, _ in dead)} died with exit code {codes}"
-        self.env.close(terminate=True)
-        raise EnvironmentFailure(message) from error
-
-
-def _join(indices: Iterable[int]) -> str:
-    return ", ".join(map(str, indices)) or "(unknown)"
-
-
-def info_values(step: Step, key: str) -> list[float]:
-    """Return every scalar that environments reported under `info[key]` in this step.
-
-    Gymnasium puts the info of a step that ends an episode under `final_info` in `SAME_STEP` mode.
-    """
-    found: list[float] = []
-    for infos in (step.infos, step.infos.get("final_info", {})):
-        if not isinstance(infos, dict) or key not in infos:
-            continue
-        values = np.asarray(infos[key])
-        present = np.asarray(infos.get(f"_{key}", np.ones(len(values), bool)), bool)
-        if step.valid is not None:
-            present = present & step.valid
-        found += [float(value) for value in values[present]]
-    return found
+        bad = np.argwhere(~(np.abs(rows) <= _LARGEST))
+        if len(bad):
+            entry = f" (entry {', '.join(map(str, bad[0][1:]))})" if rows.ndim > 1 else ""
+            raise EnvironmentFailure(
+                f"{self.label(first + int(bad[0][0]))} returned {what}{entry} {rows[tuple(bad[0])]}: expected a finite "
+                "number that float32 can hold"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import gymnasium
@@ -18,6 +19,11 @@ def derive_seed(*path: int) -> int:
     return int(np.random.SeedSequence(path[0], spawn_key=path[1:]).generate_state(1)[0] >> 1)
 
 
+def describe(index: int, episode: int, seed: int, step: int) -> str:
+    """Say where an environment is, so that `reset(seed=seed)` and `step` actions lead there again."""
+    return f"environment {index} (episode {episode}, seed {seed}, step {step})"
+
+
 class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Give each episode its own seed, and say where it was when the environment raises.
 
@@ -28,20 +34,18 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     Args:
         env: The environment.
         index: Its place among the environments of this process, for error messages.
+        first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], index: int = 0) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], index: int = 0, first_options: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env)
         self.index = index
+        self.first_options = first_options
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
-
-    @property
-    def label(self) -> str:
-        """Index, episode, seed and step, for error messages."""
-        seed = derive_seed(self.stream_seed, self.episode)
-        return f"environment {self.index} (episode {self.episode}, seed {seed}, step {self.step_count})"
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin the stream `seed`, or its next episode."""
@@ -49,16 +53,25 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self.episode += 1
         else:
             self.stream_seed, self.episode = seed, 0
+            options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
             return self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
         except Exception as error:
-            raise EnvironmentFailure(f"{self.label} raised in reset: {type(error).__name__}: {error}") from error
+            raise self._failure("reset", error) from error
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; an exception is raised again with the label."""
+        """Step; an exception is raised again with index, episode, seed and step."""
         self.step_count += 1
         try:
-            return self.env.step(action)
+            observation, reward, terminated, truncated, info = self.env.step(action)
         except Exception as error:
-            raise EnvironmentFailure(f"{self.label} raised in step: {type(error).__name__}: {error}") from error
+            raise self._failure("step", error) from error
+        if terminated or truncated:
+            # The reset that follows must not write over it, even if the environment always returns the same array.
+            observation = copy.deepcopy(observation)
+        return observation, reward, terminated, truncated, info
+
+    def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
+        label = describe(self.index, self.episode, derive_seed(self.stream_seed, self.episode), self.step_count)
+        return EnvironmentFailure(f"{label} raised in {where}: {type(error).__name__}: {error}")

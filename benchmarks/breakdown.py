@@ -1,0 +1,123 @@
+"""Where the time of a workload goes: `OMP_NUM_THREADS=1 python benchmarks/breakdown.py W1 --steps 100000`.
+
+Runs the workload under the plain Trainer with timers around the parts of collecting and learning, each charged for what
+it does itself and not for the timed parts that it calls. The timers cost about a microsecond a call, which the parts
+around them carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import measure
+import throughput
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+
+from lightning_rl import PPO, Batch
+from lightning_rl.collector import Collector
+from lightning_rl.environments import EnvironmentBatch
+from lightning_rl.policy import ActorCritic
+
+# (class, method, what it is called in the report): a part is charged for what the others inside it are not.
+PARTS: list[tuple[type[Any], str, str]] = [
+    (Collector, "collect", "collect: storing, checks, putting together"),
+    (EnvironmentBatch, "step", "collect: environments"),
+    (ActorCritic, "act", "collect: acting"),
+    (ActorCritic, "value", "collect: values of the rollout"),
+    (ActorCritic, "log_prob", "collect: log-probabilities of the rollout"),
+    (PPO, "training_step", "update: diagnostics, cutting minibatches, the rest"),
+    (PPO, "gae", "update: advantages"),
+    (Batch, "shuffled", "update: permutation"),
+    (PPO, "loss", "update: loss"),
+    (ActorCritic, "forward", "update: forward pass"),
+    (PPO, "manual_backward", "update: backward pass"),
+    (PPO, "optimize", "update: zeroing, clipping, finiteness"),
+    (LightningOptimizer, "step", "update: Lightning around the optimiser"),
+    (torch.optim.Adam, "step", "update: optimiser"),
+    (PPO, "_log_rollout", "logging"),
+]
+
+
+class Timers:
+    """Exclusive seconds and calls by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+        self._inner = [0.0]
+
+    def wrap(self, owner: Any, attribute: str, name: str) -> None:  # noqa: ANN401
+        """Replace a method of a class by one that is timed."""
+        method: Callable[..., Any] = getattr(owner, attribute)
+
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            self._inner.append(0.0)
+            start = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                elapsed = time.perf_counter() - start
+                self.seconds[name] += elapsed - self._inner.pop()
+                self.calls[name] += 1
+                self._inner[-1] += elapsed
+
+        setattr(owner, attribute, timed)
+
+
+class TimedPart(measure.Clock):
+    """Forgets what the timers say of the untimed rollouts."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers = timers
+
+    def tick(self, env_steps: int) -> None:
+        super().tick(env_steps)
+        if len(self.marks) == measure.WARM_UP:
+            self.timers.seconds.clear()
+            self.timers.calls.clear()
+
+
+def breakdown(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the workload and return microseconds per environment step and calls, by part."""
+    workload, timers = measure.workload(args), Timers()
+    for owner, method, name in PARTS:
+        timers.wrap(owner, method, name)
+    clock = TimedPart(timers)
+    throughput.fit(args, workload, clock, "plain")
+    steps, elapsed, _ = clock.interval()
+    timers.seconds["Trainer: loop and hooks"] = elapsed - sum(timers.seconds.values())
+    per_step = 1e6 / steps
+    parts = sorted(timers.seconds.items(), key=lambda part: -part[1])
+    return {
+        "workload": args.workload,
+        "microseconds_per_step": round(elapsed * per_step, 2),
+        "parts": {
+            name: {
+                "microseconds_per_step": round(seconds * per_step, 2),
+                "share": round(seconds / elapsed, 3),
+                "calls": timers.calls[name],
+            }
+            for name, seconds in parts
+        },
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    measure.add_arguments(parser)
+    arguments = parser.parse_args()
+    arguments.backend = "sync"
+    torch.set_num_threads(measure.THREADS)
+    result = breakdown(arguments)
+    for name, part in result["parts"].items():
+        print(f"{part['microseconds_per_step']:8.2f} us/step {part['share']:6.1%} {part['calls']:8d} calls  {name}")
+    print(json.dumps(result))

@@ -1,0 +1,125 @@
+"""What every throughput driver shares: workloads, clock, and the JSON line at the end.
+
+Needs the standard library alone, and is imported before anything heavy, so that `import_s` covers every import and the
+number of threads is set in time. Nothing here belongs to one of the implementations that are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = str(THREADS)
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # everything here is measured on the CPU
+os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+
+WORKLOADS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "workloads.json").read_text())
+WARM_UP = 2
+"""Rollouts, with their updates, before the clock starts."""
+
+
+def process_start() -> float:
+    """Return when this process was started, in seconds since the epoch; about now where that cannot be known."""
+    now = time.time()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return now
+    return now - age
+
+
+class Clock:
+    """Wall and CPU time from the end of the second rollout and its update to the end of the last.
+
+    CPU time is that of this process, all its threads, without child processes: far less disturbed by other load on the
+    machine than wall time.
+    """
+
+    def __init__(self) -> None:
+        self.started = process_start()
+        self.imported_at = self.started
+        self.marks: list[tuple[int, float, float]] = []
+
+    def imported(self) -> None:
+        """Call once all imports are done."""
+        self.imported_at = time.time()
+
+    def tick(self, env_steps: int) -> None:
+        """Call when a rollout has been learned from, with the environment steps done so far."""
+        self.marks.append((env_steps, time.time(), time.process_time()))
+
+    def interval(self) -> tuple[int, float, float]:
+        """Return environment steps, wall seconds and CPU seconds of the timed part.
+
+        Raises:
+            ValueError: There were too few rollouts to time any.
+        """
+        if len(self.marks) <= WARM_UP:
+            raise ValueError(f"{len(self.marks)} rollouts are too few: expected more than {WARM_UP}")
+        (steps, wall, cpu), (first_steps, first_wall, first_cpu) = self.marks[-1], self.marks[WARM_UP - 1]
+        return steps - first_steps, wall - first_wall, cpu - first_cpu
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that every driver takes."""
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--steps", type=int, help="environment steps, rounded down to whole rollouts")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def workload(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the workload with what follows from it: `rows` of a rollout and of a `minibatch`, and `rollouts`."""
+    chosen = dict(WORKLOADS[args.workload])
+    chosen["rows"] = chosen["num_envs"] * chosen["num_steps"]
+    chosen["minibatch"] = chosen["rows"] // chosen["minibatches"]
+    chosen["rollouts"] = max(WARM_UP + 1, (args.steps or chosen["steps"]) // chosen["rows"])
+    return chosen
+
+
+def report(
+    peer: str,
+    version: str,
+    args: argparse.Namespace,
+    clock: Clock,
+    episode_returns: list[float],
+    variant: str = "",
+    note: str = "",
+) -> dict[str, Any]:
+    """Print the result as one line of JSON, the last of the output, and return it."""
+    steps, seconds, cpu_seconds = clock.interval()
+    last = episode_returns[-20:]
+    first_steps, first_wall, _ = clock.marks[WARM_UP - 1]
+    start_up = first_wall - clock.started - first_steps * seconds / steps
+    result = {
+        "peer": peer,
+        "version": version,
+        "workload": args.workload,
+        "env_steps": steps,
+        "seconds": round(seconds, 3),
+        "sps": round(steps / seconds, 1),
+        "final_return": round(sum(last) / len(last), 2) if last else None,
+        "cpu_seconds": round(cpu_seconds, 3),
+        "sps_cpu": round(steps / cpu_seconds, 1),
+        "variant": variant,
+        "seed": args.seed,
+        "total_steps": clock.marks[-1][0],
+        "episodes": len(episode_returns),
+        "import_s": round(clock.imported_at - clock.started, 2),
+        "startup_s": round(start_up, 2),
+        "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "peak_child_rss_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
+        "threads": THREADS,
+        "note": note,
+    }
+    sys.stderr.flush()
+    print("\n" + json.dumps(result), flush=True)
+    return result

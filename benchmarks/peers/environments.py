@@ -1,0 +1,66 @@
+"""The workloads' environments as the peers get them: Gymnasium's own wrappers around single environments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import wrappers
+
+EPISODE_RETURNS: list[float] = []
+"""Raw returns of the training episodes that finished in this process."""
+
+
+class KeepReturns(gymnasium.Wrapper):  # type: ignore[type-arg]
+    """Appends the raw return of each finished episode to `EPISODE_RETURNS`."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self._sum = 0.0
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        self._sum = 0.0
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        result = self.env.step(action)
+        self._sum += float(result[1])
+        if result[2] or result[3]:
+            EPISODE_RETURNS.append(self._sum)
+        return result
+
+
+def _clip_observation(observation: Any) -> Any:  # noqa: ANN401
+    return np.clip(observation, -10, 10).astype(np.float32)
+
+
+def _clip_reward(reward: Any) -> float:  # noqa: ANN401
+    return float(np.clip(reward, -10, 10))
+
+
+def factories(workload: dict[str, Any], *, own_normalization: bool) -> list[Callable[[], gymnasium.Env[Any, Any]]]:
+    """Return a maker for each environment of a workload.
+
+    Args:
+        workload: From `workloads.json`.
+        own_normalization: Leave normalisation and the clipping of actions to the peer, where the workload has them;
+            otherwise Gymnasium's wrappers do both.
+    """
+
+    def make() -> gymnasium.Env[Any, Any]:
+        if "NoFrameskip" in workload["env_id"]:
+            import ale_py
+
+            gymnasium.register_envs(ale_py)
+            env = KeepReturns(gymnasium.make(workload["env_id"], disable_env_checker=True))
+            return wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 4)
+        env = KeepReturns(gymnasium.make(workload["env_id"], disable_env_checker=True))
+        if not workload["normalize"] or own_normalization:
+            return env
+        normalized = wrappers.NormalizeObservation(wrappers.ClipAction(env))
+        clipped = wrappers.TransformObservation(normalized, _clip_observation, normalized.observation_space)
+        return wrappers.TransformReward(wrappers.NormalizeReward(clipped, gamma=workload["gamma"]), _clip_reward)
+
+    return [make] * workload["num_envs"]

@@ -1,0 +1,148 @@
+"""Train a shipped configuration and evaluate what it ends with.
+
+    python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0
+
+trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 100 episodes with the mode of the final
+policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
+Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
+the shipped configuration, this needs `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
+from record import RESULTS, hardware, source, versions, write_json
+
+from lightning_rl.cli import OnPolicyCLI, main
+from lightning_rl.collector import Episode
+
+EPISODES = 100
+
+
+class PlayedEpisodes(Callback):
+    """Keeps the return and length of every test episode."""
+
+    def __init__(self) -> None:
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+
+    def on_test_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: None, batch: list[Episode], *_: int
+    ) -> None:
+        self.returns += [episode.episode_return for episode in batch]
+        self.lengths += [episode.length for episode in batch]
+
+
+@contextmanager
+def timed(name: str, result: dict[str, Any]) -> Iterator[None]:
+    """Put wall and CPU seconds (child processes included) into `result` as `<name>_seconds`."""
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    yield
+    result[f"{name}_seconds"] = {
+        "wall": round(time.perf_counter() - wall, 2),
+        "cpu": round(sum(os.times()[:4]) - cpu, 2),
+    }
+
+
+def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes: int = EPISODES) -> Path:
+    """Train, evaluate and write the result; return its path.
+
+    Raises:
+        ValueError: The configuration uses more than one process, each of which would see only some of the episodes.
+    """
+    provenance = source()  # of the code as it is imported, not as it is when training ends
+    result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
+    with tempfile.TemporaryDirectory() as scratch:
+        logger = {"save_dir": scratch, "name": "log", "version": "run"}
+        with timed("training", result):
+            cli = main(
+                ["fit", "--config", str(config), "--seed_everything", str(seed), *overrides]
+                + ["--trainer.default_root_dir", scratch, "--trainer.logger", "lightning.pytorch.loggers.CSVLogger"]
+                + [f"--trainer.logger.init_args.{name}={value}" for name, value in logger.items()]
+            )
+        if cli.trainer.world_size != 1:
+            raise ValueError(f"devices={cli.trainer.world_size}: expected one process")
+        log = Path(scratch, "log", "run")
+        result |= {"env_steps": cli.model.env_steps, "curve": read_curve(log / "metrics.csv")}
+        settings = shared_settings(log / "config.yaml")
+        with timed("evaluation", result):
+            played = evaluate(cli, Path(scratch, "final.ckpt"), episodes)
+    result["evaluation"] = {
+        "policy": "mode",
+        "episodes": len(played.returns),
+        "mean": statistics.fmean(played.returns),
+        "standard_deviation": statistics.pstdev(played.returns),
+        "minimum": min(played.returns),
+        "maximum": max(played.returns),
+        "returns": played.returns,
+        "lengths": played.lengths,
+    }
+    result |= {"source": provenance, "versions": versions(), "hardware": hardware()}
+    result |= {"overrides": overrides, "settings": settings}
+    path = out / config.parent.name / config.stem / f"seed{seed}.json"
+    write_json(path, result)
+    return path
+
+
+def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisodes:
+    """Save the final checkpoint, and play it from there."""
+    cli.trainer.save_checkpoint(checkpoint)
+    cli.datamodule.eval_episodes, cli.datamodule.eval_deterministic = episodes, True
+    played = PlayedEpisodes()
+    cli.trainer.callbacks.append(played)  # type: ignore[attr-defined]
+    cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
+    return played
+
+
+def read_curve(metrics: Path) -> dict[str, list[list[float]]]:
+    """Return `[environment steps, value]` pairs of every logged mean return, by name."""
+    curve: dict[str, dict[int, float]] = {}
+    with metrics.open() as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if name.endswith("_return") and value:
+                    # By step: Lightning writes its last row of training once more when training stops.
+                    curve.setdefault(name, {})[int(float(row["step"]))] = float(value)
+    return {name: [[step, value] for step, value in points.items()] for name, points in curve.items()}
+
+
+def shared_settings(config: Path) -> dict[str, Any]:
+    """Return the resolved configuration without what only this run had: folders and logger."""
+    settings: dict[str, Any] = yaml.safe_load(config.read_text())
+    for name in ("logger", "default_root_dir"):
+        settings["trainer"].pop(name)
+    settings.pop("ckpt_path", None)
+    return settings
+
+
+def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    parser.add_argument("--episodes", type=int, default=EPISODES, help="evaluation episodes")
+    known, overrides = parser.parse_known_args(args)
+    if not known.config.is_file():
+        parser.error(f"config={str(known.config)!r}: expected a file")
+    if (overrides or known.episodes != EPISODES) and known.out is None:
+        parser.error(f"{overrides or '--episodes'} change the shipped benchmark: expected --out with another folder")
+    return known, overrides
+
+
+if __name__ == "__main__":
+    arguments, unknown = parse()
+    written = reproduce(arguments.config, arguments.seed, arguments.out or RESULTS, unknown, arguments.episodes)
+    print(written, file=sys.stderr)

@@ -1,0 +1,130 @@
+"""Write the tables of `benchmarks/README.md` from the JSON under `benchmarks/results/`.
+
+    python benchmarks/table.py [--check]
+
+No number in them is typed by hand; `--check` only says whether they are up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+README = HERE / "README.md"
+RESULTS = HERE / "results"
+GOALS = HERE / "goals.json"
+_SECTION = "(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
+
+
+def scores(results: Path = RESULTS) -> str:
+    """Return the table of scores: a row for each configuration, over its seeds."""
+    goals: dict[str, float] = json.loads(GOALS.read_text())
+    rows = []
+    for name, runs in sorted(load_scores(results).items()):
+        means = [run["evaluation"]["mean"] for run in runs]
+        data = runs[0]["settings"]["data"]
+        rows.append(
+            [
+                f"[`{name}`](../configs/{name}.yaml)",
+                data["env_id"],
+                f"{max(run['env_steps'] for run in runs):,}",
+                f"{goals[name]:g}" if name in goals else "",
+                f"{statistics.fmean(means):.1f}",
+                ", ".join(
+                    f"{mean:.1f} ± {run['evaluation']['standard_deviation']:.1f}"
+                    for mean, run in zip(means, runs, strict=True)
+                ),
+                f"{statistics.median(run['training_seconds']['cpu'] for run in runs):.0f}",
+                ", ".join(sorted({_commit(run["source"]) for run in runs})),
+            ]
+        )
+    head = ["configuration", "environment", "steps", "goal", "mean", "each seed", "CPU seconds", "commit"]
+    return _markdown(head, rows)
+
+
+def load_scores(results: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of every configuration `<algorithm>/<name>`, by seed."""
+    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in results.glob("*/*/seed*.json"):
+        runs[path.parent.relative_to(results).as_posix()].append(json.loads(path.read_text()))
+    return {name: sorted(found, key=lambda run: run["seed"]) for name, found in runs.items()}
+
+
+def throughput(results: Path = RESULTS) -> str:
+    """Return the table of throughput against peers."""
+    rows = []
+    for path in sorted((results / "throughput").glob("W*-*.json")):
+        found = json.loads(path.read_text())
+        per_cpu, per_wall = found["sps_cpu"], found["sps"]
+        rows.append(
+            [
+                found["workload"],
+                f"{found['peer']} {found['peer_version']}",
+                f"{per_cpu['ours']:,.0f}",
+                f"{per_cpu['theirs']:,.0f}",
+                f"**{per_cpu['ratio']:.2f}**",
+                f"{min(per_cpu['ratios']):.2f} – {max(per_cpu['ratios']):.2f}",
+                f"{per_wall['ratio']:.2f}",
+                _commit(found["source"]),
+            ]
+        )
+    head = ["workload", "peer", "ours", "theirs", "ratio", "pairs", "ratio (wall)", "commit"]
+    return _markdown(head, rows)
+
+
+def lightning_share(results: Path = RESULTS) -> str:
+    """Return the table of Lightning's share."""
+    rows = []
+    for path in sorted((results / "throughput").glob("share-*.json")):
+        found = json.loads(path.read_text())
+        shares = found["lightning_share"]
+        median, pairs = found["median_lightning_share"], f"{min(shares):.1%} – {max(shares):.1%}"
+        rows.append(
+            [
+                found["workload"],
+                found["with"],
+                f"{found['env_steps']:,}",
+                f"**{median:.1%}**",
+                pairs,
+                _commit(found["source"]),
+            ]
+        )
+    return _markdown(["workload", "with", "steps", "share", "pairs", "commit"], rows)
+
+
+def _commit(source: dict[str, Any]) -> str:
+    return (source["commit"] or "unknown")[:8] + ("+" if source["dirty"] else "")
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """Return the README with the tables of `results`."""
+    for name, table in (("scores", scores), ("throughput", throughput), ("lightning share", lightning_share)):
+        body = table(results)
+        text, found = re.subn(
+            _SECTION.format(name=name), lambda match, body=body: match[1] + body + match[2], text, flags=re.DOTALL
+        )
+        if found != 1:
+            raise ValueError(f"README: expected one section {name!r} between comments, found {found}")
+    return text
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the README is out of date")
+    only_check = parser.parse_args().check
+    before = README.read_text()
+    after = filled(before)
+    if only_check:
+        sys.exit("benchmarks/README.md is out of date: run python benchmarks/table.py" if before != after else 0)
+    README.write_text(after)

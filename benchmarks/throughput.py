@@ -1,0 +1,165 @@
+"""Time PPO on the workloads of `workloads.json`, on one thread, and print one line of JSON.
+
+    OMP_NUM_THREADS=1 python benchmarks/throughput.py W1 --steps 100000
+
+`--full` adds what a user's run has: TensorBoard, checkpoints, a progress bar. `--share` measures how much of a run is
+Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in alternation; with `--save` it
+goes to `benchmarks/results/throughput/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import measure
+
+clock = measure.Clock()
+
+import torch  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
+from record import RESULTS, hardware, source, versions, write_json  # noqa: E402
+from workload_ppo import BareLoop, make_data, make_model  # noqa: E402
+
+import lightning_rl  # noqa: E402
+from lightning_rl.progress import EnvStepProgressBar  # noqa: E402
+from lightning_rl.rollout import Rollout  # noqa: E402
+
+clock.imported()
+
+
+class Ticks(Callback):
+    """Tells the clock of each rollout that was learned from, and keeps the returns of its episodes."""
+
+    def __init__(self, clock: measure.Clock) -> None:
+        self.clock = clock
+        self.returns: list[float] = []
+        self.steps = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: None, batch: Rollout, *_: int
+    ) -> None:
+        self.tick(batch)
+
+    def tick(self, rollout: Rollout) -> None:
+        self.steps += rollout.num_steps
+        self.clock.tick(self.steps)
+        self.returns += rollout.episodes.returns
+
+
+def fit(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock, parts: str) -> tuple[Ticks, Any]:
+    """Train under the Trainer; return ticks and parameters.
+
+    Args:
+        args: Of the command line.
+        workload: What to train on.
+        clock: Told of every rollout.
+        parts: `plain`, `logged` (TensorBoard every 10 rollouts) or `full` (checkpoints and progress bar too).
+    """
+    data = make_data(workload, args.backend, args.seed)
+    torch.manual_seed(args.seed)
+    model = make_model(workload, data)
+    ticks = Ticks(clock)
+    with tempfile.TemporaryDirectory() as scratch:
+        full = parts == "full"
+        callbacks: list[Callback] = [ticks]
+        if full:
+            # An epoch is a tenth of the run, as in the shipped configurations; each ends with a checkpoint.
+            data.rollouts_per_epoch = max(1, workload["rollouts"] // 10)
+            callbacks += [ModelCheckpoint(Path(scratch), save_last=True), EnvStepProgressBar()]
+        trainer = Trainer(
+            accelerator="cpu",
+            max_steps=-1,
+            max_epochs=-1 if full else 1,
+            logger=False if parts == "plain" else TensorBoardLogger(scratch, default_hp_metric=False),
+            log_every_n_steps=10,
+            enable_checkpointing=full,
+            enable_progress_bar=full,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            callbacks=[*callbacks, *([_StopAfter(workload["rollouts"])] if full else [])],
+        )
+        trainer.fit(model, data)
+    return ticks, [p.detach().clone() for p in model.policy.parameters()]
+
+
+class _StopAfter(Callback):
+    """Ends the run after a number of rollouts, which may lie inside an epoch."""
+
+    def __init__(self, rollouts: int) -> None:
+        self.rollouts = rollouts
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # noqa: ANN401
+        if trainer.fit_loop.total_batch_idx + 1 >= self.rollouts:
+            trainer.should_stop = True
+
+
+def bare(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock) -> tuple[Ticks, Any]:
+    """Train in a bare loop; return ticks and parameters."""
+    loop = BareLoop(workload, args.backend, args.seed)
+    ticks = Ticks(clock)
+    for rollout in loop:
+        ticks.tick(rollout)
+    return ticks, [p.detach().clone() for p in loop.model.policy.parameters()]
+
+
+def share(args: argparse.Namespace, workload: dict[str, Any], pairs: int, parts: str) -> dict[str, Any]:
+    """Measure Lightning's share of the CPU time: runs under the Trainer (A) and in a bare loop (B), A B A B …
+
+    Raises:
+        RuntimeError: The two ended with different parameters, so they did not do the same work.
+    """
+    seconds: list[tuple[float, float]] = []
+    for _ in range(pairs):
+        clocks = measure.Clock(), measure.Clock()
+        _, trained = fit(args, workload, clocks[0], parts)
+        _, expected = bare(args, workload, clocks[1])
+        if not all(torch.equal(x, y) for x, y in zip(trained, expected, strict=True)):
+            raise RuntimeError("the Trainer and the bare loop end with different parameters")
+        seconds.append((clocks[0].interval()[2], clocks[1].interval()[2]))
+    shares = [1 - alone / under for under, alone in seconds]
+    return {
+        "workload": args.workload,
+        "with": "TensorBoard" + (", checkpoints, progress bar" if parts == "full" else ""),
+        "seed": args.seed,
+        "env_steps": clocks[0].interval()[0],
+        "threads": measure.THREADS,
+        "cpu_seconds_trainer_and_bare": [[round(under, 3), round(alone, 3)] for under, alone in seconds],
+        "lightning_share": [round(value, 4) for value in shares],
+        "median_lightning_share": round(statistics.median(shares), 4),
+    }
+
+
+def parse(args: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    measure.add_arguments(parser)
+    parser.add_argument("--backend", choices=["sync", "native", "envpool"], default="sync")
+    parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
+    parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs with --share")
+    parser.add_argument("--save", action="store_true", help="keep the result of --share")
+    return parser.parse_args(args)
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    torch.set_num_threads(measure.THREADS)
+    chosen = measure.workload(arguments)
+    if arguments.share:
+        kind = "full" if arguments.full else "logged"
+        result = share(arguments, chosen, arguments.pairs, kind)
+        if arguments.save:
+            place = RESULTS / "throughput" / f"share-{arguments.workload}-{kind}.json"
+            write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+        print("\n" + json.dumps(result), flush=True)
+        sys.exit()
+    ticks, _ = fit(arguments, chosen, clock, "full" if arguments.full else "plain")
+    variant = arguments.backend + (", full" if arguments.full else "")
+    measure.report("lightning_rl", lightning_rl.__version__, arguments, clock, ticks.returns, variant)

@@ -1,0 +1,119 @@
+"""The workloads as this package's own objects, to run under a Trainer or without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl.environments import Backend
+from lightning_rl.rollout import Rollout
+
+# The other backends want the newer name; no sticky actions makes it the same game.
+_ATARI_ID = "ALE/Pong-v5"
+
+
+def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutDataModule:
+    """Return the environments of a workload."""
+    env_id: str = workload["env_id"]
+    atari = None
+    if "NoFrameskip" in env_id:
+        env_id = env_id if backend == "sync" else _ATARI_ID
+        atari = AtariPreprocessing(
+            episodic_life=False, clip_rewards=False, fire_on_reset=False, repeat_action_probability=0.0
+        )
+    return RolloutDataModule(
+        env_id,
+        workload["num_envs"],
+        workload["num_steps"],
+        workload["rollouts"],
+        backend=backend,
+        atari=atari,
+        seed=seed,
+    )
+
+
+def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] = PPO) -> PPO:
+    """Return the PPO of a workload; its parameters come from torch's global generator."""
+    return kind(
+        data.observation_space,
+        data.action_space,
+        num_epochs=workload["epochs"],
+        num_minibatches=workload["minibatches"],
+        learning_rate=workload["lr"],
+        optimizer={"class_path": "torch.optim.Adam", "init_args": {"eps": workload["adam_eps"], "fused": True}},
+        gamma=workload["gamma"],
+        gae_lambda=workload["gae_lambda"],
+        clip_range=workload["clip"],
+        entropy_coef=workload["ent_coef"],
+        value_coef=workload["vf_coef"],
+        max_grad_norm=workload["max_grad_norm"],
+        normalize_advantages="minibatch" if workload["norm_adv"] else "none",
+        hidden_sizes=workload["hidden"] or (64, 64),
+        activation=workload["activation"],
+        normalize_observations=workload["normalize"],
+        normalize_rewards=workload["normalize"],
+    )
+
+
+class BarePPO(PPO):
+    """PPO cut off from Lightning: the plain optimiser and `backward`, and nothing is logged."""
+
+    plain_optimizer: Optimizer
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401
+        return self.plain_optimizer
+
+    def lr_schedulers(self) -> None:
+        return None
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        loss.backward()
+
+    def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
+        pass
+
+
+class BareLoop:
+    """Collect and learn in a plain loop: the same collector and update as under the Trainer, without the Trainer.
+
+    Ends with the same parameters, bit for bit, so that the difference in time is that of Lightning, hooks and logging.
+    """
+
+    def __init__(self, workload: dict[str, Any], backend: Backend, seed: int) -> None:
+        self.data = make_data(workload, backend, seed)
+        torch.manual_seed(seed)
+        model = make_model(workload, self.data, BarePPO)
+        assert isinstance(model, BarePPO)
+        self.model = model
+        self.rollouts: int = workload["rollouts"]
+        # What collector and update ask a Trainer for.
+        self.trainer = SimpleNamespace(
+            world_size=1,
+            global_rank=0,
+            lightning_module=model,
+            datamodule=self.data,
+            precision_plugin=Precision(),
+            callbacks=[],
+            max_epochs=1,
+            num_training_batches=self.rollouts,
+        )
+        model.trainer = self.data.trainer = self.trainer  # type: ignore[assignment]
+        optimizer = model.configure_optimizers()
+        optimizer.optimizer = optimizer  # as Lightning's wrapper names what it wraps
+        model.plain_optimizer = optimizer
+        self.data.setup("fit")
+        model.on_train_start()
+
+    def __iter__(self) -> Any:  # noqa: ANN401
+        """Yield each rollout when it has been learned from."""
+        for index in range(self.rollouts):
+            rollout = self.data.collect()
+            self.model.training_step(rollout, index)
+            yield rollout
+        self.data.teardown("fit")

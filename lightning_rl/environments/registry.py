@@ -1,0 +1,92 @@
+"""Looking environments up, and saying what is missing where they cannot be found."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Iterable
+
+import gymnasium
+from gymnasium.envs.registration import EnvSpec
+
+from lightning_rl.validation import ConfigurationError
+
+# Packages that register environments when they are imported, with the extra that installs them.
+_PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
+_EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
+_EXTRA_BY_SUFFIX = {"NoFrameskip-v4": "atari", "NoFrameskip-v0": "atari"}
+_EXTRA_BY_ENTRY_POINT = {
+    "gymnasium.envs.mujoco": "mujoco",
+    "gymnasium.envs.box2d": "box2d",
+    "ale_py": "atari",
+    "minigrid": "minigrid",
+}
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """Look an id up in Gymnasium's registry, importing the packages that register more where installed.
+
+    Args:
+        env_id: As `gymnasium.make` takes it; `module:id` imports `module` first.
+
+    Raises:
+        ConfigurationError: The id is unknown (with the nearest names), or its package is not installed.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigurationError(f"env_id={env_id!r}: module {module!r} cannot be imported: {error}") from error
+    for package in _PLUGINS:
+        if name not in gymnasium.registry and importlib.util.find_spec(package):
+            gymnasium.register_envs(importlib.import_module(package))
+    if name in gymnasium.registry:
+        return gymnasium.spec(name)
+    extra = next((extra for prefix, extra in _EXTRA_BY_PREFIX.items() if name.startswith(prefix)), None)
+    extra = next((extra for suffix, extra in _EXTRA_BY_SUFFIX.items() if name.endswith(suffix)), extra)
+    for package, its_extra in _PLUGINS.items():
+        if its_extra == extra and not importlib.util.find_spec(package):
+            raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
+    raise unknown_id(env_id, gymnasium.registry)
+
+
+def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
+    """Whether an environment is an ALE game that returns frames.
+
+    Args:
+        spec: Of the environment.
+        obs_type: Where the user asked for another type of observation than the spec's.
+    """
+    return str(spec.entry_point).startswith("ale_py") and (obs_type or spec.kwargs.get("obs_type", "rgb")) != "ram"
+
+
+def unknown_id(env_id: str, known: Iterable[str]) -> ConfigurationError:
+    """Return the error for an id that is not among the known ones: it names the nearest."""
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(env_id.rpartition(":")[2].lower(), by_lower, n=3, cutoff=0.5)
+    hint = f"; did you mean {', '.join(by_lower[name] for name in near)}?" if near else ""
+    return ConfigurationError(f"env_id={env_id!r} is unknown: expected a registered environment id{hint}")
+
+
+def missing_package(spec: EnvSpec, error: object) -> ConfigurationError:
+    """Return the error for a registered environment whose package is not installed: it names the extra."""
+    entry_point = str(spec.entry_point)
+    extra = next((e for prefix, e in _EXTRA_BY_ENTRY_POINT.items() if entry_point.startswith(prefix)), None)
+    return _needs(f"env_id={spec.id!r}", extra, str(error))
+
+
+def check_envpool() -> None:
+    """Raise unless EnvPool is installed.
+
+    Raises:
+        ConfigurationError: It is not; names the extra.
+    """
+    if not importlib.util.find_spec("envpool"):
+        raise _needs("backend='envpool'", "envpool", "envpool is not installed")
+
+
+def _needs(what: str, extra: str | None, problem: str) -> ConfigurationError:
+    how = f": pip install 'lightning-rl[{extra}]'" if extra else ""
+    return ConfigurationError(f"{what} needs a package that is not installed ({problem}){how}")

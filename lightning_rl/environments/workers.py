@@ -1,0 +1,144 @@
+"""Environments in worker processes that neither block this process nor outlive it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+
+from lightning_rl.environments.errors import EnvironmentFailure
+
+# Seconds that all workers together get to close their environments before they are ended by force.
+_GRACE = 5.0
+
+Factory = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class WorkerFailure(Exception):
+    """Workers died or hung: which, and what happened; `EnvironmentBatch` adds episode, seed and step."""
+
+    def __init__(self, indices: Sequence[int], what: str) -> None:
+        super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
+        self.indices = indices
+        self.what = what
+
+
+class ProcessVectorEnv(AsyncVectorEnv):
+    """`AsyncVectorEnv` with a time limit on every answer, and workers that are gone after any failure.
+
+    Args:
+        factories: One for each environment.
+        autoreset_mode: As in `AsyncVectorEnv`.
+        timeout: Seconds that the workers may take to make an environment, for a step or a reset.
+    """
+
+    def __init__(self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float) -> None:
+        self.timeout = timeout
+        in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
+        super().__init__(in_workers, copy=False, autoreset_mode=autoreset_mode)
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+        """Step every environment.
+
+        Raises:
+            WorkerFailure: A worker died or took longer than the limit.
+            EnvironmentFailure: An environment raised.
+        """
+        with self._guarded():
+            self.step_async(actions)
+            return self.step_wait(self.timeout)
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset every environment; raises as `step` does."""
+        with self._guarded():
+            self.reset_async(seed, options)
+            return self.reset_wait(self.timeout)
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the workers, politely where they answer in time; may be called in any state."""
+        if not terminate:
+            for pipe in self.parent_pipes:
+                with contextlib.suppress(OSError):
+                    pipe.send(("close", None))
+            deadline = time.monotonic() + (_GRACE if timeout is None else timeout)
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        for end in (multiprocessing.Process.terminate, multiprocessing.Process.kill):
+            alive = [process for process in self.processes if process.is_alive()]
+            for process in alive:
+                end(process)
+            for process in alive:
+                process.join(1.0)
+        for pipe in self.parent_pipes:
+            pipe.close()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Name the workers that do not answer; leave none behind."""
+        try:
+            yield
+        except multiprocessing.TimeoutError as error:
+            hung = [index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll(0)]
+            self.close(terminate=True)
+            raise WorkerFailure(hung, f"gave no answer within step_timeout={self.timeout:g} seconds") from error
+        except (EOFError, OSError) as error:
+            for process in self.processes:  # the end of a pipe is seen a little before the end of its process
+                process.join(0.1)
+            dead = {index: p.exitcode for index, p in enumerate(self.processes) if not p.is_alive()}
+            self.close(terminate=True)
+            codes = ", ".join(map(str, dead.values()))
+            raise WorkerFailure(list(dead), f"is gone: its worker process died with exit code {codes}") from error
+        except BaseException:
+            self.close(terminate=True)
+            raise
+
+    def _check_spaces(self) -> None:
+        with self._guarded():
+            # Gymnasium waits here for ever; ask for anything first, with the time limit.
+            self.call_async("index")
+            self.call_wait(self.timeout)
+            super()._check_spaces()  # type: ignore[no-untyped-call]
+
+    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
+        """Raise what the first worker to fail reported, with its traceback as a note instead of in the log."""
+        if all(successes):
+            return
+        try:
+            index, kind, value, trace = self.error_queue.get(timeout=self.timeout)
+        except queue.Empty:
+            raise EOFError from None  # it died before it could say why
+        if issubclass(kind, KeyboardInterrupt):
+            raise KeyboardInterrupt
+        if not issubclass(kind, EnvironmentFailure):
+            value = f"environment {index}: {kind.__name__}: {value}"
+        failure = EnvironmentFailure(value)
+        failure.add_note(f"In its worker process:\n{trace}")
+        raise failure
+
+
+def _make_in_worker(parent_pid: int, factory: Factory) -> gymnasium.Env[Any, Any]:
+    """Make an environment; in a worker process, see to it that the process ends with its parent.
+
+    A daemon process is ended by a parent that exits, not by one that is killed; and a worker that is busy, or whose
+    pipe a sibling holds open, does not notice on its own.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getpid() != parent_pid:
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+    return factory()
+
+
+def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public name for it
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,133 @@
+"""Playing whole episodes, to see how good a policy is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+from lightning_rl.distributions import to_environment
+from lightning_rl.environments import EnvironmentBatch
+from lightning_rl.policy import Policy, observation_dtype
+
+Array = np.ndarray[Any, Any]
+
+
+class Episode:
+    """One episode played for evaluation.
+
+    Attributes:
+        episode_return: Undiscounted sum of raw rewards.
+        length: Number of steps.
+        terminated: Whether it ended in a terminal state rather than by a time limit.
+        observations: `[length + 1, ...]`, the final one included; None unless recorded.
+        actions: `[length, ...]`, as the environment got them; None unless recorded.
+        rewards: `[length]`; None unless recorded.
+    """
+
+    def __init__(self, episode_return: float, length: int, terminated: bool) -> None:
+        self.episode_return = episode_return
+        self.length = length
+        self.terminated = terminated
+        self.observations: Array | None = None
+        self.actions: Array | None = None
+        self.rewards: Array | None = None
+
+    def __repr__(self) -> str:
+        return f"Episode(episode_return={self.episode_return:g}, length={self.length}, terminated={self.terminated})"
+
+
+class _Slot:
+    """What one environment has done in the episode that it is playing, and how many it still has to play."""
+
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
+        self.finished: list[Episode] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.episode_return, self.length = 0.0, 0
+        self.observations: list[Array] = []
+        self.actions: list[Array] = []
+        self.rewards: list[float] = []
+
+    def take(self, reward: float) -> None:
+        """Count a step."""
+        self.episode_return += reward
+        self.length += 1
+
+    def record(self, observation: Array, action: Array, reward: float) -> None:
+        """Keep a step."""
+        self.observations.append(observation.copy())
+        self.actions.append(action.copy())
+        self.rewards.append(reward)
+
+    def finish(self, terminated: bool, final_observation: Array) -> None:
+        """Close the episode."""
+        episode = Episode(self.episode_return, self.length, terminated)
+        if self.rewards:
+            episode.observations = np.stack([*self.observations, final_observation])
+            episode.actions, episode.rewards = np.stack(self.actions), np.asarray(self.rewards)
+        self.finished.append(episode)
+        self.remaining -= 1
+        self._begin()
+
+
+def play(
+    environments: EnvironmentBatch,
+    policy: Policy,
+    observation_space: spaces.Space[Any],
+    action_space: spaces.Space[Any],
+    episodes_per_environment: Sequence[int],
+    generator: torch.Generator,
+    *,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = True,
+    record: bool = False,
+) -> list[Episode]:
+    """Play whole episodes from a fresh start.
+
+    How many episodes each environment plays is fixed beforehand, so that short ones are not favoured.
+
+    Args:
+        environments: Reset first.
+        policy: Chooses the actions.
+        observation_space: Of one environment.
+        action_space: Of one environment.
+        episodes_per_environment: One number for each environment.
+        generator: Draws the actions of a policy that is not deterministic; its device is the policy's.
+        dtype: Of the policy's parameters.
+        deterministic: Take the mode of the action distribution rather than a sample.
+        record: Keep observations, actions and rewards.
+
+    Returns:
+        The episodes, in the order of environments and, within one, of time.
+
+    Raises:
+        EnvironmentFailure: An environment failed.
+    """
+    slots = [_Slot(count) for count in episodes_per_environment]
+    stored_dtype = observation_dtype(observation_space, dtype)
+    observations = environments.reset() if any(episodes_per_environment) else np.empty(0)
+    while any(slot.remaining for slot in slots):
+        observations = observations.astype(stored_dtype)  # a copy: the next step may write over what it got
+        with torch.no_grad():
+            tensor = torch.from_numpy(observations).to(generator.device)
+            action = policy.act(tensor, generator, deterministic).action
+        actions = to_environment(action_space, action.cpu().numpy())
+        step = environments.step(actions)
+        finals = dict(step.final_observations)
+        for index, slot in enumerate(slots):
+            if not slot.remaining or (step.valid is not None and not step.valid[index]):
+                continue
+            reward = float(step.rewards[index])
+            slot.take(reward)
+            if record:
+                slot.record(observations[index], actions[index], reward)
+            if index in finals:
+                slot.finish(bool(step.terminated[index]), finals[index].astype(stored_dtype))
+        observations = step.observations
+    return [episode for slot in slots for episode in slot.finished]

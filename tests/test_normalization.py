@@ -1,0 +1,211 @@
+"""Running moments against slow float64 loops, over ranks, precisions, checkpoints and rollouts."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def slow_moments(rows: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Mean and population variance of each column, by loops over Python floats."""
+    columns = list(zip(*rows, strict=True))
+    means = [sum(column) / len(column) for column in columns]
+    return means, [sum((x - m) ** 2 for x in column) / len(column) for column, m in zip(columns, means, strict=True)]
+
+
+def assert_moments(moments: RunningMoments, rows: Tensor) -> None:
+    means, variances = slow_moments(rows.double().flatten(1).tolist())
+    assert moments.count.item() == len(rows)
+    torch.testing.assert_close(moments.mean.flatten(), torch.tensor(means, dtype=torch.float64), **EXACT)
+    torch.testing.assert_close(moments.variance.flatten(), torch.tensor(variances, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_moments_are_those_of_everything_seen(shape):
+    moments, rows = RunningMoments(shape), 3 * randn(50, *shape) + 7
+    for part in rows.split([1, 20, 4, 25]):
+        moments.update(part)
+    assert_moments(moments, rows.view(50, -1))
+
+
+def test_moments_of_large_numbers_keep_their_digits():
+    moments, rows = RunningMoments((1,)), 1e8 + randn(1000, 1)
+    for part in rows.split(100):
+        moments.update(part)
+    assert moments.variance.item() == pytest.approx(rows.var(correction=0).item(), rel=1e-7)
+
+
+def test_nothing_changes_without_rows():
+    moments = RunningMoments((2,))
+    moments.update(torch.zeros(0, 2))
+    assert (moments.count.item(), moments.mean.tolist(), moments.variance.tolist()) == (0, [0, 0], [1, 1])
+    moments.update(rows := randn(5, 2))
+    moments.update(torch.zeros(0, 2))
+    assert_moments(moments, rows)
+
+
+def test_ranks_end_with_the_moments_of_the_union_of_their_rows():
+    """Two ranks of different sizes are played in turns: each reduction adds what the other one contributed."""
+    mine, others = randn(7, 3), 2 * randn(12, 3, seed=1) - 4
+    before = randn(20, 3, seed=2)
+    seen: list[list[Tensor]] = [[], []]
+
+    def record(rank: int, x: Tensor) -> Tensor:
+        seen[rank].append(x.clone())
+        return x
+
+    def run(reduce_of: list[Tensor], rows: Tensor) -> RunningMoments:
+        moments, calls = RunningMoments((3,)), iter(reduce_of)
+        moments.update(before)
+        moments.update(rows, lambda x: x + next(calls))
+        return moments
+
+    # What each rank puts in: count and sum first, then the squares around the common mean.
+    union = torch.cat([mine, others])
+    contributions = []
+    for rows in (mine, others):
+        total = torch.cat([torch.tensor([float(len(rows))], dtype=torch.float64), rows.sum(0)])
+        contributions.append([total, (rows - union.mean(0)).square().sum(0)])
+    first, second = run(contributions[1], mine), run(contributions[0], others)
+    for moments in (first, second):
+        assert_moments(moments, torch.cat([before, union]))
+
+
+@pytest.mark.parametrize("make", [lambda: ObservationNormalizer((3,)), lambda: RewardNormalizer(0.9)])
+def test_statistics_stay_float64_through_casts_and_checkpoints(make):
+    module = make()
+    if isinstance(module, ObservationNormalizer):
+        module.update(randn(10, 3))
+    else:
+        module.update(randn(10, 3), torch.zeros(10, 3, dtype=torch.bool))
+    expected = {name: x.clone() for name, x in module.state_dict().items()}
+    parent = torch.nn.ModuleDict({"normalizer": module, "linear": torch.nn.Linear(2, 2)})
+    parent.to(torch.bfloat16).half().double().float().to(torch.bfloat16)
+    assert parent["linear"].weight.dtype == torch.bfloat16
+    restored = make()
+    restored.load_state_dict(module.state_dict())
+    restored.to(device="cpu", dtype=torch.bfloat16)
+    for state in (module.state_dict(), restored.state_dict()):
+        assert all(torch.equal(state[name], x) and x.dtype == torch.float64 for name, x in expected.items())
+
+
+def test_device_moves_are_followed():
+    assert ObservationNormalizer((3,)).to("meta").moments.mean.device.type == "meta"
+    assert RewardNormalizer(0.9).to("meta").discounted_return.device.type == "meta"
+
+
+def test_count_goes_on_beyond_what_float32_can_count():
+    moments = RunningMoments(()).to(torch.bfloat16)
+    moments.count.fill_(2.0**24)
+    moments.update(torch.ones(1))
+    assert moments.count.item() == 2**24 + 1
+
+
+def test_observations_are_standardised_and_clipped():
+    normalizer, rows = ObservationNormalizer((2,)), 4 * randn(1000, 2) + 3
+    x = torch.tensor([[3.0, 3.0], [1e6, -1e6]]).double()
+    assert normalizer(x).tolist() == [[pytest.approx(3)] * 2, [10, -10]]  # before any data
+    normalizer.update(rows)
+    out = normalizer(rows)
+    torch.testing.assert_close(out.mean(0), torch.zeros(2).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(out.std(0, correction=0), torch.ones(2).double(), rtol=0, atol=1e-8)
+    assert normalizer(x)[1].tolist() == [10, -10]
+
+
+def test_constant_observations_become_zero():
+    normalizer = ObservationNormalizer((1,))
+    normalizer.update(torch.full((10, 1), 7.0))
+    assert normalizer(torch.full((3, 1), 7.0)).tolist() == [[0]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16])
+def test_observations_of_few_digits_are_normalised_in_float32(dtype):
+    normalizer = ObservationNormalizer((1,))
+    normalizer.moments.mean.fill_(2.5)
+    out = normalizer(torch.tensor([[4]], dtype=dtype))
+    assert out.dtype == torch.float32
+    assert out.item() == 1.5
+
+
+def slow_discounted_returns(rewards: np.ndarray, ends: np.ndarray, gamma: float) -> np.ndarray:
+    """OpenAI Baselines' VecNormalize, one environment and step at a time."""
+    returns = np.zeros_like(rewards)
+    for b in range(rewards.shape[1]):
+        running = 0.0
+        for t in range(rewards.shape[0]):
+            running = running * gamma + rewards[t, b]
+            returns[t, b] = running
+            if ends[t, b]:
+                running = 0.0
+    return returns
+
+
+def reward_rollout(length: int = 40, num_envs: int = 3) -> tuple[Tensor, Tensor]:
+    rewards = randn(length, num_envs) + 1
+    return rewards, torch.rand(length, num_envs, generator=torch.Generator().manual_seed(1)) < 0.15
+
+
+def test_reward_normaliser_equals_a_slow_loop_over_environments_across_rollouts():
+    rewards, ends = reward_rollout()
+    normalizer = RewardNormalizer(0.9)
+    for part, part_ends in zip(rewards.split([16, 8, 16]), ends.split([16, 8, 16]), strict=True):
+        normalizer.update(part, part_ends)
+    returns = slow_discounted_returns(rewards.numpy(), ends.numpy(), 0.9)
+    variance = returns.var()
+    assert normalizer.moments.count.item() == returns.size
+    assert normalizer.moments.variance.item() == pytest.approx(variance, rel=1e-12)
+    torch.testing.assert_close(normalizer(rewards), (rewards / (variance + 1e-8) ** 0.5).clamp(-10, 10), **EXACT)
+
+
+def test_rewards_are_scaled_without_being_shifted_and_clipped():
+    normalizer = RewardNormalizer(0.9)
+    normalizer.moments.variance.fill_(4.0)
+    out = normalizer(torch.tensor([0.0, 1.0, -3.0, 100.0]))
+    torch.testing.assert_close(out, torch.tensor([0.0, 0.5, -1.5, 10.0]))
+
+
+def test_float32_rewards_do_not_limit_the_statistics():
+    rewards, ends = reward_rollout()
+    normalizer = RewardNormalizer(0.9)
+    normalizer.update(rewards.float(), ends)
+    assert normalizer.discounted_return.dtype == torch.float64
+    variance = slow_discounted_returns(rewards.float().double().numpy(), ends.numpy(), 0.9).var()
+    assert normalizer.moments.variance.item() == pytest.approx(variance, rel=1e-12)
+
+
+def test_steps_that_only_reset_take_no_part():
+    """With a row that only resets after each end, statistics are those without these rows."""
+    rewards, ends = reward_rollout(20, 1)
+    with_resets: list[tuple[float, bool, bool]] = []
+    for reward, end in zip(rewards[:, 0].tolist(), ends[:, 0].tolist(), strict=True):
+        with_resets.append((reward, end, True))
+        if end:
+            with_resets.append((123.0, False, False))  # whatever an environment puts there
+    plain, masked = RewardNormalizer(0.9), RewardNormalizer(0.9)
+    plain.update(rewards, ends)
+    rows, row_ends, valid = zip(*with_resets, strict=True)
+    masked.update(torch.tensor([rows], dtype=torch.float64).T, torch.tensor([row_ends]).T, torch.tensor([valid]).T)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(masked.state_dict()[name], value, **EXACT)
+
+
+def test_checkpoint_of_another_number_of_environments_loads_and_goes_on():
+    rewards, ends = reward_rollout()
+    source, target = RewardNormalizer(0.9), RewardNormalizer(0.9)
+    source.update(rewards, ends)
+    target.load_state_dict(source.state_dict())
+    torch.testing.assert_close(target.discounted_return, source.discounted_return)
+    count = target.moments.count.item()
+    target.update(rewards[:, :2], ends[:, :2])
+    assert target.moments.count.item() == count + rewards[:, :2].numel()
+    fresh = RewardNormalizer(0.9)
+    fresh.update(rewards[:, :2], ends[:, :2])
+    torch.testing.assert_close(target.discounted_return, fresh.discounted_return)
