@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from record import RESULTS, hardware, source, versions, write_json
 
 from lightning_rl.cli import OnPolicyCLI, main
-from lightning_rl.collector import Episode
+from lightning_rl.evaluation import Episode
 
 EPISODES = 100
 
@@ -40,7 +41,13 @@ class PlayedEpisodes(Callback):
         self.lengths: list[int] = []
 
     def on_test_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: None, batch: list[Episode], *_: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: object,
+        batch: list[Episode],
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self.returns += [episode.episode_return for episode in batch]
         self.lengths += [episode.length for episode in batch]
@@ -143,6 +150,8 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
 
 
 if __name__ == "__main__":
+    # Lightning warns of programs that have arguments of their own.
+    warnings.filterwarnings("ignore", "LightningCLI's args parameter")
     arguments, unknown = parse()
     written = reproduce(arguments.config, arguments.seed, arguments.out or RESULTS, unknown, arguments.episodes)
     print(written, file=sys.stderr)

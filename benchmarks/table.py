@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -20,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
 RESULTS = HERE / "results"
 GOALS = HERE / "goals.json"
-_SECTION = "(<!-- {name} -->\n).*?(<!-- end of {name} -->)"
 
 
 def scores(results: Path = RESULTS) -> str:
@@ -111,11 +109,11 @@ def filled(text: str, results: Path = RESULTS) -> str:
     """Return the README with the tables of `results`."""
     for name, table in (("scores", scores), ("throughput", throughput), ("lightning share", lightning_share)):
         body = table(results)
-        text, found = re.subn(
-            _SECTION.format(name=name), lambda match, body=body: match[1] + body + match[2], text, flags=re.DOTALL
-        )
-        if found != 1:
-            raise ValueError(f"README: expected one section {name!r} between comments, found {found}")
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->")
+        if not (begin and end):
+            raise ValueError(f"README: expected a section {name!r} between comments, found none")
+        text = before + begin + body + end + after
     return text
 
 

@@ -44,7 +44,7 @@ class Ticks(Callback):
         self.steps = 0
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: None, batch: Rollout, *_: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
     ) -> None:
         self.tick(batch)
 

@@ -1,13 +1,17 @@
-"""Callbacks that count in environment steps."""
+"""Callbacks that count in environment steps, and the checkpoint that a run goes on from."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import Tensor
 
-from lightning_rl.validation import check_positive_int
+from lightning_rl.validation import check, check_positive_int
 
 
 def _env_steps(module: LightningModule) -> int:
@@ -17,8 +21,8 @@ def _env_steps(module: LightningModule) -> int:
 class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
-    A callback rather than an option of the data: when to stop is the Trainer's business, and the same data serve runs of
-    any length. Schedules and progress bars read the limit from here.
+    A callback rather than an option of the data: when to stop is the Trainer's business, and the same data serve
+    runs of any length. Schedules and progress bars read the limit from here. The Trainer validates once more when it stops.
 
     Args:
         max_env_steps: Environment steps of all ranks.
@@ -30,28 +34,27 @@ class EnvStepLimit(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Train no further where a resumed run has reached the limit already."""
-        self._stop_if_reached(trainer, pl_module)
+        if self._stop_if_reached(trainer, pl_module):
+            rank_zero_warn(
+                f"max_env_steps={self.max_env_steps} was reached before: the checkpoint is at {_env_steps(pl_module)} "
+                "environment steps, and nothing is trained. Raise the limit to go on."
+            )
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,  # noqa: ANN401
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         """Look at the clock after each rollout."""
         self._stop_if_reached(trainer, pl_module)
 
-    def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if _env_steps(pl_module) >= self.max_env_steps:
-            trainer.should_stop = True
+    def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        reached = _env_steps(pl_module) >= self.max_env_steps
+        trainer.should_stop = trainer.should_stop or reached
+        return reached
 
 
 class EnvStepValidation(Callback):
     """Validate with the first rollout that reaches each multiple of a number of environment steps.
 
-    In place of the Trainer's `val_check_interval`, which counts rollouts.
+    In place of the Trainer's `val_check_interval`, which counts rollouts. `ModelCheckpoint` and `EarlyStopping` look at
+    validation metrics right after each of these validations.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between validations.
@@ -61,19 +64,36 @@ class EnvStepValidation(Callback):
         check_positive_int("every_n_env_steps", every_n_env_steps)
         self.every_n_env_steps = every_n_env_steps
         self._last = 0
+        self._replaced: Any = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the Trainer's own interval out of use."""
+        if stage == "fit":
+            epochs = trainer.check_val_every_n_epoch
+            check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None beside EnvStepValidation")
+            # Anything but 1.0 makes Lightning's callbacks wait for a validation rather than for the end of an epoch.
+            self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the Trainer its interval back."""
+        if stage == "fit":
+            trainer.val_check_interval = self._replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take over the Trainer's validation interval."""
-        trainer.val_check_batch = float("inf")
+        """Begin counting, with a resumed run from where it was."""
         self._last = _env_steps(pl_module) // self.every_n_env_steps
+        for callback in trainer.early_stopping_callbacks:
+            # It decided in its own `setup`, maybe before that of this callback.
+            if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
+                callback._check_on_train_epoch_end = False
 
     def on_train_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,  # noqa: ANN401
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        batch_idx: int,
     ) -> None:
         """Ask the Trainer to validate after this very batch, or not before the next one."""
         now = _env_steps(pl_module) // self.every_n_env_steps
@@ -88,37 +108,75 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     Args:
         every_n_env_steps: Environment steps of all ranks between checkpoints.
-        **kwargs: Those of `ModelCheckpoint`; without `save_top_k` or `monitor` every checkpoint is kept.
+        dirpath: Folder; by default `checkpoints` in that of the logger.
+        filename: As in `ModelCheckpoint`; `{step}` is the number of environment steps.
+        monitor: Keep the best by this logged value rather than the newest.
+        mode: Whether the largest (`max`) or the smallest (`min`) value is the best.
+        save_top_k: How many to keep; -1 keeps all.
+        save_last: Save a `last.ckpt` beside each.
+        save_weights_only: Save the weights alone: smaller, but nothing to resume from.
     """
 
-    def __init__(self, every_n_env_steps: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        every_n_env_steps: int,
+        dirpath: str | Path | None = None,
+        filename: str = "{step}",
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "max",
+        save_top_k: int = -1,
+        save_last: bool | None = None,
+        save_weights_only: bool = False,
+    ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
-        kwargs.setdefault("save_top_k", -1)
-        kwargs.setdefault("filename", "{step}")
-        super().__init__(save_on_train_epoch_end=False, **kwargs)
+        super().__init__(
+            dirpath,
+            filename,
+            monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            save_weights_only=save_weights_only,
+            save_on_train_epoch_end=False,
+        )
         self.every_n_env_steps = every_n_env_steps
         self._last = 0
 
+    @property
+    def state_key(self) -> str:
+        """The key of the state in checkpoints, different for each interval."""
+        return self._generate_state_key(monitor=self.monitor, mode=self.mode, every_n_env_steps=self.every_n_env_steps)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin counting."""
+        """Begin counting, with a resumed run from where it was."""
         super().on_train_start(trainer, pl_module)
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,  # noqa: ANN401
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         """Save where an interval is complete."""
         now = _env_steps(pl_module) // self.every_n_env_steps
-        if now > self._last:
+        due, self._last = now > self._last, now
+        if due and not self._should_skip_saving_checkpoint(trainer):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
-        self._last = now
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Do not save: only environment steps count."""
+
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        # The logged "step" may be some rollouts old.
+        return super()._monitor_candidates(trainer) | {"step": torch.tensor(_env_steps(trainer.lightning_module))}
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keep one checkpoint, `last.ckpt`, from the end of the newest epoch: what an interrupted run goes on from.
+
+    `ModelCheckpoint(monitor=..., save_last=True)` writes its `last.ckpt` only when it saves one of the best.
+
+    Args:
+        dirpath: Folder; by default `checkpoints` in that of the logger.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        super().__init__(dirpath, "last", save_on_train_epoch_end=True, enable_version_counter=False)

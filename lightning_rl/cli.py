@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl.algorithms import OnPolicyAlgorithm
-from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl.algorithms.base import CHECKPOINT_KEY
+from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
+from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
-from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.runs import (
-    CHECKPOINTS,
-    existing_checkpoint,
-    find_checkpoint,
-    new_run_dir,
-    run_dir_of,
-    run_root,
-)
+from lightning_rl.quiet import quiet
+from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, read_checkpoint, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, check_positive_int
+
+_CKPT_PATH_HELP = {
+    "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
+    "validate": "Checkpoint to load: a file, or 'last' or 'best' of the newest run of this algorithm and environment.",
+}
 
 
 class OnPolicyCLI(LightningCLI):
     """`LightningCLI` whose model gets the environment's spaces, and whose runs have a folder that a restart finds."""
 
-    run_dir: Path
+    run_dir: Path | None = None
+    """Folder of the run; None where nothing is to be written."""
+    checkpoint: dict[str, Any] | None = None
+    """What is resumed from or evaluated."""
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
@@ -47,28 +50,49 @@ class OnPolicyCLI(LightningCLI):
             default=None,
             help="Stop with the first rollout that reaches this number of environment steps of all ranks.",
         )
+        parser.add_argument(
+            "--num_threads",
+            type=int | None,
+            default=None,
+            help="Number of threads that PyTorch computes with on the CPU; 1 is fastest for small networks.",
+        )
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        for action in parser._actions:
+            if action.dest == "ckpt_path":
+                action.help = _CKPT_PATH_HELP.get(subcommand, _CKPT_PATH_HELP["validate"])
+        return parser
 
     def _parse_ckpt_path(self) -> None:
         """Resolve `last` and `best`, and choose the folder of the run.
 
         Unlike Lightning's, this does not put the checkpoint's hyper-parameters over those of the command line.
         """
-        config = self.config[self.config.subcommand]
+        fitting, config = self.config.subcommand == "fit", self.config[self.config.subcommand]
         root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
-        name = config.get("ckpt_path")
-        checkpoint: Path | None = None
+        name = path = config.get("ckpt_path")
         if name in ("last", "best"):
-            checkpoint = find_checkpoint(root, name)
-            if checkpoint is None and self.config.subcommand != "fit":
+            path = find_checkpoint(root, name)
+            if path is None and not fitting:
                 raise ConfigurationError(f"ckpt_path={name!r}: expected a checkpoint under {root}, there is none")
-            if checkpoint is None:
+            if path is None:
                 _say(f"WARNING: ckpt_path={name!r}: there is no checkpoint under {root}: starting a NEW run.")
-        elif name:
-            checkpoint = existing_checkpoint(name)
-        config["ckpt_path"] = str(checkpoint) if checkpoint else None
-        self.run_dir = run_dir_of(checkpoint, root) if checkpoint else new_run_dir(root)
-        if checkpoint and self.config.subcommand == "fit":
-            _say(f"Resuming from {checkpoint}")
+        if path is None and not fitting:
+            _say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
+        config["ckpt_path"] = None if path is None else str(path)
+        if path is not None:
+            self.checkpoint = read_checkpoint(path, CHECKPOINT_KEY)
+            self.run_dir = run_dir_of(Path(path))
+            steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
+            _say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps")
+        self._root = root
+
+    def before_instantiate_classes(self) -> None:
+        """Set the number of threads before anything is computed."""
+        if (num_threads := self._get(self.config, "num_threads")) is not None:
+            check_positive_int("num_threads", num_threads)
+            torch.set_num_threads(num_threads)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
@@ -79,39 +103,84 @@ class OnPolicyCLI(LightningCLI):
         fitting = self.subcommand == "fit"
         if fitting and (limit := self._get(self.config_init, "max_env_steps")) is not None:
             added.append(EnvStepLimit(limit))
-        if fitting and config.enable_checkpointing is not False and not _has(given, ModelCheckpoint):
-            added.append(
-                ModelCheckpoint(
-                    dirpath=self.run_dir / CHECKPOINTS,
-                    filename="best-{step}",
-                    monitor="val/episode_return",
-                    mode="max",
-                    save_last=True,
-                )
-            )
         if config.enable_progress_bar is not False and not _has(given, ProgressBar):
             added.append(EnvStepProgressBar())
+        if fitting and self.run_dir is None and not config.fast_dev_run:
+            self.run_dir = new_run_dir(self._root)
+        if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
+            added += _checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)
         if config.logger in (None, True):
-            kwargs["logger"] = TensorBoardLogger(self.run_dir, name="", version="", default_hp_metric=False)
-            kwargs["logger"] = kwargs["logger"] if fitting else False
-        return super().instantiate_trainer(callbacks=[*given, *added], default_root_dir=str(self.run_dir), **kwargs)
+            kwargs["logger"] = self._logger(self.run_dir) if fitting and self.run_dir is not None else False
+        if self.run_dir is not None:
+            kwargs["default_root_dir"] = str(self.run_dir)
+        return super().instantiate_trainer(callbacks=[*given, *added], **kwargs)
+
+    def _logger(self, folder: Path) -> TensorBoardLogger:
+        # What an interrupted run logged after its last checkpoint will be logged again.
+        purge = {} if self.checkpoint is None else {"purge_step": self.checkpoint[CHECKPOINT_KEY]["env_steps"] + 1}
+        return TensorBoardLogger(folder, name="", version="", default_hp_metric=False, **purge)
+
+    def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
+        """Train; say how to go on if that is interrupted."""
+        try:
+            self.trainer.fit(**kwargs)
+        except SystemExit:  # what Lightning makes of an interrupt
+            checkpoint = self._checkpoint_path(last=True)
+            if checkpoint is not None:
+                _say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {checkpoint}")
+            raise
+
+    def predict(self, **kwargs: Any) -> None:  # noqa: ANN401
+        """Play episodes, and print what became of them."""
+        for episodes in self.trainer.predict(**kwargs) or []:
+            for number, episode in enumerate(episodes):
+                ending = "terminated" if episode.terminated else "truncated"
+                _say(f"episode {number}: return {episode.episode_return:g}, {episode.length} steps, {ending}")
 
     def after_fit(self) -> None:
         """Say where everything is, and what to do next."""
-        checkpoints = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-        path = next((c.best_model_path or c.last_model_path for c in checkpoints), "")
+        done = f"Done: {self.model.env_steps} environment steps"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        said = [f"Done: {self.model.env_steps} environment steps"]
-        said[0] += f", val/episode_return {float(score):.1f}" if score is not None else ""
-        if self.trainer.log_dir and self.trainer.logger:
-            said.append(
-                f"logs: {_relative(self.trainer.log_dir)} (tensorboard --logdir {_relative(self.trainer.log_dir)})"
-            )
-        if path:
-            config = _relative(Path(self.trainer.log_dir or self.run_dir) / "config.yaml")
-            said.append(f"checkpoint: {_relative(path)}")
-            said.append(f"next: lightning-rl test --config {config} --ckpt_path {_relative(path)}")
-        _say(" | ".join(said))
+        lines = [done + (f", validation return {float(score):.1f}" if score is not None else "")]
+        if self.trainer.logger is not None and self.trainer.log_dir is not None:
+            lines.append(f"  log:         {_relative(self.trainer.log_dir)}")
+        best = self._checkpoint_path(last=False)
+        if best is not None:
+            lines.append(f"  checkpoint:  {best}")
+            lines.append(f"  next:        lightning-rl test --config {self._config_path()} --ckpt_path {best}")
+        if isinstance(self.trainer.logger, TensorBoardLogger):
+            lines.append(f"  curves:      tensorboard --logdir {_relative(self.trainer.logger.log_dir)}")
+        _say("\n".join(lines))
+
+    def _config_path(self) -> str:
+        return _relative(Path(self.trainer.log_dir or "") / "config.yaml")
+
+    def _checkpoint_path(self, last: bool) -> str | None:
+        """Return the best checkpoint, or the last one, as far as there is such a one."""
+        saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
+        saved.sort(key=lambda callback: isinstance(callback, LastCheckpoint) != last)
+        return _relative(saved[0].best_model_path) if saved else None
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Save the configuration of a training run such that using it again starts a run of its own."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it, but not when a run is evaluated."""
+        if stage == "fit":
+            self.config = self.config.clone()
+            self.config["ckpt_path"] = None
+            super().setup(trainer, pl_module, stage)
+
+
+def _checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
+    """Return what saves the newest checkpoint and, unless the configuration has its own, the best one."""
+    added: list[Callback] = []
+    if validates and not _has(given, ModelCheckpoint):
+        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
+    if not _has(given, LastCheckpoint):
+        added.append(LastCheckpoint(folder))
+    return added
 
 
 def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
@@ -128,12 +197,6 @@ def _say(message: str) -> None:
     print(message, flush=True)
 
 
-class _NoAdvertisements(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Drop Lightning's tips for other products."""
-        return "\N{ELECTRIC LIGHT BULB}" not in record.getMessage()
-
-
 def main(args: list[str] | None = None) -> OnPolicyCLI:
     """Run the command line.
 
@@ -141,19 +204,27 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
         args: Arguments; those of the process if None.
 
     Raises:
-        SystemExit: With status 1 after a one-line message, where the configuration or an environment is at fault.
+        SystemExit: After one message on the standard error: with status 2 where the arguments cannot be understood,
+            with 1 where a setting or an environment is at fault.
     """
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_NoAdvertisements())
+    quiet(command_line=True)
+    parser_options = {"prog": "lightning-rl", "description": "On-policy reinforcement learning for PyTorch Lightning."}
     try:
         return OnPolicyCLI(
             OnPolicyAlgorithm,
             RolloutDataModule,
             subclass_mode_model=True,
+            parser_class=OneErrorParser,
+            parser_kwargs=parser_options,
+            save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
             # A validation before training says nothing here; an epoch of rollouts is short.
             trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
+            auto_configure_optimizers=False,  # the algorithms make their own
             args=args,
         )
-    except (ConfigurationError, EnvironmentFailure, FloatingPointError) as error:
-        print(f"lightning-rl: error: {error}", file=sys.stderr, flush=True)
+    except Exception as error:
+        if (message := error_message(error)) is None:
+            raise
+        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
         sys.exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -13,9 +14,8 @@ def planned_env_steps(trainer: Trainer) -> int | None:
     The smallest of every callback's `max_env_steps` and what `max_epochs` allows, where each epoch has
     ranks · environments · rollout length · rollouts steps. Known from the start of training on.
     """
-    limits = [
-        limit for callback in trainer.callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None
-    ]  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    limits = [limit for callback in callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None]
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
     rollouts = trainer.num_training_batches
     if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):

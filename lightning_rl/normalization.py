@@ -103,7 +103,7 @@ class ObservationNormalizer(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Normalise observations `[..., *shape]`, in at least float32; before any data they are only clipped."""
+        """Normalise observations `[..., *shape]`, in at least float32; with mean 0 and variance 1 before any data."""
         x = observations.to(torch.promote_types(observations.dtype, torch.float32))
         mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
@@ -136,7 +136,7 @@ class RewardNormalizer(_Statistics):
         self.register_buffer("discounted_return", torch.zeros(0, dtype=torch.float64))
 
     def forward(self, rewards: Tensor) -> Tensor:
-        """Normalise rewards of any shape; before any data they are only clipped."""
+        """Normalise rewards of any shape; with a variance of 1 before any data."""
         return (rewards * self.moments.scale(self.epsilon).to(rewards.dtype)).clamp(-self.clip, self.clip)
 
     @torch.no_grad()

@@ -158,10 +158,10 @@ class Batch:
         self.weight = 1 / max(len(self), 1) if weight is None else weight
 
     def __getattr__(self, name: str) -> Tensor:
-        try:
-            return self.__dict__["fields"][name]  # type: ignore[no-any-return]
-        except KeyError:
-            raise AttributeError(f"batch has no field {name!r}: it has {', '.join(self.__dict__['fields'])}") from None
+        fields: dict[str, Tensor] = self.__dict__.get("fields", {})  # missing while a copy is being made
+        if name not in fields:
+            raise AttributeError(f"batch has no field {name!r}: it has {', '.join(fields)}")
+        return fields[name]
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))

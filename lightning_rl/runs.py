@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from lightning_rl.validation import ConfigurationError
 
@@ -23,35 +26,65 @@ def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
 
 
 def new_run_dir(root: Path) -> Path:
-    """Return the next free `version_<n>` folder.
+    """Make the next free `version_<n>` folder, and return it.
 
-    Further ranks that the Trainer starts on this machine share the folder of the first.
+    The processes that the Trainer starts for further ranks on this machine share the folder of the first.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and _SHARED in os.environ:
         return Path(os.environ[_SHARED])
-    taken = [int(path.name[8:]) for path in root.glob("version_*") if path.name[8:].isdigit()]
-    run_dir = root / f"version_{max(taken, default=-1) + 1}"
-    os.environ[_SHARED] = str(run_dir)
-    return run_dir
+    version = 1 + max(map(_version, root.glob("version_*")), default=-1)
+    while True:
+        run_dir = root / f"version_{version}"
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:  # taken by a run that was started at the same moment
+            version += 1
+        else:
+            os.environ[_SHARED] = str(run_dir)
+            return run_dir
+
+
+def _version(path: Path) -> int:
+    number = path.name.removeprefix("version_")
+    return int(number) if number.isdecimal() else -1
 
 
 def find_checkpoint(root: Path, name: str) -> Path | None:
-    """Return the newest checkpoint called `last` or `best` of any run under `root`, None if there is none."""
-    found = root.glob(f"version_*/{CHECKPOINTS}/{name}*.ckpt")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """Return the newest checkpoint of the runs under `root`, None if there is none.
+
+    Args:
+        root: Folder of the runs.
+        name: `last` for the newest of all, `best` for the newest whose name begins so.
+    """
+    found = root.glob(f"version_*/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
+    # Of two that were written in the same moment, the one that is called so.
+    return max(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), default=None)
 
 
-def run_dir_of(checkpoint: Path, root: Path) -> Path:
-    """Return the run folder that a checkpoint lies in, or a new one where it lies elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else new_run_dir(root)
+def run_dir_of(checkpoint: Path) -> Path | None:
+    """Return the run folder that a checkpoint lies in, None if it lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
-def existing_checkpoint(path: str) -> Path:
-    """Return the path of a checkpoint file.
+def read_checkpoint(path: str | Path, key: str) -> dict[str, Any]:
+    """Read a checkpoint of this package.
+
+    Args:
+        path: The file.
+        key: What a checkpoint of this package has and others have not.
 
     Raises:
-        ConfigurationError: There is no such file.
+        ConfigurationError: There is no such file, or it is something else.
     """
+    field = f"ckpt_path={str(path)!r}"
     if not Path(path).is_file():
-        raise ConfigurationError(f"ckpt_path={path!r} does not exist: expected a checkpoint file, 'last' or 'best'")
-    return Path(path)
+        raise ConfigurationError(f"{field} does not exist: expected a checkpoint file, 'last' or 'best'")
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{field} cannot be read ({type(error).__name__}): expected a checkpoint of lightning_rl"
+        ) from error
+    if not isinstance(checkpoint, dict) or key not in checkpoint:
+        raise ConfigurationError(f"{field} was not written by lightning_rl: expected a checkpoint that was")
+    return checkpoint

@@ -106,11 +106,12 @@ class OnPolicyAlgorithm(Reports):
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
             plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
             check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
-        # Checkpoints hold plain data only: spaces and classes are stored as their descriptions.
+        # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
-        plain = {
+        plain: dict[str, Any] = {
             "observation_space": space_to_dict(observation_space),
             "action_space": space_to_dict(action_space),
+            "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:
             plain["optimizer"] = to_class_spec("optimizer", optimizer)
@@ -118,7 +119,7 @@ class OnPolicyAlgorithm(Reports):
             plain["lr_scheduler"] = lr_scheduler
         if not isinstance(network, str):
             plain["network"] = to_class_spec("network", network)
-        self.hparams.update(plain, hidden_sizes=list(hidden_sizes))
+        self.save_hyperparameters(dict(self.hparams) | plain)
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma

@@ -114,7 +114,7 @@ class EnvironmentBatch:
             raise
         except Exception as error:
             raise self._failure(error, "step") from error
-        if rewards.dtype.kind == "f" and not np.dot(rewards, rewards) < _SAFE_SQUARES:
+        if rewards.dtype.kind == "f" and not self._is_safe(rewards):
             self._check_rows("reward", rewards)
         ended = terminated | truncated
         valid: Array | None = None
@@ -134,7 +134,8 @@ class EnvironmentBatch:
             reached = observations.copy()
         for index in np.flatnonzero(ended).tolist():
             final = np.asarray(reached[index])
-            self._check_rows("observation", final[None], index)
+            if self._is_float and not self._is_safe(final):
+                self._check_rows("observation", final[None], index)
             finals.append((index, final))
         # In NEXT_STEP mode the step to come is the new episode's step 0.
         self._began[ended] = self._clock + (self.mode is AutoresetMode.NEXT_STEP)
@@ -202,15 +203,17 @@ class EnvironmentBatch:
         return EnvironmentFailure(f"the environments raised in {where}: {type(error).__name__}: {error}")
 
     def _check_observations(self, observations: Array) -> None:
-        if self._is_float:
-            flat = observations.ravel()
-            if not np.dot(flat, flat) < _SAFE_SQUARES:
-                self._check_rows("observation", observations)
+        if self._is_float and not self._is_safe(observations):
+            self._check_rows("observation", observations)
+
+    @staticmethod
+    def _is_safe(x: Array) -> bool:
+        """Whether every entry is certainly finite: one fast product, False for NaN and all that is large."""
+        flat = x.ravel()
+        return float(np.dot(flat, flat)) < _SAFE_SQUARES
 
     def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
         """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
-        if rows.dtype.kind != "f":
-            return
         bad = np.argwhere(~(np.abs(rows) <= _LARGEST))
         if len(bad):
             entry = f" (entry {', '.join(map(str, bad[0][1:]))})" if rows.ndim > 1 else ""

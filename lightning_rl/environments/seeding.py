@@ -69,7 +69,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise self._failure("step", error) from error
         if terminated or truncated:
             # The reset that follows must not write over it, even if the environment always returns the same array.
-            observation = copy.deepcopy(observation)
+            observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
         return observation, reward, terminated, truncated, info
 
     def _failure(self, where: str, error: Exception) -> EnvironmentFailure:

@@ -1,0 +1,55 @@
+"""Errors on the command line: one short message instead of a traceback or a page of usage."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.validation import ConfigurationError
+
+_OURS = (ConfigurationError, EnvironmentFailure, FloatingPointError, MisconfigurationException)
+_UNION = "Does not validate against any of the Union subtypes"
+# What the parser says about each type of a union that an option could have had.
+_NOISE = re.compile(
+    rf"(- )?({_UNION}|Subtypes: |Errors:|Expected a <class 'NoneType'>|Given value type: |Given value: \w+\()"
+)
+
+
+class OneErrorParser(LightningArgumentParser):
+    """A parser that says what is wrong, and where to look, but does not list every option."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one message and exit with status 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        text = (error_message(ex) if ex is not None else None) or _brief(message)
+        sys.stderr.write(f"lightning-rl: error: {text}\n")
+        sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} --help\n")
+        sys.exit(2)
+
+
+def error_message(error: BaseException) -> str | None:
+    """Return what to tell the user, None where only a traceback would help.
+
+    The parser wraps what a class raises when it is made; the cause of the error says more.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _OURS):
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return _brief(str(error)) if _UNION in str(error) else None
+
+
+def _brief(message: str) -> str:
+    """Take what matters out of a message of the parser: `model: Option 'x' is not accepted`."""
+    lines = [line.strip() for line in message.splitlines()]
+    text = "; ".join(line.removeprefix("- ") for line in lines if line and not _NOISE.match(line))
+    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
+    return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))

@@ -1,0 +1,48 @@
+"""Messages of Lightning that say something wrong about training here, or that nobody can act on.
+
+All filters are in this file, each for one message, with the reason beside it. `import lightning_rl` applies the first
+list; the second one is for the command line, which chooses these settings itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_WRONG_HERE = (
+    # Deprecated by torch 2.13, used by Lightning 2.6: for its authors to mend.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # The logging interval counts rollouts across epochs here, so nothing is lost in a short epoch.
+    r"The number of training batches \(\d+\) is smaller than the logging interval",
+    # Rollouts are collected, not read: there is no position in a data set to resume from.
+    r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not resumable",
+    # A checkpoint between two rollouts is meant to hold the parameters after the updates.
+    r"Using ModelCheckpoint with manual optimization and every_n_train_steps, but no pre-optimization state was saved",
+)
+_DECIDED_BY_COMMAND_LINE = (
+    # A resumed run goes on in its own folder.
+    r"Checkpoint directory .* exists and is not empty",
+    # Only where a configuration asks for the CPU.
+    r"GPU available but not used",
+    # The size that the model summary prints is a rough figure in any case.
+    r"Precision .* is not supported by the model summary",
+)
+_ADVERTISEMENT = "\N{ELECTRIC LIGHT BULB} Tip: "
+
+
+class _NoAdvertisements(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Drop Lightning's tips for other products."""
+        return not record.getMessage().startswith(_ADVERTISEMENT)
+
+
+def quiet(command_line: bool = False) -> None:
+    """Filter the messages above; everything else is still shown.
+
+    Args:
+        command_line: Filter also what is decided by the command line, and advertisements.
+    """
+    for message in _WRONG_HERE + (_DECIDED_BY_COMMAND_LINE if command_line else ()):
+        warnings.filterwarnings("ignore", message=message)
+    if command_line:
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_NoAdvertisements())

@@ -1,0 +1,154 @@
+"""Bad hyper-parameters are refused before anything is collected: field, value and what was expected."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_rl import PPO
+from lightning_rl.spaces import space_to_dict
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, parameters_of
+
+SGD = {"class_path": "torch.optim.SGD"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gamma": 1.01}, r"gamma=1\.01 is not valid: expected a number at least 0 and at most 1"),
+        ({"gamma": float("nan")}, r"gamma=nan .* at least 0"),
+        ({"gae_lambda": -0.1}, r"gae_lambda=-0\.1 .* at least 0 and at most 1"),
+        ({"clip_range": 0.0}, r"clip_range=0\.0 .* above 0"),
+        ({"clip_range": -0.2}, r"clip_range=-0\.2 .* above 0"),
+        ({"clip_range_value": 0}, r"clip_range_value=0 .* above 0"),
+        ({"learning_rate": 0}, r"learning_rate=0 .* above 0"),
+        ({"learning_rate": "fast"}, r"learning_rate='fast' .* a number above 0"),
+        ({"num_epochs": 0}, r"num_epochs=0 .* an integer of at least 1"),
+        ({"num_minibatches": 2.5}, r"num_minibatches=2\.5 .* an integer of at least 1"),
+        ({"value_coef": -1}, r"value_coef=-1 .* at least 0"),
+        ({"entropy_coef": -0.01}, r"entropy_coef=-0\.01 .* at least 0"),
+        ({"max_grad_norm": 0}, r"max_grad_norm=0 .* above 0"),
+        ({"target_kl": 0.0}, r"target_kl=0\.0 .* above 0"),
+        ({"normalize_advantages": "batch"}, r"normalize_advantages='batch' .* \('minibatch', 'rollout', 'none'\)"),
+        ({"on_truncation": "ignore"}, r"on_truncation='ignore' .* bootstrap or terminal"),
+        ({"network": "transformer"}, r"network='transformer' .* auto, mlp, nature, impala"),
+        ({"activation": "sine"}, r"activation='sine' .* one of tanh, relu"),
+        ({"hidden_sizes": (64, -1)}, r"hidden_sizes=-1 .* an integer of at least 1"),
+        ({"optimizer": lambda parameters, lr: None}, r"optimizer=<function .* a class, functools\.partial"),
+        ({"optimizer": {"init_args": {}}}, r"optimizer=.* a dict with 'class_path'"),
+        ({"optimizer": SGD | {"lr": 1}}, r"optimizer=.* no keys besides 'class_path' and 'init_args', got \['lr'\]"),
+        ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, r"lr_scheduler=.* needs no metric"),
+        (
+            {"lr_scheduler": "torch.optim.lr_scheduler.Cosine"},
+            r"lr_scheduler: class_path=.*Cosine.* cannot be imported",
+        ),
+        (
+            {"anneal_learning_rate": True, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
+            r"anneal_learning_rate=True .* False, since lr_scheduler is given",
+        ),
+    ],
+)
+def test_bad_value_is_refused_when_the_model_is_made(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PPO(VECTOR, DISCRETE, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_minibatches": 5}, r"num_minibatches=5 does not divide the 32 steps of a rollout"),
+        ({"optimizer": "torch.optim.Adamant"}, r"optimizer: class_path='torch\.optim\.Adamant' cannot be imported"),
+        (
+            {"optimizer": "torch.optim.lr_scheduler"},
+            r"optimizer: class_path='torch\.optim\.lr_scheduler' .* the path of a class",
+        ),
+        (
+            {"optimizer": SGD | {"init_args": {"lr": 1}}},
+            r"optimizer: init_args=\{'lr': 1\} .* set learning_rate instead",
+        ),
+        (
+            {"optimizer": SGD | {"init_args": {"speed": 1}}},
+            r"optimizer: torch\.optim\.SGD refused init_args=\{'speed': 1\}",
+        ),
+        ({"optimizer": functools.partial(torch.optim.SGD, lr=1)}, r"optimizer: init_args=\{'lr': 1\}"),
+    ],
+)
+def test_bad_value_is_refused_before_anything_is_collected(options, message, monkeypatch):
+    data = make_data()
+    model = make_model(data, **options)
+    monkeypatch.setattr(data, "collect", lambda: pytest.fail("a rollout was collected"))
+    before = parameters_of(model)
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer().fit(model, data)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_annealing_without_an_end_is_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=r"anneal_learning_rate=True .* expected max_env_steps or max_epochs"):
+        make_trainer(max_epochs=-1).fit(make_model(data, anneal_learning_rate=True), data)
+
+
+def test_precision_that_needs_loss_scaling_is_refused():
+    data = make_data()
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(
+        ConfigurationError, match=r"precision='16-mixed' .* expected 32-true, bf16-mixed, bf16-true or 64"
+    ):
+        make_trainer(plugins=[plugin]).fit(make_model(data), data)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"observation_space": spaces.Box(-1, 1, (4,))},
+            r"observation_space=Box.* does not fit the checkpoint: expected Box",
+        ),
+        ({"action_space": spaces.Discrete(5)}, r"action_space=Discrete\(5\) does not fit .* expected Discrete\(3\)"),
+    ],
+)
+def test_checkpoint_of_other_spaces_is_refused(other, message):
+    own: dict[str, Any] = {"observation_space": VECTOR, "action_space": DISCRETE}
+    stored, loading = PPO(**own), PPO(**own | other)
+    checkpoint: dict[str, Any] = {"hyper_parameters": dict(stored.hparams)}
+    stored.on_save_checkpoint(checkpoint)
+    with pytest.raises(ConfigurationError, match=message):
+        loading.on_load_checkpoint(checkpoint)
+    stored.on_load_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        "torch.optim.SGD",
+        functools.partial(torch.optim.SGD, momentum=0.5),
+        {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.5}},
+    ],
+    ids=["class", "path", "partial", "spec"],
+)
+def test_optimiser_given_in_any_way_is_stored_as_plain_data_and_made(optimizer):
+    model = PPO(VECTOR, DISCRETE, optimizer=optimizer, learning_rate=0.25)
+    made = model.configure_optimizers()
+    assert type(made) is torch.optim.SGD
+    assert made.defaults["lr"] == 0.25
+    assert made.defaults["momentum"] == (0.5 if not isinstance(optimizer, str | type) else 0)
+    assert model.hparams["optimizer"]["class_path"] in ("torch.optim.SGD", "torch.optim.sgd.SGD")
+
+
+def test_hyper_parameters_are_plain_data():
+    model = PPO(VECTOR, DISCRETE, optimizer=torch.optim.SGD, hidden_sizes=(8,), network="mlp")
+    assert model.hparams["observation_space"] == space_to_dict(VECTOR)
+    assert model.hparams["hidden_sizes"] == [8]
+
+    def leaves(x: Any) -> Any:
+        if isinstance(x, dict):
+            return [leaf for value in x.values() for leaf in leaves(value)]
+        return [leaf for value in x for leaf in leaves(value)] if isinstance(x, list) else [x]
+
+    assert {type(leaf) for leaf in leaves(dict(model.hparams))} <= {int, float, str, bool, type(None)}

@@ -1,0 +1,136 @@
+"""Contract 8: what is not finite never reaches the weights, and the message names the term."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl import PPO, Batch
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    assert_equal_parameters,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+NAN, INF = float("nan"), float("inf")
+
+
+class Sabotaged(PPO):
+    """Something breaks in the third minibatch; the parameters before it are remembered."""
+
+    def __init__(self, *args: Any, spoil: str = "nothing", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spoil = spoil
+        self.minibatch = 0
+        self.snapshot: dict[str, Tensor] = {}
+        self.optimizer_steps: list[float] = []
+
+    def loss(self, batch: Batch) -> Tensor:
+        self.minibatch += 1
+        if self.minibatch != 3:
+            return super().loss(batch)
+        self.snapshot = parameters_of(self)
+        self.optimizer_steps = [float(state["step"]) for state in self.optimizer.state.values()]
+        match self.spoil:
+            case "advantage":
+                batch.advantages[0] = NAN
+            case "return":
+                batch.returns[0] = INF
+            case "entropy":  # of weight 0 in the loss
+                batch.observations[0] = NAN
+        loss = super().loss(batch)
+        match self.spoil:
+            case "loss":  # infinite, with a gradient that is finite
+                loss = loss + INF
+            case "gradient":  # infinite, with a loss that is finite
+                loss = loss + (0 * self.policy.value_head.bias).sum().abs().sqrt()
+        return loss
+
+
+def make(spoil: str, **options: Any) -> Sabotaged:
+    torch.manual_seed(0)
+    return Sabotaged(VECTOR, DISCRETE, spoil=spoil, hidden_sizes=(8,), num_epochs=3, **options)
+
+
+def rollouts(model: PPO) -> FixedRollouts:
+    return FixedRollouts([random_rollout(model.policy)], model)
+
+
+@pytest.mark.parametrize("check_numerics", [False, True])
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        ("advantage", "policy_loss is nan"),
+        ("return", "value_loss is inf"),
+        ("entropy", "policy_loss is nan"),
+        ("loss", "grad_norm is nan"),
+        ("gradient", "grad_norm is (nan|inf)"),
+    ],
+)
+def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_numerics):
+    model = make(spoil, check_numerics=check_numerics, normalize_observations=True, normalize_rewards=True)
+    with pytest.raises(
+        FloatingPointError, match=f"^{named} in the update from rollout 0 .environment step 0.; the para"
+    ):
+        make_trainer().fit(model, rollouts(model))
+    assert model.snapshot, "the third minibatch was reached"
+    assert_equal_parameters(model, model.snapshot)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert [float(state["step"]) for state in model.optimizer.state.values()] == model.optimizer_steps == [2.0] * 8
+    assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 0
+    assert (model.env_steps, model.policy_version) == (0, 0)
+
+
+@pytest.mark.parametrize("check_numerics", [False, True])
+def test_checking_numerics_stops_at_the_minibatch(check_numerics):
+    model = make("return", check_numerics=check_numerics)
+    steps = []
+    optimize = model.optimize
+    model.optimize = lambda loss: (steps.append("begun"), optimize(loss), steps.append("done"))  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError):
+        make_trainer().fit(model, rollouts(model))
+    assert steps == ["begun", "done"] * 2 + (["begun"] if check_numerics else ["begun", "done"])
+
+
+@pytest.mark.parametrize("field", ["rewards", "values", "log_probs"])
+def test_a_rollout_that_is_not_finite_changes_nothing(field):
+    model = make("nothing", num_minibatches=1)
+    loader = rollouts(model)
+    getattr(loader.rollouts[0], field)[2, 1] = NAN
+    before = parameters_of(model)
+    with pytest.raises(FloatingPointError, match=r"(policy|value)_loss is nan"):
+        make_trainer().fit(model, loader)
+    assert_equal_parameters(model, before)
+
+
+def test_explained_variance_may_be_undefined():
+    model, recorder = make("nothing", normalize_advantages="none"), Recorder()
+    loader = rollouts(model)
+    loader.rollouts[0].values.fill_(0)
+    loader.rollouts[0].next_values.fill_(0)
+    loader.rollouts[0].rewards.fill_(0)
+    trainer = make_trainer(callbacks=[recorder], log_every_n_steps=1)
+    trainer.fit(model, loader)
+    assert recorder.column("explained_variance")[0] != recorder.column("explained_variance")[0]
+    assert "train/explained_variance" not in trainer.callback_metrics
+    assert "train/policy_loss" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize(("target_kl", "updates"), [(1e-9, 1), (1e9, 12)])
+def test_no_update_is_made_once_the_divergence_exceeds_its_target(target_kl, updates):
+    """Ratios are 1 at first, so the first minibatch always counts; the second sees what it did."""
+    torch.manual_seed(0)
+    model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=3, target_kl=target_kl, learning_rate=1e-2)
+    recorder = Recorder()
+    trainer = make_trainer(callbacks=[recorder])
+    trainer.fit(model, FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model))
+    assert trainer.global_step == updates
+    assert model.policy_version == 1
+    assert (recorder.column("approx_kl")[0] > 1.5 * target_kl) == (updates == 1)

@@ -1,0 +1,124 @@
+"""PPO's updates, option by option, against the slow implementation of `slow_ppo`."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_rl import PPO, EnvStepLimit
+from tests.algorithms.slow_ppo import DEFAULTS, SlowPPO
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, FixedRollouts, make_trainer, parameters_of, random_rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+SPACES = {"discrete": DISCRETE, "continuous": CONTINUOUS}
+PRECISIONS = {"32-true": (torch.float32, 1e-6), "64-true": (torch.float64, 1e-12)}
+ROWS = 48  # of each of the two rollouts
+
+# What is given to PPO, and where the slow one needs to be told in its own terms, how.
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "clip_range": ({"clip_range": 0.1}, {}),
+    "clip_range_value": ({"clip_range_value": 0.1}, {}),
+    "value_coef": ({"value_coef": 2.0}, {}),
+    "entropy_coef": ({"entropy_coef": 0.1}, {}),
+    "advantages_of_rollout": ({"normalize_advantages": "rollout"}, {}),
+    "advantages_as_they_are": ({"normalize_advantages": "none"}, {}),
+    "no_gradient_clipping": ({"max_grad_norm": None}, {}),
+    "target_kl": ({"target_kl": 0.04}, {}),
+    "on_truncation": ({"on_truncation": "terminal"}, {}),
+    "gae_lambda": ({"gae_lambda": 0.0}, {}),
+    "gamma": ({"gamma": 0.5}, {}),
+    "num_epochs": ({"num_epochs": 1}, {}),
+    "num_minibatches": ({"num_minibatches": 1}, {}),
+    "normalize_observations": ({"normalize_observations": True}, {}),
+    "normalize_rewards": ({"normalize_rewards": True}, {}),
+    "anneal_learning_rate": ({"anneal_learning_rate": True}, {"learning_rates": [1e-3, 1e-3 * 2 / 3]}),
+    "lr_scheduler": (
+        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}},
+        {"learning_rates": [1e-3, 1e-4]},
+    ),
+    "optimizer": (
+        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.5}}},
+        {"make_optimizer": functools.partial(torch.optim.SGD, momentum=0.5)},
+    ),
+}
+
+
+class GeneratorStates(Callback):
+    """The state of the module's generator before each rollout."""
+
+    def __init__(self) -> None:
+        self.states: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.states.append(pl_module.generator.get_state())
+
+
+def make(space: str, dtype: torch.dtype, **options: Any) -> PPO:
+    torch.manual_seed(0)
+    kept = {k: v for k, v in DEFAULTS.items() if not (k == "learning_rate" and k in options)}
+    model = PPO(VECTOR, SPACES[space], hidden_sizes=(8, 8), **kept | options).to(dtype)
+    with torch.no_grad():  # away from the uniform policy, where too much is symmetric
+        for parameter in model.policy.action_head.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@functools.cache
+def learn(
+    space: str, precision: str, option: str, valid: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
+    """Parameters after two rollouts, of PPO and of the slow one, and the number of updates of both."""
+    options, in_slow_terms = OPTIONS[option]
+    dtype = PRECISIONS[precision][0]
+    model = make(space, dtype, **options)
+    rollouts = [random_rollout(make(space, dtype).policy, seed=seed, valid=valid) for seed in (1, 2)]
+    slow_options = {k: v for k, v in options.items() if k in DEFAULTS}
+    slow = SlowPPO(parameters_of(model.policy), slow_options, **in_slow_terms)
+    states = GeneratorStates()
+    trainer = make_trainer(precision=precision, callbacks=[states, EnvStepLimit(3 * ROWS)])
+    trainer.fit(model, FixedRollouts(rollouts, model))
+    for rollout, state in zip(rollouts, states.states, strict=True):
+        generator = torch.Generator()
+        generator.set_state(state)
+        slow.learn(rollout, generator)
+    fast = parameters_of(model.policy)
+    return fast, {k: p.detach() for k, p in slow.parameters.items()}, trainer.global_step, slow.num_updates
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(option, space, precision):
+    fast, slow, updates, slow_updates = learn(space, precision, option)
+    assert_close(fast, slow, PRECISIONS[precision][1])
+    assert updates == slow_updates
+    if option == "target_kl":
+        assert 2 <= updates < 2 * 3 * 4  # it did stop, and not at once
+    elif option not in ("num_epochs", "num_minibatches"):
+        assert updates == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "nothing"])
+def test_every_option_makes_a_difference(option, space):
+    with_option, without = learn(space, "64-true", option)[0], learn(space, "64-true", "nothing")[0]
+    assert max((p - without[name]).abs().max() for name, p in with_option.items()) > 1e-4
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_steps_that_only_reset_are_not_learned_from(space):
+    fast, slow, *_ = learn(space, "64-true", "nothing", valid=True)
+    assert_close(fast, slow, 1e-12)

@@ -1,0 +1,108 @@
+"""Statistics of a logging window: values by hand, precision, ranks, growing names; and the diagnostics of updates."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+
+
+def test_episode_statistics_are_those_of_every_episode_since_the_reset():
+    metric = EpisodeStatistics()
+    metric.update([1.0, 4.0], [10, 20])
+    metric.update([], [])
+    metric.update([-2.0], [6])
+    assert metric.compute() == {
+        "episode_return": 1.0,
+        "episode_return_min": -2.0,
+        "episode_return_max": 4.0,
+        "episode_length": 12.0,
+        "episode_length_min": 6.0,
+        "episode_length_max": 20.0,
+        "episodes": 3.0,
+    }
+    metric.reset()
+    metric.update([], [])
+    assert metric.compute() == {}
+    metric.update([7.0], [3])
+    assert metric.compute()["episode_return_min"] == 7.0
+
+
+def test_scalar_means_are_over_all_values_not_over_means():
+    metric = ScalarMeans(["a", "b", "c"])
+    metric.update({"a": [1.0, 2.0, 3.0], "b": [5.0], "c": []})
+    metric.update({"a": [10.0], "b": [], "c": []})
+    assert metric.compute() == {"a": 4.0, "b": 5.0}
+
+
+def test_names_may_be_reported_now_and_then_and_join_later():
+    metric = ScalarMeans()
+    metric.update({"a": [1.0]})
+    metric.update({"b": [4.0], "a": [3.0]})
+    metric.update({"b": [6.0]})
+    assert metric.compute() == {"a": 2.0, "b": 5.0}
+    metric.reset()
+    metric.update({"b": [1.0]})
+    assert metric.compute() == {"b": 1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_keep_their_digits_in_a_module_cast_to(dtype):
+    module = torch.nn.ModuleDict({"episodes": EpisodeStatistics(), "means": ScalarMeans(["x"])}).to(dtype)
+    torch.set_default_dtype(dtype)  # as under Lightning's bf16-true
+    try:
+        for _ in range(300):
+            module["episodes"].update([1001.0], [12345])
+            module["means"].update({"x": [1 / 3]})
+        module.to(dtype)
+        episodes, means = module["episodes"].compute(), module["means"].compute()
+        module["episodes"].reset()
+        module["episodes"].update([1001.0], [12345])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (episodes["episodes"], episodes["episode_return"], episodes["episode_length_max"]) == (300, 1001, 12345)
+    assert means["x"] == pytest.approx(1 / 3, rel=1e-12)
+    assert module["episodes"].compute()["episode_return"] == 1001
+
+
+def test_a_snapshot_goes_on_where_it_was_taken():
+    metric, twin = EpisodeStatistics(), EpisodeStatistics()
+    metric.update([1.0, 4.0], [10, 20])
+    twin.restore(metric.snapshot())
+    for one in (metric, twin):
+        one.update([10.0], [1])
+    assert twin.compute() == metric.compute()
+    assert twin.update_count == metric.update_count
+
+
+def test_diagnostics_average_over_minibatches_and_observe_the_first():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    for value in (1.0, 2.0, 6.0):
+        diagnostics.add(loss=torch.tensor(value), norm=torch.tensor(2 * value, dtype=torch.float64))
+        diagnostics.observe_first("error", lambda value=value: torch.tensor(value))
+    assert diagnostics.means() == {"loss": 3.0, "norm": 6.0, "error": 1.0}
+    assert Diagnostics(torch.device("cpu")).means() == {}
+
+
+def test_sums_of_bfloat16_terms_go_on_growing():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    for _ in range(1000):
+        diagnostics.add(grad_norm=torch.tensor(1.0, dtype=torch.bfloat16))
+    assert diagnostics.means() == {"grad_norm": 1.0}
+
+
+def test_only_terms_that_make_up_the_update_must_be_finite():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    diagnostics.add(entropy=torch.tensor(1.0), policy_loss=torch.tensor(math.inf))
+    diagnostics.observe(explained_variance=torch.tensor(math.nan))
+    assert diagnostics.not_finite(diagnostics.means()) == {"policy_loss": math.inf}
+
+
+def test_once_closed_diagnostics_stay_closed():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    assert not diagnostics.known_closed
+    for condition in (True, False, True):
+        diagnostics.close_unless(torch.tensor(condition))
+    assert diagnostics.known_closed

@@ -1,0 +1,139 @@
+"""Rollouts and batches: discounts and traces at ends, rows, weights and minibatches."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl import Batch, Rollout
+from lightning_rl.rollout import check_minibatches
+from lightning_rl.validation import ConfigurationError
+
+
+def make_rollout(valid: Tensor | None = None) -> Rollout:
+    """Three steps of two environments: the first terminates at step 1, the second is truncated at step 0."""
+    flags = torch.zeros(3, 2, dtype=torch.bool)
+    terminated, truncated = flags.clone(), flags.clone()
+    terminated[1, 0], truncated[0, 1] = True, True
+    return Rollout(
+        observations=torch.arange(8.0).view(4, 2, 1),
+        actions=torch.arange(6).view(3, 2),
+        rewards=torch.arange(6.0).view(3, 2),
+        terminated=terminated,
+        truncated=truncated,
+        valid=valid,
+        log_probs=-torch.arange(6.0).view(3, 2),
+        values=torch.zeros(3, 2),
+        next_values=torch.zeros(3, 2),
+        final_indices=torch.tensor([[0, 1]]),
+        final_observations=torch.zeros(1, 1),
+    )
+
+
+def make_batch(rows: int = 10, **options: float) -> Batch:
+    return Batch({"observations": torch.arange(2.0 * rows).view(rows, 2), "actions": torch.arange(rows)}, **options)
+
+
+def test_bootstrap_stops_at_terminal_states_and_not_at_time_limits():
+    assert make_rollout().discounts(0.5, "bootstrap").tolist() == [[0.5, 0.5], [0.0, 0.5], [0.5, 0.5]]
+
+
+def test_terminal_stops_at_time_limits_too():
+    assert make_rollout().discounts(0.5, "terminal").tolist() == [[0.5, 0.0], [0.0, 0.5], [0.5, 0.5]]
+
+
+def test_traces_stop_at_every_end():
+    assert make_rollout().traces(0.25).tolist() == [[0.25, 0.0], [0.0, 0.25], [0.25, 0.25]]
+    assert make_rollout().ends.tolist() == [[False, True], [True, False], [False, False]]
+
+
+def test_flattening_keeps_fields_of_a_step_in_one_row():
+    batch = make_rollout().flatten(advantages=10 * torch.arange(6.0).view(3, 2))
+    assert len(batch) == 6
+    assert batch.actions.tolist() == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(
+        batch.observations.squeeze(1), batch.actions.float()
+    )  # the observation after the last is left out
+    assert torch.equal(batch.advantages, 10.0 * batch.actions)
+    assert torch.equal(batch.log_probs, -1.0 * batch.actions)
+
+
+def test_steps_that_only_reset_are_no_rows():
+    valid = torch.ones(3, 2, dtype=torch.bool)
+    valid[1, 1] = False
+    rollout = make_rollout(valid)
+    batch = rollout.flatten(advantages=rollout.rewards)
+    assert batch.actions.tolist() == [0, 1, 2, 4, 5]
+    assert torch.equal(batch.advantages, 1.0 * batch.actions)
+    assert rollout.num_steps == 5
+    assert batch.weight == pytest.approx(1 / 5)
+
+
+def test_rollouts_count_their_steps_and_move():
+    rollout = make_rollout()
+    assert (rollout.num_steps, rollout.shape) == (6, (3, 2))
+    assert rollout.to("meta") is rollout
+    assert {rollout.rewards.device.type, rollout.final_observations.device.type} == {"meta"}
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 3, 10])
+def test_minibatches_partition_the_rows(num_minibatches):
+    batch = make_batch()
+    parts = list(batch.shuffled(torch.Generator().manual_seed(0)).split(num_minibatches))
+    assert len(parts) == num_minibatches
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sorted(torch.cat([part.actions for part in parts]).tolist()) == list(range(10))
+    for part in parts:
+        assert torch.equal(part.observations[:, 0], 2.0 * part.actions)  # fields stay together
+        assert part.weight == 1 / len(part)
+
+
+def test_every_shuffle_is_another_order_and_the_generator_decides():
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch(100)
+    first, second = batch.shuffled(generator), batch.shuffled(generator)
+    again = batch.shuffled(torch.Generator().manual_seed(0))
+    assert not torch.equal(first.actions, second.actions)
+    assert torch.equal(first.actions, again.actions)
+
+
+def test_mean_is_the_sum_times_the_weight():
+    x = torch.arange(10.0)
+    assert make_batch().mean(x).item() == pytest.approx(4.5)
+    assert make_batch(weight=2.0).mean(x).item() == 90.0
+    assert Batch({"actions": torch.zeros(0)}).mean(torch.zeros(0)).item() == 0.0
+
+
+def test_weights_make_the_average_over_ranks_the_mean_over_all_rows():
+    """Ranks of 3 and 7 rows, as DDP averages them: not the mean of the two means."""
+    x = torch.arange(10.0).double()
+    ranks = [Batch({"x": part}, weight=2 / 10) for part in x.split([3, 7])]
+    assert sum(rank.mean(rank.x) for rank in ranks).item() / 2 == pytest.approx(4.5)
+
+
+def test_replacing_a_field_keeps_the_others_and_the_weight():
+    batch = make_batch(weight=0.5)
+    changed = batch.replace(actions=batch.actions + 1)
+    assert changed.actions.tolist() == list(range(1, 11))
+    assert torch.equal(changed.observations, batch.observations)
+    assert (changed.weight, batch.actions[0]) == (0.5, 0)
+
+
+def test_unknown_field_is_an_error_that_lists_those_there_are():
+    with pytest.raises(AttributeError, match="no field 'advantage': it has observations, actions"):
+        make_batch().advantage  # noqa: B018
+
+
+def test_batches_can_be_copied_and_pickled():
+    batch = make_batch(weight=0.5)
+    for twin in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert torch.equal(twin.actions, batch.actions)
+        assert twin.weight == 0.5
+
+
+def test_minibatches_must_divide_the_rollout():
+    check_minibatches(1024, 4)
+    with pytest.raises(ConfigurationError, match=r"num_minibatches=3 does not divide the 1024 steps of a rollout"):
+        check_minibatches(1024, 3)
