@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class Ticks(Callback):
         self.returns += rollout.episodes.returns
 
 
-def fit(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock, parts: str) -> tuple[Ticks, Any]:
+def fit(
+    args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock, parts: str, more: Sequence[Callback] = ()
+) -> tuple[Ticks, list[torch.Tensor]]:
     """Train under the Trainer; return ticks and parameters.
 
     Args:
@@ -62,6 +65,7 @@ def fit(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock
         workload: What to train on.
         clock: Told of every rollout.
         parts: `plain`, `logged` (TensorBoard every 10 rollouts) or `full` (checkpoints and progress bar too).
+        more: Further callbacks.
     """
     data = make_data(workload, args.backend, args.seed)
     torch.manual_seed(args.seed)
@@ -69,7 +73,7 @@ def fit(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock
     ticks = Ticks(clock)
     with tempfile.TemporaryDirectory() as scratch:
         full = parts == "full"
-        callbacks: list[Callback] = [ticks]
+        callbacks: list[Callback] = [ticks, *more]
         if full:
             # An epoch is a tenth of the run, as in the shipped configurations; each ends with a checkpoint.
             data.rollouts_per_epoch = max(1, workload["rollouts"] // 10)
@@ -101,40 +105,57 @@ class _StopAfter(Callback):
             trainer.should_stop = True
 
 
-def bare(args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock) -> tuple[Ticks, Any]:
-    """Train in a bare loop; return ticks and parameters."""
-    loop = BareLoop(workload, args.backend, args.seed)
-    ticks = Ticks(clock)
-    for rollout in loop:
-        ticks.tick(rollout)
-    return ticks, [p.detach().clone() for p in loop.model.policy.parameters()]
+class Alternation(Callback):
+    """After each rollout under the Trainer, learns from one in a bare loop, and keeps the CPU time of both."""
+
+    def __init__(self, loop: BareLoop) -> None:
+        self.loop = loop
+        self.bare_rollouts = iter(loop)
+        self.seconds: list[tuple[float, float]] = []
+        self._resumed = time.process_time()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
+    ) -> None:
+        reached = time.process_time()
+        next(self.bare_rollouts)
+        done = time.process_time()
+        self.seconds.append((reached - self._resumed, done - reached))
+        self._resumed = time.process_time()
 
 
-def share(args: argparse.Namespace, workload: dict[str, Any], pairs: int, parts: str) -> dict[str, Any]:
-    """Measure Lightning's share of the CPU time: runs under the Trainer (A) and in a bare loop (B), A B A B …
+def share(args: argparse.Namespace, workload: dict[str, Any], parts: str) -> dict[str, Any]:
+    """Measure Lightning's share of the CPU time, rollout by rollout in alternation.
+
+    Everything that the Trainer does between two rollouts counts as its time, what callbacks and loggers do included.
 
     Raises:
         RuntimeError: The two ended with different parameters, so they did not do the same work.
     """
-    seconds: list[tuple[float, float]] = []
-    for _ in range(pairs):
-        clocks = measure.Clock(), measure.Clock()
-        _, trained = fit(args, workload, clocks[0], parts)
-        _, expected = bare(args, workload, clocks[1])
-        if not all(torch.equal(x, y) for x, y in zip(trained, expected, strict=True)):
-            raise RuntimeError("the Trainer and the bare loop end with different parameters")
-        seconds.append((clocks[0].interval()[2], clocks[1].interval()[2]))
-    shares = [1 - alone / under for under, alone in seconds]
+    alternation = Alternation(BareLoop(workload, args.backend, args.seed))
+    _, trained = fit(args, workload, measure.Clock(), parts, [alternation])
+    expected = alternation.loop.model.policy.parameters()
+    if not all(torch.equal(x, y) for x, y in zip(trained, expected, strict=True)):
+        raise RuntimeError("the Trainer and the bare loop end with different parameters")
+    timed = alternation.seconds[measure.WARM_UP :]
+    length = max(1, len(timed) // 5)
+    fifths = [timed[begin : begin + length] for begin in range(0, length * (len(timed) // length), length)]
     return {
         "workload": args.workload,
         "with": "TensorBoard" + (", checkpoints, progress bar" if parts == "full" else ""),
         "seed": args.seed,
-        "env_steps": clocks[0].interval()[0],
+        "env_steps": len(timed) * workload["rows"],
         "threads": measure.THREADS,
-        "cpu_seconds_trainer_and_bare": [[round(under, 3), round(alone, 3)] for under, alone in seconds],
-        "lightning_share": [round(value, 4) for value in shares],
-        "median_lightning_share": round(statistics.median(shares), 4),
+        "cpu_seconds_trainer": round(sum(under for under, _ in timed), 3),
+        "cpu_seconds_bare": round(sum(alone for _, alone in timed), 3),
+        "lightning_share": round(_share(timed), 4),
+        "lightning_share_by_fifths": [round(_share(fifth), 4) for fifth in fifths],
     }
+
+
+def _share(seconds: list[tuple[float, float]]) -> float:
+    under, alone = (sum(column) for column in zip(*seconds, strict=True))
+    return 1 - alone / under
 
 
 def parse(args: list[str] | None = None) -> argparse.Namespace:
@@ -143,7 +164,6 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=["sync", "native", "envpool"], default="sync")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
-    parser.add_argument("--pairs", type=int, default=5, help="pairs of runs with --share")
     parser.add_argument("--save", action="store_true", help="keep the result of --share")
     return parser.parse_args(args)
 
@@ -154,7 +174,7 @@ if __name__ == "__main__":
     chosen = measure.workload(arguments)
     if arguments.share:
         kind = "full" if arguments.full else "logged"
-        result = share(arguments, chosen, arguments.pairs, kind)
+        result = share(arguments, chosen, kind)
         if arguments.save:
             place = RESULTS / "throughput" / f"share-{arguments.workload}-{kind}.json"
             write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})

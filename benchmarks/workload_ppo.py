@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,7 +111,7 @@ class BareLoop:
         self.data.setup("fit")
         model.on_train_start()
 
-    def __iter__(self) -> Any:  # noqa: ANN401
+    def __iter__(self) -> Iterator[Rollout]:
         """Yield each rollout when it has been learned from."""
         for index in range(self.rollouts):
             rollout = self.data.collect()

@@ -1,12 +1,13 @@
 """On-policy reinforcement learning for PyTorch Lightning."""
 
-from lightning_rl import functional
+from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import PPO, OnPolicyAlgorithm
-from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
+from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
@@ -16,7 +17,10 @@ __all__ = [
     "Batch",
     "EnvStepCheckpoint",
     "EnvStepLimit",
+    "EnvStepProgressBar",
+    "EnvStepRichProgressBar",
     "EnvStepValidation",
+    "LastCheckpoint",
     "OnPolicyAlgorithm",
     "PolicyOutput",
     "Rollout",
@@ -24,3 +28,5 @@ __all__ = [
     "__version__",
     "functional",
 ]
+
+quiet.everywhere()

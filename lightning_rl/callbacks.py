@@ -22,7 +22,8 @@ class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
     A callback rather than an option of the data: when to stop is the Trainer's business, and the same data serve
-    runs of any length. Schedules and progress bars read the limit from here. The Trainer validates once more when it stops.
+    runs of any length. Schedules and progress bars read the limit from here. The Trainer validates once more when it
+    stops.
 
     Args:
         max_env_steps: Environment steps of all ranks.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,17 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
+from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.base import CHECKPOINT_KEY
+from lightning_rl.algorithms.resuming import check_fits
 from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.quiet import quiet
 from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, read_checkpoint, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.validation import ConfigurationError, check_positive_int
+from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
 _CKPT_PATH_HELP = {
     "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
@@ -70,6 +72,7 @@ class OnPolicyCLI(LightningCLI):
         Unlike Lightning's, this does not put the checkpoint's hyper-parameters over those of the command line.
         """
         fitting, config = self.config.subcommand == "fit", self.config[self.config.subcommand]
+        quiet.command_line(evaluating=not fitting)
         root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
         name = path = config.get("ckpt_path")
         if name in ("last", "best"):
@@ -83,9 +86,10 @@ class OnPolicyCLI(LightningCLI):
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
             self.checkpoint = read_checkpoint(path, CHECKPOINT_KEY)
-            self.run_dir = run_dir_of(Path(path))
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
-            _say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps")
+            self.run_dir = run_dir_of(Path(path), steps, CHECKPOINT_KEY)
+            where = " in a NEW run folder" if fitting and self.run_dir is None else ""
+            _say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
         self._root = root
 
     def before_instantiate_classes(self) -> None:
@@ -94,9 +98,16 @@ class OnPolicyCLI(LightningCLI):
             check_positive_int("num_threads", num_threads)
             torch.set_num_threads(num_threads)
 
+    def after_instantiate_classes(self) -> None:
+        """Refuse a checkpoint that does not fit before anything is written beside it."""
+        if self.checkpoint is not None:
+            check_fits(self.checkpoint, self.model)
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._get(self.config_init, "trainer")
+        clip = config.gradient_clip_val
+        check(clip is None, "trainer.gradient_clip_val", clip, "null; set model.init_args.max_grad_norm instead")
         given: list[Callback] = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         added: list[Callback] = []
@@ -188,8 +199,9 @@ def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
 
 
 def _relative(path: str | Path) -> str:
+    """Return a path as it can be typed in a shell, from the current folder where it lies in it."""
     path = Path(path).absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 @rank_zero_only
@@ -207,7 +219,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
         SystemExit: After one message on the standard error: with status 2 where the arguments cannot be understood,
             with 1 where a setting or an environment is at fault.
     """
-    quiet(command_line=True)
+    quiet.command_line()
     parser_options = {"prog": "lightning-rl", "description": "On-policy reinforcement learning for PyTorch Lightning."}
     try:
         return OnPolicyCLI(
@@ -220,6 +232,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             save_config_kwargs={"overwrite": True},
             # A validation before training says nothing here; an epoch of rollouts is short.
             trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
+            seed_everything_default=0,
             auto_configure_optimizers=False,  # the algorithms make their own
             args=args,
         )

@@ -127,17 +127,19 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
     def _open(self, status: RunStatus) -> bool:
         # A notebook (ps1) is no terminal, yet overwrites lines as one does.
         if live := sys.stdout.isatty() or hasattr(sys, "ps1"):
-            text = line(status.parts())  # drawn at once; nrows: tqdm hides from terminals that say they have no rows
-            self.train_progress_bar = Tqdm(total=status.total, bar_format=text, file=sys.stdout, nrows=20)
+            # tqdm draws at once; it asks for sizes that are not given, and shows nothing where the terminal has none.
+            text, room = line(status.parts()), shutil.get_terminal_size().columns - 1
+            self.train_progress_bar = Tqdm(total=status.total, bar_format=text, file=sys.stdout, ncols=room, nrows=20)
         return live
 
     def _draw(self, status: RunStatus) -> None:
         bar, room = self.train_progress_bar, shutil.get_terminal_size().columns - 1
-        parts = status.parts(room)
-        if status.total is not None and room - len(line(parts)) >= 12:
+        text = status.parts(room)
+        parts = {name: said.replace("{", "{{").replace("}", "}}") for name, said in text.items()}
+        if status.total is not None and room - len(line(text)) >= 12:
             parts["bar"] = "{bar}"
-        # tqdm has no bar for more than its total.
-        bar.bar_format, bar.ncols, bar.n = line(parts), room, min(status.done, status.total or status.done)
+        bar.bar_format, bar.ncols = line(parts), room
+        bar.n = min(status.done, status.total or status.done)  # tqdm has no bar for more than its total
         bar.refresh()
         if status.finished:
             bar.close()
@@ -180,7 +182,6 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
             finished_style=theme.progress_bar_finished,
             pulse_style=theme.progress_bar_pulse,
         )
-        # No thread: this draws when told.
         self.progress = CustomProgress(*columns.values(), auto_refresh=False, console=self._console)
         total, parts = status.total or math.inf, self._parts(status)
         self.train_progress_bar_id = self.progress.add_task("", total=total, completed=status.first, parts=parts)

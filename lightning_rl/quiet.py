@@ -1,7 +1,7 @@
 """Messages of Lightning that say something wrong about training here, or that nobody can act on.
 
 All filters are in this file, each for one message, with the reason beside it. `import lightning_rl` applies the first
-list; the second one is for the command line, which chooses these settings itself.
+list; the others are for the command line, which makes these choices itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ _DECIDED_BY_COMMAND_LINE = (
     # The size that the model summary prints is a rough figure in any case.
     r"Precision .* is not supported by the model summary",
 )
+_OF_NO_USE_IN_EVALUATION = (
+    # Callbacks that stop or save training have nothing to restore when episodes are only played.
+    r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
+)
 _ADVERTISEMENT = "\N{ELECTRIC LIGHT BULB} Tip: "
 
 
@@ -36,13 +40,23 @@ class _NoAdvertisements(logging.Filter):
         return not record.getMessage().startswith(_ADVERTISEMENT)
 
 
-def quiet(command_line: bool = False) -> None:
-    """Filter the messages above; everything else is still shown.
+def everywhere() -> None:
+    """Drop what is wrong about this package, wherever it is used."""
+    _ignore(_WRONG_HERE)
+
+
+def command_line(evaluating: bool = False) -> None:
+    """Drop what the command line decides, and advertisements.
 
     Args:
-        command_line: Filter also what is decided by the command line, and advertisements.
+        evaluating: Whether episodes are only played.
     """
-    for message in _WRONG_HERE + (_DECIDED_BY_COMMAND_LINE if command_line else ()):
+    _ignore(_DECIDED_BY_COMMAND_LINE + (_OF_NO_USE_IN_EVALUATION if evaluating else ()))
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    if not any(isinstance(present, _NoAdvertisements) for present in logger.filters):
+        logger.addFilter(_NoAdvertisements())
+
+
+def _ignore(messages: tuple[str, ...]) -> None:
+    for message in messages:
         warnings.filterwarnings("ignore", message=message)
-    if command_line:
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_NoAdvertisements())

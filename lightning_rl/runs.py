@@ -61,9 +61,27 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
     return max(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), default=None)
 
 
-def run_dir_of(checkpoint: Path) -> Path | None:
-    """Return the run folder that a checkpoint lies in, None if it lies elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+def run_dir_of(checkpoint: Path, env_steps: int, key: str) -> Path | None:
+    """Return the run folder in which training goes on from a checkpoint; None if it takes a new one.
+
+    It goes on in the folder that the checkpoint lies in, unless a newer one lies there too: that is not overwritten.
+
+    Args:
+        checkpoint: Where it lies.
+        env_steps: Its number of environment steps.
+        key: As in `read_checkpoint`.
+    """
+    run_dir = checkpoint.parent.parent
+    if checkpoint.parent.name != CHECKPOINTS:
+        return None
+    newest = max(checkpoint.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if newest == checkpoint:
+        return run_dir
+    try:
+        later = read_checkpoint(newest, key)[key]["env_steps"] > env_steps
+    except ConfigurationError:  # it was damaged, which is why another one was chosen
+        later = True
+    return None if later else run_dir
 
 
 def read_checkpoint(path: str | Path, key: str) -> dict[str, Any]:

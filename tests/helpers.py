@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_rl import PPO, Rollout, RolloutDataModule
@@ -191,9 +192,11 @@ class MemoryLogger(Logger):
     def version(self) -> int:
         return 0
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.calls.append((dict(metrics), step))
 
+    @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self.hyperparams = params
 

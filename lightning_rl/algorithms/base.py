@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.algorithms.reports import Reports
+from lightning_rl.algorithms.resuming import check_fits, keep_learning_rate
 from lightning_rl.clock import planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -131,7 +132,6 @@ class OnPolicyAlgorithm(Reports):
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         self._restored_ranks: list[dict[str, Any]] = []
-        self._planned_env_steps: int | None = None
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
@@ -256,15 +256,10 @@ class OnPolicyAlgorithm(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces.
+            ConfigurationError: The checkpoint was made for other spaces or another network.
         """
-        for name in ("observation_space", "action_space"):
-            stored, own = checkpoint["hyper_parameters"][name], self.hparams[name]
-            if stored != own:
-                raise ConfigurationError(
-                    f"{name}={space_from_dict(own)} does not fit the checkpoint: "
-                    f"expected {space_from_dict(stored)}, the space it was trained with"
-                )
+        check_fits(checkpoint, self)
+        keep_learning_rate(checkpoint, self.learning_rate)
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
         self._restored_ranks = state["ranks"]

@@ -22,6 +22,7 @@ class Reports(Updates):
         self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
         self.train_means: ScalarMeans | None = None
         self._logged_env_steps = 0
+        self._planned_env_steps: int | None = None
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
         """Take in played episodes."""
@@ -47,7 +48,7 @@ class Reports(Updates):
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()
         self.log_dict(values, sync_dist=True)
-        self.log("step", self._clock, reduce_fx="max")
+        self.log("step", self._clock, reduce_fx="max", sync_dist=True)
 
     @property
     def _clock(self) -> Tensor:
@@ -66,7 +67,9 @@ class Reports(Updates):
         self.train_means.update(scalars)
         # One call of `log` costs Lightning as much as a gradient step of a small network: none that no logger gets.
         interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0:
+        due = bool(interval) and (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0
+        # Where the run stops Lightning logs out of turn.
+        if due or (self._planned_env_steps is not None and self.env_steps >= self._planned_env_steps):
             self._log_training(self.train_means)
 
     def _log_training(self, train_means: ScalarMeans) -> None:

@@ -1,0 +1,20 @@
+"""One thread for every test: the networks are small, and results must not depend on the machine."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path, monkeypatch):
+    """Work in an empty folder, as a user would: runs are written to the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

@@ -1,0 +1,311 @@
+"""Limits, validation and checkpoints count environment steps: exactly, over epochs, and after a restart."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_rl import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint, quiet
+from lightning_rl.clock import planned_env_steps
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_model, make_trainer
+
+ROLLOUT = 2 * 16  # environment steps of a rollout from `make_data`, of which an epoch has two
+
+
+class Clock(Callback):
+    """Notes the environment steps after each rollout and at each validation."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[int] = []
+        self.validations: list[int] = []
+
+    def on_train_batch_end(self, trainer, module, *_) -> None:
+        self.rollouts.append(module.env_steps)
+
+    def on_validation_end(self, trainer, module) -> None:
+        self.validations.append(module.env_steps)
+
+
+def fit(*callbacks, ckpt_path=None, rollouts_per_epoch=2, **options):
+    clock = Clock()
+    data = make_data(rollouts_per_epoch=rollouts_per_epoch)
+    model = make_model(data)
+    trainer = make_trainer(callbacks=[clock, *callbacks], **{"max_epochs": -1, "limit_val_batches": 1} | options)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    return trainer, model, clock
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Environment steps in the checkpoints of a folder, by their names' number."""
+    found = {}
+    for path in folder.glob("*.ckpt"):
+        named = re.fullmatch(r"step=(\d+)", path.stem)
+        stored = torch.load(path, weights_only=True)["lightning_rl"]["env_steps"]
+        assert named is None or int(named[1]) == stored, path
+        found[path] = stored
+    return sorted(found.values())
+
+
+# ---------------------------------------------------------------------- limit
+
+
+@pytest.mark.parametrize(
+    ("limit", "stop"),
+    [(1, 32), (32, 32), (33, 64), (64, 64), (65, 96), (160, 160), (161, 192)],
+    ids=lambda n: str(n),
+)
+def test_training_stops_with_the_first_rollout_that_reaches_the_limit(limit, stop):
+    _, model, clock = fit(EnvStepLimit(limit))
+    assert clock.rollouts == list(range(ROLLOUT, stop + 1, ROLLOUT))
+    assert model.env_steps == stop
+
+
+def test_the_limit_counts_on_where_a_resumed_run_was(tmp_path):
+    fit(EnvStepLimit(90), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    assert steps_of(tmp_path) == [96]
+    _, model, clock = fit(EnvStepLimit(170), ckpt_path=tmp_path / "last.ckpt")
+    assert clock.rollouts == [128, 160, 192]
+    assert model.policy_version == 6
+
+
+def test_a_limit_reached_before_resuming_is_said_and_nothing_is_trained(tmp_path):
+    _, before, _ = fit(EnvStepLimit(64), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="max_env_steps=64 was reached before.* 64 environment steps"):
+        _, model, clock = fit(EnvStepLimit(64), ckpt_path=tmp_path / "last.ckpt")
+    assert clock.rollouts == []
+    for name, parameter in before.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+
+
+def test_the_smallest_limit_and_the_epochs_plan_the_run():
+    def planned(*limits, max_epochs=-1, **options):
+        trainer, _, _ = fit(*map(EnvStepLimit, limits), max_epochs=max_epochs, **options)
+        return planned_env_steps(trainer)
+
+    assert planned(90) == 90
+    assert planned(90, 40) == 40
+    assert planned(90, max_epochs=1) == 64
+    assert planned(40, max_epochs=1) == 40
+    assert planned(max_epochs=2, limit_train_batches=1) == 64
+    assert planned(max_epochs=3) == 192
+
+
+# ---------------------------------------------------------------------- validation
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        (32, [32, 64, 96, 128, 160, 192]),
+        (64, [64, 128, 192]),  # at the end of each epoch
+        (96, [96, 192]),  # within the second, at the end of the third
+        (50, [64, 128, 160, 192]),  # the first rollouts that reach 50, 100, 150; 192 since training stops
+        (10, [32, 64, 96, 128, 160, 192]),  # several multiples in one rollout are one validation
+        (1000, [192]),
+    ],
+)
+def test_validation_comes_with_the_first_rollout_that_reaches_a_multiple(every, expected):
+    _, _, clock = fit(EnvStepValidation(every), EnvStepLimit(192))
+    assert clock.validations == expected
+
+
+def test_validation_by_steps_does_not_depend_on_epochs():
+    for rollouts_per_epoch in (1, 4, 100):
+        _, _, clock = fit(EnvStepValidation(96), EnvStepLimit(192), rollouts_per_epoch=rollouts_per_epoch)
+        assert clock.validations == [96, 192]
+
+
+def test_validation_by_steps_without_epochs():
+    options = {"check_val_every_n_epoch": None, "val_check_interval": 1}
+    _, _, clock = fit(EnvStepValidation(96), EnvStepLimit(230), **options)
+    assert clock.validations == [96, 192, 256]
+
+
+def test_no_validation_where_training_ends_by_epochs_between_multiples():
+    _, _, clock = fit(EnvStepValidation(96), max_epochs=2)
+    assert clock.rollouts[-1] == 128
+    assert clock.validations == [96]
+
+
+def test_validation_by_steps_counts_on_after_a_restart_within_an_epoch(tmp_path):
+    checkpoints = EnvStepCheckpoint(96, tmp_path)
+    fit(checkpoints, EnvStepLimit(96), EnvStepValidation(64), enable_checkpointing=True)
+    _, _, clock = fit(EnvStepValidation(64), EnvStepLimit(220), ckpt_path=tmp_path / "step=96.ckpt")
+    assert clock.rollouts == [128, 160, 192, 224]
+    assert clock.validations == [128, 192, 224]
+
+
+def test_validation_by_steps_leaves_the_trainer_as_it_was():
+    trainer, _, _ = fit(EnvStepValidation(32), EnvStepLimit(64))
+    assert trainer.val_check_interval == 1.0
+
+
+def test_validation_by_steps_refuses_a_second_interval():
+    with pytest.raises(ConfigurationError, match=r"check_val_every_n_epoch=3 is not valid: expected 1 or None"):
+        fit(EnvStepValidation(32), max_epochs=1, check_val_every_n_epoch=3)
+
+
+def test_model_checkpoint_saves_after_each_validation_by_steps(tmp_path):
+    best = ModelCheckpoint(tmp_path, "{step}", monitor="val/episode_return", mode="max", save_top_k=-1)
+    fit(best, EnvStepValidation(96), EnvStepLimit(192), enable_checkpointing=True)
+    assert steps_of(tmp_path) == [96, 192]
+
+
+@pytest.mark.parametrize("early_stopping_first", [True, False])
+def test_early_stopping_looks_at_each_validation_by_steps(early_stopping_first):
+    # Nothing is better than infinity: the second look without improvement stops.
+    stopping = EarlyStopping("val/episode_return", mode="max", patience=2, min_delta=1e9)
+    pair = [stopping, EnvStepValidation(96)]
+    _, model, clock = fit(*(pair if early_stopping_first else pair[::-1]), max_epochs=50)
+    assert clock.validations == [96, 192, 288]
+    assert model.env_steps == 288
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(("every", "expected"), [(32, [32, 64, 96, 128]), (96, [96]), (50, [64, 128]), (500, [])])
+def test_checkpoints_are_saved_and_named_by_environment_steps(tmp_path, every, expected):
+    fit(EnvStepCheckpoint(every, tmp_path), max_epochs=2, enable_checkpointing=True)
+    assert steps_of(tmp_path) == expected
+
+
+def test_checkpoints_by_steps_count_on_after_a_restart(tmp_path):
+    fit(EnvStepCheckpoint(50, tmp_path), EnvStepLimit(64), enable_checkpointing=True)
+    assert steps_of(tmp_path) == [64]
+    fit(
+        EnvStepCheckpoint(50, tmp_path),
+        EnvStepLimit(192),
+        enable_checkpointing=True,
+        ckpt_path=tmp_path / "step=64.ckpt",
+    )
+    assert steps_of(tmp_path) == [64, 128, 160]
+
+
+def test_only_the_newest_checkpoints_are_kept_on_request(tmp_path):
+    fit(EnvStepCheckpoint(32, tmp_path, save_top_k=1, save_last=True), max_epochs=2, enable_checkpointing=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=128.ckpt"]
+
+
+def test_checkpoints_by_several_intervals_keep_apart(tmp_path):
+    both = [EnvStepCheckpoint(32, tmp_path / "often"), EnvStepCheckpoint(96, tmp_path / "rarely")]
+    fit(*both, max_epochs=2, enable_checkpointing=True)
+    assert steps_of(tmp_path / "often") == [32, 64, 96, 128]
+    assert steps_of(tmp_path / "rarely") == [96]
+
+
+def test_the_last_checkpoint_is_the_last_even_if_it_is_not_the_best(tmp_path):
+    # A metric that only falls: the best is the first.
+    class Falling(Callback):
+        def on_validation_epoch_end(self, trainer, module) -> None:
+            module.log("falling", -float(module.env_steps))
+
+    best = ModelCheckpoint(tmp_path, "best", monitor="falling", mode="max")
+    fit(Falling(), best, LastCheckpoint(tmp_path), max_epochs=3, enable_checkpointing=True)
+    stored = {
+        path.stem: torch.load(path, weights_only=True)["lightning_rl"]["env_steps"] for path in tmp_path.iterdir()
+    }
+    assert stored == {"best": 64, "last": 192}
+
+
+def test_a_run_stopped_within_an_epoch_has_a_last_checkpoint_of_that_moment(tmp_path):
+    fit(EnvStepLimit(96), LastCheckpoint(tmp_path), enable_checkpointing=True, rollouts_per_epoch=100)
+    assert steps_of(tmp_path) == [96]
+
+
+@pytest.mark.parametrize("stop", [96, 128], ids=["mid-epoch", "epoch-end"])
+def test_a_resumed_run_goes_on_with_counters_optimiser_and_schedule(tmp_path, stop):
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+
+    def train(limit, ckpt_path=None):
+        data = make_data()
+        model = make_model(data, learning_rate=1.0, lr_scheduler=schedule)
+        checkpoints = EnvStepCheckpoint(stop, tmp_path)
+        trainer = make_trainer(callbacks=[EnvStepLimit(limit), checkpoints], max_epochs=-1, enable_checkpointing=True)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        return trainer, model
+
+    train(stop)
+    stored = torch.load(tmp_path / f"step={stop}.ckpt", weights_only=True)
+    trainer, model = train(192, tmp_path / f"step={stop}.ckpt")
+    assert stored["lightning_rl"]["env_steps"] == stop
+    assert (model.env_steps, model.policy_version) == (192, 6)
+    # Four gradient steps a rollout, halved after each rollout.
+    assert next(int(state["step"]) for state in stored["optimizer_states"][0]["state"].values()) == stop // 32 * 4
+    assert next(int(state["step"]) for state in model.optimizer.state.values()) == 6 * 4
+    assert model.optimizer.param_groups[0]["lr"] == 0.5**6
+    assert trainer.global_step == 6 * 4
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp_path, scheduled):
+    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+    rates = []
+
+    class Rates(Callback):
+        def on_train_batch_start(self, trainer, module, *_) -> None:
+            rates.append(module.optimizer.param_groups[0]["lr"])
+
+    for limit, learning_rate, ckpt_path in ((64, 1e-3, None), (128, 4e-3, tmp_path / "last.ckpt")):
+        data = make_data()
+        model = make_model(data, learning_rate=learning_rate, lr_scheduler=schedule if scheduled else None)
+        callbacks = [EnvStepLimit(limit), LastCheckpoint(tmp_path), Rates()]
+        trainer = make_trainer(callbacks=callbacks, max_epochs=-1, enable_checkpointing=True)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+    factors = [1, 0.5, 0.25, 0.125] if scheduled else [1, 1, 1, 1]
+    assert rates == pytest.approx([1e-3 * factors[0], 1e-3 * factors[1], 4e-3 * factors[2], 4e-3 * factors[3]])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hidden_sizes": (8,)}, r"hidden_sizes=\[8\] does not fit the checkpoint: expected hidden_sizes=\[16\]"),
+        ({"activation": "relu"}, "activation='relu' does not fit the checkpoint: expected activation='tanh'"),
+        ({"normalize_observations": True}, "normalize_observations=True does not fit .* normalize_observations=False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_another_network_is_refused(tmp_path, options, message):
+    fit(LastCheckpoint(tmp_path), max_epochs=1, enable_checkpointing=True)
+    data = make_data()
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(max_epochs=2).fit(make_model(data, **options), data, ckpt_path=tmp_path / "last.ckpt")
+
+
+def test_a_checkpoint_with_another_number_of_environments_is_accepted(tmp_path):
+    for epochs, num_envs, ckpt_path in ((1, 2, None), (2, 4, tmp_path / "last.ckpt")):
+        data = make_data(num_envs=num_envs)
+        model = make_model(data, normalize_rewards=True)
+        trainer = make_trainer(max_epochs=epochs, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+    assert model.env_steps == 2 * 32 + 2 * 64
+
+
+# ---------------------------------------------------------------------- bad input, and what is not said
+
+
+@pytest.mark.parametrize("make", [EnvStepLimit, EnvStepValidation, EnvStepCheckpoint])
+@pytest.mark.parametrize("value", [0, -5, 1.5, True])
+def test_intervals_must_be_positive_integers(make, value):
+    with pytest.raises(ConfigurationError, match=f"env_steps={value} is not valid: expected an integer of at least 1"):
+        make(value)
+
+
+def test_nothing_is_saved_in_a_fast_dev_run(tmp_path):
+    fit(EnvStepCheckpoint(32, tmp_path), LastCheckpoint(tmp_path), fast_dev_run=True, enable_checkpointing=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_script_hears_nothing_that_is_wrong_about_its_rollouts(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet.everywhere()
+        fit(EnvStepCheckpoint(96, tmp_path), EnvStepLimit(96), enable_checkpointing=True, log_every_n_steps=50)
+        fit(EnvStepLimit(128), ckpt_path=tmp_path / "step=96.ckpt", log_every_n_steps=50)
+    heard = [str(warning.message) for warning in caught]
+    assert not [message for message in heard if re.search("LeafSpec|dataloader|log_every_n_steps|pre-optim", message)]

@@ -1,0 +1,136 @@
+"""Contract 6, on two processes of one machine: what `ddp_script` saw there."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ddp_script import OPTIONS, fixed_rollouts, learn, side_by_side
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+EXACT = {"rtol": 0, "atol": 1e-12}
+OWN_TO_A_RANK = ("time/rollout_seconds", "time/update_seconds", "time/steps_per_second")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both ranks left."""
+    folder = tmp_path_factory.mktemp("ddp")
+    root = Path(__file__).parent.parent
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ddp_script", str(folder)],
+        cwd=root,
+        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_ranks_end_with_equal_weights_and_statistics(ranks):
+    first, second = (rank["ran"] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    assert same(first["moments"], second["moments"])
+    assert same(first["reward_moments"], second["reward_moments"])
+
+
+def test_ranks_have_different_environments_and_know_only_their_own(ranks):
+    first, second = (rank["ran"] for rank in ranks)
+    for one, other in zip(first["observations"], second["observations"], strict=True):
+        assert not (one == other).all(-1).any()
+    assert not (first["discounted_return"] == second["discounted_return"]).any()
+
+
+def test_clock_counts_the_steps_of_all_ranks(ranks):
+    for rank in ranks:
+        assert [row["env_steps"] for row in rank["ran"]["rows"]] == [64, 128, 192, 256, 320, 384]
+        assert rank["ran"]["moments"]["count"] == rank["ran"]["reward_moments"]["count"] == 384
+
+
+def test_every_rollout_is_on_policy_on_every_rank(ranks):
+    for rank in ranks:
+        assert max(row["first_ratio_error"] for row in rank["ran"]["rows"]) <= 1e-6
+
+
+def test_ranks_stop_early_together(ranks):
+    first, second = (rank["ran"] for rank in ranks)
+    assert first["updates"] == second["updates"]
+    assert 6 <= first["updates"] < 6 * 4 * 2  # of six rollouts, four epochs and two minibatches
+    norms = [[row["grad_norm"] for row in run["rows"]] for run in (first, second)]
+    assert norms[0] == norms[1]  # they are of the gradient that all ranks share
+
+
+def test_logged_values_agree(ranks):
+    first, second = (rank["ran"] for rank in ranks)
+    assert first["logged"] == second["logged"]
+    assert first["validated"] == second["validated"]
+    logged = first["logged"][0]
+    for name in ("policy_loss", "entropy", "approx_kl"):
+        each = [rank["ran"]["rows"][0][name] for rank in ranks]
+        assert each[0] != each[1]
+        assert logged[f"train/{name}"] == pytest.approx(sum(each) / 2, rel=1e-5)
+
+
+def test_only_one_rank_writes_and_its_x_axis_is_environment_steps(ranks):
+    assert ranks[1]["ran"]["log_calls"] == []
+    calls = ranks[0]["ran"]["log_calls"]
+    assert [step for metrics, step in calls if "train/policy_loss" in metrics] == [64, 128, 192, 256, 320, 384]
+    assert [step for metrics, step in calls if "val/episode_return" in metrics] == [192, 384]
+
+
+def test_validation_plays_exactly_the_asked_number_of_episodes_over_all_ranks(ranks):
+    first, second = (rank["ran"] for rank in ranks)
+    for mine, others in zip(first["episodes"], second["episodes"], strict=True):
+        assert len(mine) + len(others) == 3
+        assert {len(mine), len(others)} == {1, 2}
+    played = first["episodes"][-1] + second["episodes"][-1]
+    assert first["validated"]["val/episodes"] == 3
+    assert first["validated"]["val/episode_return"] == pytest.approx(sum(played) / 3)
+    assert first["validated"]["val/episode_return_max"] == max(played)
+
+
+def test_no_warning_that_a_user_cannot_act_on(ranks):
+    for rank in ranks:
+        assert [message for message in rank["ran"]["warnings"] if "LeafSpec" not in message] == []
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_two_ranks_take_the_steps_of_one_process_with_all_environments(ranks, option):
+    """In float64, with another number of real steps on each rank; the second rollout meets merged statistics."""
+    rollouts = [side_by_side(*pair) for pair in zip(fixed_rollouts(0), fixed_rollouts(1), strict=True)]
+    alone = learn(OPTIONS[option], rollouts)
+    assert len({rollout.num_steps for rank in range(2) for rollout in fixed_rollouts(rank)}) > 1
+    for rank in ranks:
+        learned = rank["learned"][option]
+        for kind in ("parameters", "moments", "reward_moments"):
+            for name, value in alone[kind].items():
+                torch.testing.assert_close(learned[kind][name], value, **EXACT, msg=lambda m, n=name: f"{n}: {m}")
+        assert learned["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-12)
+        assert (learned["updates"], learned["env_steps"]) == (alone["updates"], alone["env_steps"])
+    if option == "none":
+        assert alone["updates"] < 2 * 3  # stopped by target_kl
+
+
+def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
+    for rank in ranks:
+        assert rank["failed"].startswith("unchanged: "), rank["failed"]
+        assert "is nan in the update from rollout 0" in rank["failed"]
+
+
+def test_times_are_those_of_all_ranks_too(ranks):
+    logged = ranks[0]["ran"]["logged"][0]
+    assert all(math.isfinite(logged[name]) and logged[name] > 0 for name in OWN_TO_A_RANK)

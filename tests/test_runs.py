@@ -1,0 +1,117 @@
+"""Folders of runs: numbered, never shared by accident, and found again."""
+
+import os
+
+import pytest
+import torch
+
+from lightning_rl.runs import find_checkpoint, new_run_dir, read_checkpoint, run_dir_of, run_root
+from lightning_rl.validation import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in ("LOCAL_RANK", "LIGHTNING_RL_RUN_DIR"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
+
+
+def write(path, time, **content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+    os.utime(path, (time, time))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "algorithm", "env_id", "expected"),
+    [
+        (None, "PPO", "CartPole-v1", "runs/ppo/CartPole-v1"),
+        (None, "PPO", "ALE/Pong-v5", "runs/ppo/ALE-Pong-v5"),
+        (None, "MyPPO", "my_package:My_Env-v0", "runs/myppo/my_package-My_Env-v0"),
+        ("elsewhere/a", "PPO", "CartPole-v1", "elsewhere/a"),
+    ],
+)
+def test_a_setting_has_one_folder(given, algorithm, env_id, expected):
+    assert str(run_root(given, algorithm, env_id)) == expected
+
+
+def test_runs_are_numbered_and_a_new_one_takes_no_older_folder(tmp_path):
+    assert [new_run_dir(tmp_path).name for _ in range(3)] == ["version_0", "version_1", "version_2"]
+    (tmp_path / "version_1").rmdir()
+    assert new_run_dir(tmp_path).name == "version_3"  # not the gap: numbers are in the order of time
+    (tmp_path / "version_10").mkdir()
+    (tmp_path / "version_old").mkdir()
+    assert new_run_dir(tmp_path).name == "version_11"
+
+
+def test_two_runs_that_start_at_the_same_moment_get_two_folders(tmp_path, monkeypatch):
+    new_run_dir(tmp_path)
+    monkeypatch.setattr("lightning_rl.runs._version", lambda path: -1)  # as if the other one were not there yet
+    assert new_run_dir(tmp_path).name == "version_1"
+
+
+def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monkeypatch):
+    first = new_run_dir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert new_run_dir(tmp_path) == first
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert new_run_dir(tmp_path) != first
+
+
+def test_last_is_the_newest_of_all_checkpoints_and_best_the_newest_best(tmp_path):
+    assert find_checkpoint(tmp_path, "last") is None
+    write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
+    write(tmp_path / "version_0/checkpoints/last.ckpt", 400)
+    best = write(tmp_path / "version_1/checkpoints/best-step=20.ckpt", 200)
+    last = write(tmp_path / "version_1/checkpoints/last.ckpt", 500)
+    write(tmp_path / "elsewhere/last.ckpt", 900)
+    write(tmp_path / "version_1/last.ckpt", 900)
+    assert find_checkpoint(tmp_path, "last") == last
+    assert find_checkpoint(tmp_path, "best") == best
+    newer = write(tmp_path / "version_0/checkpoints/step=30.ckpt", 600)
+    assert find_checkpoint(tmp_path, "last") == newer
+
+
+def test_of_checkpoints_of_the_same_moment_the_one_with_the_name_is_meant(tmp_path):
+    last = write(tmp_path / "version_0/checkpoints/last.ckpt", 100)
+    write(tmp_path / "version_0/checkpoints/step=30.ckpt", 100)
+    assert find_checkpoint(tmp_path, "last") == last
+
+
+def test_a_run_goes_on_in_its_folder_unless_that_would_overwrite_a_later_state(tmp_path):
+    folder = tmp_path / "version_0/checkpoints"
+    best = write(folder / "best.ckpt", 100, key={"env_steps": 10})
+    last = write(folder / "last.ckpt", 200, key={"env_steps": 50})
+    assert run_dir_of(last, 50, "key") == tmp_path / "version_0"
+    assert run_dir_of(best, 10, "key") is None
+    write(folder / "best.ckpt", 100, key={"env_steps": 50})  # of the same moment as the last one
+    assert run_dir_of(best, 50, "key") == tmp_path / "version_0"
+    assert run_dir_of(write(tmp_path / "my.ckpt", 100), 10, "key") is None
+
+
+def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_path):
+    folder = tmp_path / "version_0/checkpoints"
+    older = write(folder / "step=10.ckpt", 100, key={"env_steps": 10})
+    (folder / "last.ckpt").write_bytes(b"half a file")
+    assert run_dir_of(older, 10, "key") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "does not exist: expected a checkpoint file, 'last' or 'best'"),
+        (b"", "cannot be read"),
+        (b"junk", "cannot be read"),
+        ({"state_dict": {}}, "was not written by lightning_rl"),
+        ([1, 2], "was not written by lightning_rl"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "x.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(ConfigurationError, match=f"ckpt_path='{path}' {message}"):
+        read_checkpoint(path, "key")

@@ -1,0 +1,311 @@
+"""What Lightning's Trainer offers works: loops, limits, callbacks, loggers, checkpoints."""
+
+import csv
+import functools
+import itertools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rl import PPO, RolloutDataModule
+from tests.helpers import (
+    MemoryLogger,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    parameters_of,
+)
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
+
+def fit(**options: Any) -> tuple[Trainer, PPO, RolloutDataModule]:
+    """Train for an epoch of two rollouts of 32 steps and validate after it."""
+    data = make_data()
+    model = make_model(data)
+    trainer = make_trainer(**{"limit_val_batches": 1, "log_every_n_steps": 1} | options)
+    trainer.fit(model, data)
+    return trainer, model, data
+
+
+# ---------------------------------------------------------------------- loops and limits
+
+
+def test_validate_test_and_predict_play_the_same_episodes():
+    trainer, model, data = fit()
+    (validated,) = trainer.validate(model, data, verbose=False)
+    (tested,) = trainer.test(model, data, verbose=False)
+    (episodes,) = trainer.predict(model, data)
+    returns = [episode.episode_return for episode in episodes]
+    assert validated["val/episode_return"] == tested["test/episode_return"] == pytest.approx(np.mean(returns))
+    assert validated["val/episode_return_min"] == min(returns)
+    assert validated["val/episode_length"] == pytest.approx(np.mean([episode.length for episode in episodes]))
+    assert validated["val/episodes"] == tested["test/episodes"] == len(episodes) == 2
+
+
+def test_prediction_returns_whole_episodes():
+    trainer, model, data = fit()
+    for episode in trainer.predict(model, data)[0]:
+        assert episode.observations.shape == (episode.length + 1, 4)
+        assert episode.actions.shape == episode.rewards.shape == (episode.length,)
+        assert episode.rewards.sum() == episode.episode_return
+        actions = model(torch.from_numpy(episode.observations[:-1]))
+        assert actions.tolist() == episode.actions.tolist()
+
+
+def test_fast_dev_run_takes_one_rollout_and_one_set_of_episodes():
+    trainer, model, _ = fit(fast_dev_run=True)
+    assert model.policy_version == 1
+    assert "val/episode_return" in trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "rollouts", "validations"),
+    [
+        ({}, 4, 2),
+        ({"limit_train_batches": 1}, 2, 2),
+        ({"limit_train_batches": 0.5}, 2, 2),
+        ({"limit_val_batches": 0}, 4, 0),
+        ({"val_check_interval": 1}, 4, 4),
+        ({"val_check_interval": 0.5}, 4, 4),
+        ({"check_val_every_n_epoch": 2}, 4, 1),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 3}, 4, 1),
+        ({"num_sanity_val_steps": 2}, 4, 2),
+    ],
+    ids=str,
+)
+def test_limits_and_intervals_count_rollouts_and_sets_of_episodes(options, rollouts, validations):
+    logger = MemoryLogger()
+    _, model, _ = fit(max_epochs=2, logger=logger, **options)
+    assert model.policy_version == rollouts
+    assert model.env_steps == 32 * rollouts
+    assert len(logger.rows("val/episode_return")) == validations
+    assert len(logger.rows("train/policy_loss")) == rollouts
+
+
+def test_early_stopping_follows_the_validation_return():
+    stop = EarlyStopping("val/episode_return", mode="max", stopping_threshold=1.0)
+    _, model, _ = fit(max_epochs=5, callbacks=[stop])
+    assert stop.stopped_epoch == 0
+    assert model.policy_version == 2
+
+
+def test_profiler_sees_each_rollout_and_update():
+    trainer, *_ = fit(profiler="simple")
+    durations = trainer.profiler.recorded_durations
+    assert len(durations["run_training_batch"]) == 2
+    assert len(durations["[_TrainingEpochLoop].train_dataloader_next"]) >= 2
+
+
+def test_accelerator_auto_finds_a_device():
+    _, model, _ = fit(accelerator="auto")
+    assert model.policy_version == 2
+
+
+def test_ordinary_use_gives_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")  # Lightning's own
+        trainer, model, data = fit(max_epochs=2, num_sanity_val_steps=2, logger=MemoryLogger())
+        for evaluate in (trainer.validate, trainer.test, trainer.predict):
+            evaluate(model, data)
+
+
+# ---------------------------------------------------------------------- loggers
+
+
+def test_every_logger_gets_environment_steps_as_its_x_axis(tmp_path):
+    memory = MemoryLogger()
+    csv_logger, tensorboard = CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "tensorboard")
+    fit(max_epochs=2, logger=[memory, csv_logger, tensorboard])
+    expected = {"train/policy_loss": [32, 64, 96, 128], "val/episode_return": [64, 128]}
+
+    events = EventAccumulator(tensorboard.log_dir)
+    events.Reload()
+    rows = list(csv.DictReader((Path(csv_logger.log_dir) / "metrics.csv").open()))
+    for name, steps in expected.items():
+        assert [step for step, _ in memory.rows(name)] == steps
+        assert [event.step for event in events.Scalars(name)] == steps
+        assert [int(row["step"]) for row in rows if row[name]] == steps
+    assert all("step" not in metrics and type(step) is int for metrics, step in memory.calls)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_clock_is_exact_beyond_what_float32_can_count(precision):
+    logger = MemoryLogger()
+    data = make_data()
+    model = make_model(data)
+    model.env_steps = 2**24 + 1
+    trainer = make_trainer(logger=logger, log_every_n_steps=1, limit_val_batches=1, precision=precision)
+    trainer.fit(model, data)
+    trainer.validate(model, data, verbose=False)
+    begin = 2**24 + 1
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [begin + 32, begin + 64]
+    assert [step for step, _ in logger.rows("val/episode_return")] == [begin + 64] * 2
+    assert trainer.callback_metrics["step"].item() == begin + 64
+
+
+def test_everything_that_users_expect_is_logged():
+    logger = MemoryLogger()
+    data = make_data(num_envs=8)
+    make_trainer(logger=logger, log_every_n_steps=2).fit(make_model(data), data)
+    (metrics, _), *_ = logger.calls
+    train = "policy_loss value_loss entropy approx_kl approx_kl_k1 clip_fraction explained_variance grad_norm"
+    train += " learning_rate first_ratio_error"
+    episode = [f"episode_{what}{which}" for what in ("return", "length") for which in ("", "_min", "_max")]
+    assert set(metrics) >= (
+        {f"train/{name}" for name in train.split()}
+        | {f"rollout/{name}" for name in [*episode, "episodes"]}
+        | {"time/rollout_seconds", "time/update_seconds", "time/steps_per_second"}
+    )
+
+
+def test_logged_values_cover_everything_since_the_last_log():
+    logger, recorder = MemoryLogger(), Recorder()
+    data = make_data(num_envs=4, rollout_length=32, rollouts_per_epoch=4)
+    model = make_model(data, learning_rate=3e-3)
+    episodes: list[list[float]] = []
+    collect = data.collect
+
+    def spy():
+        rollout = collect()
+        episodes.append(list(rollout.episodes.returns))
+        return rollout
+
+    data.collect = spy
+    make_trainer(max_epochs=2, callbacks=[recorder], logger=logger, log_every_n_steps=3).fit(model, data)
+    windows = [slice(0, 3), slice(3, 6)]  # the second one crosses an epoch; two rollouts are left at the end
+    for name in ("policy_loss", "grad_norm", "approx_kl", "first_ratio_error"):
+        means = [np.mean(recorder.column(name)[window]) for window in windows]
+        assert [value for _, value in logger.rows(f"train/{name}")] == pytest.approx(means, rel=1e-5)
+    finished = [list(itertools.chain(*episodes[window])) for window in windows]
+    for suffix, function in (("", np.mean), ("_min", min), ("_max", max)):
+        logged = [value for _, value in logger.rows(f"rollout/episode_return{suffix}")]
+        assert logged == pytest.approx([function(returns) for returns in finished], rel=1e-6)
+    assert logger.rows("rollout/episodes") == [(384, len(finished[0])), (768, len(finished[1]))]
+
+
+def test_logging_can_be_switched_off():
+    logger = MemoryLogger()
+    fit(logger=logger, log_every_n_steps=0, limit_val_batches=0)
+    assert logger.calls == []
+
+
+def test_hyper_parameters_are_logged_as_plain_data():
+    logger = MemoryLogger()
+    fit(logger=logger)
+    assert logger.hyperparams["action_space"] == {"type": "Discrete", "n": 2, "start": 0}
+    assert logger.hyperparams["hidden_sizes"] == [16]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_best_checkpoint_is_that_of_the_best_validation(tmp_path):
+    logger = MemoryLogger()
+    checkpoint = ModelCheckpoint(tmp_path, "{step}", monitor="val/episode_return", mode="max")
+    options = {"enable_checkpointing": True, "callbacks": [checkpoint], "logger": logger, "max_epochs": 4}
+    trainer, _, data = fit(**options)
+    returns = logger.rows("val/episode_return")
+    best_step, best = max(returns, key=lambda row: row[1])
+    assert checkpoint.best_model_score == pytest.approx(best)
+    assert Path(checkpoint.best_model_path).name == f"step={best_step}.ckpt"
+    model = PPO.load_from_checkpoint(checkpoint.best_model_path)
+    assert model.env_steps == best_step
+    (again,) = trainer.validate(model, data, verbose=False)
+    assert again["val/episode_return"] == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.SGD,
+        functools.partial(torch.optim.SGD, momentum=0.5),
+        {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.5}},
+    ],
+    ids=["class", "partial", "spec"],
+)
+def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(optimizer, tmp_path):
+    data = make_data()
+    model = make_model(data, optimizer=optimizer, **NORMALIZED)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = PPO.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert_equal_parameters(loaded, parameters_of(model))
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in model.state_dict().items())
+    assert dict(loaded.hparams) == dict(model.hparams)
+    assert (loaded.env_steps, loaded.policy_version) == (64, 2)
+    assert type(loaded.configure_optimizers()) is torch.optim.SGD
+    assert loaded.observation_space == data.observation_space
+
+
+def test_checkpoint_loads_where_the_package_cannot_be_imported(tmp_path):
+    data = make_data()
+    model = make_model(data, optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1), **NORMALIZED)
+    trainer = make_trainer(
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", save_last=True)],
+        limit_val_batches=1,
+    )
+    trainer.fit(model, data)
+    script = f"""
+import sys
+for name in ("lightning_rl", "lightning", "gymnasium", "numpy"):
+    sys.modules[name] = None  # cannot be imported
+import torch
+checkpoint = torch.load({str(tmp_path / "last.ckpt")!r}, weights_only=True)
+print(checkpoint["lightning_rl"]["env_steps"], checkpoint["hyper_parameters"]["optimizer"]["class_path"])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["64", "torch.optim.adamw.AdamW"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"anneal_learning_rate": True},
+        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}},
+    ],
+    ids=["anneal_learning_rate", "lr_scheduler"],
+)
+def test_resumed_run_goes_on_where_it_stopped(schedule, tmp_path):
+    class StopAfter(Callback):
+        def __init__(self, rollouts: int) -> None:
+            self.rollouts = rollouts
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: Any) -> None:
+            trainer.should_stop = pl_module.policy_version >= self.rollouts
+
+    def train(rollouts: int, ckpt_path: Path | None = None) -> tuple[Trainer, PPO, list[dict[str, Any]]]:
+        data, recorder = make_data(), Recorder("env_steps", "policy_version")
+        model = make_model(data, **NORMALIZED, **schedule)
+        trainer = make_trainer(max_epochs=2, callbacks=[recorder, StopAfter(rollouts)])
+        trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+        return trainer, model, recorder.rows
+
+    first, _, first_rows = train(2)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    resumed, model, resumed_rows = train(4, tmp_path / "first.ckpt")
+    straight, _, straight_rows = train(4)
+    rows = first_rows + resumed_rows
+    assert [row["env_steps"] for row in rows] == [32, 64, 96, 128]
+    assert [row["policy_version"] for row in rows] == [1, 2, 3, 4]
+    rates = [row["learning_rate"] for row in straight_rows]
+    assert rates[0] > rates[1] > rates[2] > rates[3]
+    assert [row["learning_rate"] for row in rows] == rates
+    assert (first.global_step, resumed.global_step, straight.global_step) == (8, 16, 16)
+    assert {int(state["step"]) for state in model.optimizer.state.values()} == {16}
+    assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 128
