@@ -124,7 +124,10 @@ class OnPolicyCLI(LightningCLI):
             kwargs["logger"] = self._logger(self.run_dir) if fitting and self.run_dir is not None else False
         if self.run_dir is not None:
             kwargs["default_root_dir"] = str(self.run_dir)
-        return super().instantiate_trainer(callbacks=[*given, *added], **kwargs)
+        try:
+            return super().instantiate_trainer(callbacks=[*given, *added], **kwargs)
+        except ValueError as error:
+            raise ConfigurationError(f"trainer: {error}") from error
 
     def _logger(self, folder: Path) -> TensorBoardLogger:
         # What an interrupted run logged after its last checkpoint will be logged again.

@@ -107,6 +107,31 @@ class Collector:
         rollout.seconds = time.perf_counter() - start
         return rollout
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return, as tensors and plain values, what the next rollout depends on besides the policy."""
+        return {
+            "environments": self.environments.state_dict() if self._started else None,
+            "generator": self.generator.get_state(),
+            "returns": torch.from_numpy(self._returns.copy()),
+            "lengths": torch.from_numpy(self._lengths.copy()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
+        """Go on from the end of a rollout that was collected elsewhere.
+
+        Returns:
+            The environments that could not be restored and have begun new episodes; None if none could.
+        """
+        if len(state["generator"]) == len(self.generator.get_state()):  # the same kind of device
+            self.generator.set_state(state["generator"].cpu())
+        if state["environments"] is None or len(state["returns"]) != len(self._returns):
+            return None
+        exact, self._observations[-1] = self.environments.load_state_dict(state["environments"])
+        self._started = True
+        self._returns = np.where(exact, state["returns"].numpy(), 0)
+        self._lengths = np.where(exact, state["lengths"].numpy(), 0)
+        return [int(index) for index in np.flatnonzero(~exact)]
+
     def _store(self, t: int, step: Step) -> None:
         self._observations[t + 1] = step.observations
         self._rewards[t] = step.rewards
@@ -158,7 +183,7 @@ class Collector:
         )
 
     def _chunks(self, x: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
-        """Split along the first dimension, whose entries have `width` observations (one of each environment if None)."""
+        """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""
         entries = max(1, int(np.prod(self._observations.shape[2:])))
         rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // entries))
         return torch.split(x, max(1, rows // (width or self._rewards.shape[1]))) if len(x) else ()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.collector import Collector
 from lightning_rl.environments import (
@@ -20,6 +21,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, derive_seed
 from lightning_rl.evaluation import Episode, play
 from lightning_rl.policy import Policy
+from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ClassSpec, check, check_positive_int, to_class_spec
 
@@ -27,10 +29,10 @@ from lightning_rl.validation import ClassSpec, check, check_positive_int, to_cla
 class RolloutDataModule(LightningDataModule):
     """Owns the environments and yields on-policy batches.
 
-    One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected when the Trainer
-    asks for it with the parameters of that moment; an epoch is `rollouts_per_epoch` of them. One batch of
-    validation, test or prediction is one set of `eval_episodes` whole episodes, played in environments of their own with
-    their own seeds, raw rewards and frozen normalisers: the same episodes each time.
+    One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected when the
+    Trainer asks for it with the parameters of that moment; an epoch is `rollouts_per_epoch` of them. One batch of
+    validation, test or prediction is one set of `eval_episodes` whole episodes, played in environments of their own
+    with their own seeds, raw rewards and frozen normalisers: the same episodes each time.
 
     Args:
         env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
@@ -46,7 +48,8 @@ class RolloutDataModule(LightningDataModule):
         atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
         step_timeout: Seconds a worker process may take for one step before it counts as hung (`async` only).
         eval_episodes: Number of evaluation episodes, over all ranks.
-        num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at the most.
+        num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
+            the most.
         eval_deterministic: Evaluate the mode of the policy rather than samples from it.
         info_keys: Keys of `info` whose scalars are averaged and logged as `rollout/<key>`.
         seed: Root of all seeds; None takes the one given to `seed_everything`, or a random one.
@@ -96,7 +99,8 @@ class RolloutDataModule(LightningDataModule):
         self._environments: EnvironmentBatch | None = None
         self._eval_environments: EnvironmentBatch | None = None
         self._collector: Collector | None = None
-        self._restored: dict[str, Any] = {}
+        self._starts = 0
+        self._restored: list[Any] = []
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
@@ -120,16 +124,6 @@ class RolloutDataModule(LightningDataModule):
             self._spaces = probe.single_observation_space, probe.single_action_space
             probe.close()
         return self._spaces
-
-    def setup(self, stage: str) -> None:
-        """Make the training environments."""
-        if stage == "fit" and self._environments is None:
-            if self.seed is None:
-                self.seed = torch.initial_seed() % 2**63
-            restarts = int(self._restored.get("restarts", -1)) + 1
-            path = (self.seed, TRAINING, self._rank)
-            seeds = [derive_seed(*path, index, restarts) for index in range(self.num_envs)]
-            self._environments = make_environments(self.spec, self.num_envs, seeds)
 
     def teardown(self, stage: str) -> None:
         """Close the environments."""
@@ -159,37 +153,48 @@ class RolloutDataModule(LightningDataModule):
         return EpisodeLoader(self, record=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from."""
-        state: dict[str, Any] = {"seed": self.seed, "restarts": int(self._restored.get("restarts", -1)) + 1}
-        if self._collector is not None:
-            state["generator"] = self._collector.generator.get_state()
-        return state
+        """Return what a resumed run goes on from; a collective call."""
+        state = None if self._collector is None else self._collector.state_dict()
+        return {"seed": self.seed, "starts": self._starts, "ranks": gather_ranks(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of an earlier run."""
-        self._restored = dict(state_dict)
-        self.seed = state_dict["seed"]
+        """Take over the state of an earlier run, at the next rollout."""
+        self.seed, self._starts, self._restored = state_dict["seed"], state_dict["starts"], state_dict["ranks"]
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""
         policy, version, dtype, device = self._policy()
         if self._collector is None:
-            assert self._environments is not None and self.seed is not None
-            generator = torch.Generator(device).manual_seed(derive_seed(self.seed, SAMPLING, self._rank))
-            if (state := self._restored.get("generator")) is not None and len(state) == len(generator.get_state()):
-                generator.set_state(state.cpu())
-            self._collector = Collector(
-                self._environments,
-                self.observation_space,
-                self.action_space,
-                self.rollout_length,
-                generator,
-                dtype,
-                self.info_keys,
-            )
+            self._collector = self._start(dtype, device)
         assert self.trainer is not None
         with self.trainer.precision_plugin.forward_context():
             return self._collector.collect(policy, version)
+
+    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector:
+        """Make the training environments: at the first rollout, when it is known what is resumed from."""
+        assert self.trainer is not None
+        if self.seed is None:
+            self.seed = torch.initial_seed() % 2**63
+        # A start that goes on from another one has new episodes, where those under way cannot be restored.
+        path = (self.seed, TRAINING, self._rank)
+        seeds = [derive_seed(*path, index, self._starts) for index in range(self.num_envs)]
+        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, SAMPLING, self._rank, self._starts))
+        self._starts += 1
+        self._environments = make_environments(self.spec, self.num_envs, seeds)
+        spaces_ = self.observation_space, self.action_space
+        collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
+        restored, self._restored = self._restored, []
+        if any(state is not None for state in restored):
+            fresh: list[int] | None = None
+            if len(restored) == self.trainer.world_size and restored[self._rank] is not None:
+                fresh = collector.load_state_dict(restored[self._rank])
+            if fresh is None or fresh:
+                which = "the environments" if fresh is None else f"environments {', '.join(map(str, fresh))}"
+                rank_zero_warn(
+                    f"{which} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to where they "
+                    "were: they begin new episodes, so this run is not bit for bit what it would have been"
+                )
+        return collector
 
     def play(self, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy."""
@@ -242,8 +247,8 @@ class RolloutDataModule(LightningDataModule):
 class RolloutLoader:
     """The training loader.
 
-    It has a length because Lightning fetches one batch ahead from a loader that has none: each rollout would be collected
-    with the parameters from before the last update.
+    It has a length because Lightning fetches one batch ahead from a loader that has none: each rollout would be
+    collected with the parameters from before the last update.
     """
 
     def __init__(self, data: RolloutDataModule) -> None:

@@ -22,6 +22,8 @@ _WRONG_HERE = (
 _DECIDED_BY_COMMAND_LINE = (
     # A resumed run goes on in its own folder.
     r"Checkpoint directory .* exists and is not empty",
+    # One that goes on from an older checkpoint has a new folder, and keeps the best of what it saves there.
+    r"The dirpath has changed from",
     # Only where a configuration asks for the CPU.
     r"GPU available but not used",
     # The size that the model summary prints is a rough figure in any case.
@@ -51,6 +53,7 @@ def command_line(evaluating: bool = False) -> None:
     Args:
         evaluating: Whether episodes are only played.
     """
+    everywhere()  # again, since the filters may have been changed since the import
     _ignore(_DECIDED_BY_COMMAND_LINE + (_OF_NO_USE_IN_EVALUATION if evaluating else ()))
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if not any(isinstance(present, _NoAdvertisements) for present in logger.filters):

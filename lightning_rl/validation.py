@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 ClassSpec = dict[str, Any]
 """`{"class_path": "package.Class", "init_args": {...}}`, the plain-data form of a class and its arguments."""
 
@@ -77,6 +79,25 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
     raise ConfigurationError(
         f"{field}={value!r} cannot be stored in a checkpoint: expected a class, functools.partial(Class, key=value) "
         "or {'class_path': 'package.Class', 'init_args': {...}}"
+    )
+
+
+def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
+    """Return `value` as numbers, strings, None, and lists and dicts of them, which any checkpoint reader understands.
+
+    Raises:
+        ConfigurationError: Something else is in it; `field` then leads to the place.
+    """
+    if isinstance(value, dict):
+        return {str(key): to_plain_data(f"{field}.{key}", entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_data(field, entry) for entry in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigurationError(
+        f"{field}={value!r} cannot be stored in a checkpoint: expected numbers, strings, or lists or dicts of them"
     )
 
 

@@ -72,6 +72,7 @@ def test_reproduced_results_name_no_folder_user_or_host(reproduced):
         assert private not in text.replace(json.dumps(reproduced[1]["overrides"]), "")
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 def test_reproduce_gives_the_same_curve_and_episodes_again(reproduced, tmp_path):
     first = reproduced[1]
     path = reproduce.reproduce(ROOT / "configs/ppo/cartpole.yaml", 3, tmp_path, first["overrides"], episodes=7)

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import PPO, RolloutDataModule
+from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
 from tests.helpers import (
     MemoryLogger,
     Recorder,
@@ -190,11 +190,21 @@ def test_logged_values_cover_everything_since_the_last_log():
     for name in ("policy_loss", "grad_norm", "approx_kl", "first_ratio_error"):
         means = [np.mean(recorder.column(name)[window]) for window in windows]
         assert [value for _, value in logger.rows(f"train/{name}")] == pytest.approx(means, rel=1e-5)
+    seconds = zip(logger.rows("time/rollout_seconds"), logger.rows("time/update_seconds"), strict=True)
+    speeds = [4 * 32 / (rollout + update) for (_, rollout), (_, update) in seconds]
+    assert [value for _, value in logger.rows("time/steps_per_second")] == pytest.approx(speeds, rel=1e-5)
     finished = [list(itertools.chain(*episodes[window])) for window in windows]
     for suffix, function in (("", np.mean), ("_min", min), ("_max", max)):
         logged = [value for _, value in logger.rows(f"rollout/episode_return{suffix}")]
         assert logged == pytest.approx([function(returns) for returns in finished], rel=1e-6)
     assert logger.rows("rollout/episodes") == [(384, len(finished[0])), (768, len(finished[1]))]
+
+
+def test_run_that_a_limit_stops_logs_what_happened_since_the_last_log():
+    logger = MemoryLogger()
+    data = make_data(rollouts_per_epoch=8)
+    make_trainer(callbacks=[EnvStepLimit(5 * 32)], logger=logger, log_every_n_steps=3).fit(make_model(data), data)
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [3 * 32, 5 * 32]
 
 
 def test_logging_can_be_switched_off():

@@ -32,6 +32,7 @@ from lightning_rl.validation import (
     import_class,
     instantiate,
     to_class_spec,
+    to_plain_data,
 )
 
 CHECKPOINT_KEY = "lightning_rl"
@@ -45,7 +46,7 @@ class OnPolicyAlgorithm(Reports):
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Likewise.
+        action_space: Of one environment, likewise.
         learning_rate: Step size of the optimiser.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run.
         optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
@@ -107,6 +108,8 @@ class OnPolicyAlgorithm(Reports):
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
             plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
             check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
+        is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
+        check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
         plain: dict[str, Any] = {
@@ -120,7 +123,8 @@ class OnPolicyAlgorithm(Reports):
             plain["lr_scheduler"] = lr_scheduler
         if not isinstance(network, str):
             plain["network"] = to_class_spec("network", network)
-        self.save_hyperparameters(dict(self.hparams) | plain)
+        plain = {name: to_plain_data(name, value) for name, value in (dict(self.hparams) | plain).items()}
+        self.save_hyperparameters(plain)
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma

@@ -25,7 +25,7 @@ class PPO(OnPolicyAlgorithm):
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Likewise.
+        action_space: Of one environment, likewise.
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsFloat
 
 import gymnasium
-import numpy as np
 from gymnasium import wrappers
 
 from lightning_rl.environments.lives import EpisodicLife, FireOnReset, GameScore, StackChannels, WholeGame
@@ -82,7 +81,7 @@ class AtariPreprocessing:
         if self.fire_on_reset and "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
             env = FireOnReset(env)
         if self.clip_rewards and not evaluation:
-            env = wrappers.TransformReward(env, np.sign)
+            env = wrappers.TransformReward(env, _sign)
         if self.frame_stack > 1 or self.grayscale:
             env = wrappers.FrameStackObservation(env, self.frame_stack)
         if not self.grayscale and self.frame_stack > 1:
@@ -134,3 +133,7 @@ class AtariPreprocessing:
     def _sticky(self) -> dict[str, Any]:
         probability = self.repeat_action_probability
         return {} if probability is None else {"repeat_action_probability": probability}
+
+
+def _sign(reward: SupportsFloat) -> float:
+    return float((float(reward) > 0) - (float(reward) < 0))

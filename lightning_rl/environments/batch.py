@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.validation import ConfigurationError
@@ -151,7 +154,8 @@ class EnvironmentBatch:
     def info_values(self, step: Step, key: str) -> list[float]:
         """Return every number that a real step, not a reset, reported under `info[key]`.
 
-        In `SAME_STEP` mode the info of a step that ended an episode is in `final_info`, and in its place that of the reset.
+        In `SAME_STEP` mode the info of a step that ended an episode is in `final_info`, and in its place is that of the
+        reset.
 
         Raises:
             ConfigurationError: What is there is no number.
@@ -183,9 +187,44 @@ class EnvironmentBatch:
             seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
         return describe(index, episode, seed, max(0, self._clock - int(self._began[index])))
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where every environment is, as tensors and plain values; None where that cannot be known.
+
+        Gymnasium's own vectorised CartPole gives its arrays, environments of one episode each their seeds and actions.
+        """
+        if isinstance(self._reset_seed, list):
+            environments: Any = [_to_tensors(record) for record in self._call("recorded")]
+        elif isinstance(self.env.unwrapped, CartPoleVectorEnv):
+            environments = _to_tensors(cartpole_state(self.env.unwrapped))
+        else:
+            return None
+        counts = {"began": self._began, "episodes": self._episodes, "resets_next": self._resets_next}
+        return {"environments": environments, "clock": self._clock, **_to_tensors(counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array]:
+        """Go to where the environments were.
+
+        Returns:
+            Which environments are there, `[B]`, and the observations, `[B, ...]`; the others have begun new episodes.
+        """
+        self._forget()
+        self._clock = state["clock"]
+        for name in ("began", "episodes", "resets_next"):
+            getattr(self, f"_{name}")[:] = state[name].numpy()
+        if isinstance(self.env.unwrapped, CartPoleVectorEnv):
+            observations = load_cartpole_state(self.env.unwrapped, _to_arrays(state["environments"]))
+            return np.ones(self.num_envs, bool), observations
+        records = [_to_arrays(record) for record in state["environments"]]
+        exact, rows = zip(*self._call("restore", records), strict=True)
+        return np.array(exact), np.stack(rows)
+
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice."""
         self.env.close()
+
+    def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401
+        env: Any = self.env  # only vector environments made of single ones have `call`
+        return env.call(name, *args)
 
     def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
         try:
@@ -221,3 +260,12 @@ class EnvironmentBatch:
                 f"{self.label(first + int(bad[0][0]))} returned {what}{entry} {rows[tuple(bad[0])]}: expected a finite "
                 "number that float32 can hold"
             )
+
+
+def _to_tensors(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}
+
+
+def _to_arrays(values: dict[str, Any]) -> dict[str, Any]:
+    # Worker processes get arrays: tensors would be shared memory, which does not outlive the process that made it.
+    return {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in values.items()}

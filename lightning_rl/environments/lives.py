@@ -50,6 +50,8 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
+        self.went_on = False
+        """Whether the last reset went on with the game before it."""
         self._lives = 0
         self._game_over = True
 
@@ -59,12 +61,13 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Go on after a lost life, begin a new game after the last one."""
         new_game = bool((options or {}).get("new_game"))
-        if not (self._game_over or new_game):
+        self.went_on = not (self._game_over or new_game)
+        if self.went_on:
             observation, _, terminated, truncated, info = self.env.step(0)
             self._game_over = terminated or truncated
         if self._game_over or new_game:
             observation, info = self.env.reset(seed=seed, options=options)
-            self._game_over = False
+            self._game_over = self.went_on = False
         self._lives = self._current_lives()
         return observation, info
 

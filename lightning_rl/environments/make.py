@@ -181,9 +181,9 @@ def _make_envpool(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Vec
             kwargs.setdefault("repeat_action_probability", 0.25)
     with _explained(spec), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Box (low|high)'s precision")  # EnvPool's own declarations
-        env: VectorEnv[Any, Any, Any] = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
+        env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
         _ = env.observation_space, env.action_space
-    return env
+    return env  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

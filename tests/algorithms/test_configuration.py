@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -45,6 +46,16 @@ SGD = {"class_path": "torch.optim.SGD"}
         (
             {"lr_scheduler": "torch.optim.lr_scheduler.Cosine"},
             r"lr_scheduler: class_path=.*Cosine.* cannot be imported",
+        ),
+        ({"hidden_sizes": 64}, r"hidden_sizes=64 .* a list of integers"),
+        (
+            {
+                "lr_scheduler": {
+                    "class_path": "torch.optim.lr_scheduler.LambdaLR",
+                    "init_args": {"lr_lambda": lambda step: 1.0},
+                }
+            },
+            r"lr_scheduler\.init_args\.lr_lambda=<function .* cannot be stored in a checkpoint: expected numbers",
         ),
         (
             {"anneal_learning_rate": True, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
@@ -115,7 +126,7 @@ def test_precision_that_needs_loss_scaling_is_refused():
 def test_checkpoint_of_other_spaces_is_refused(other, message):
     own: dict[str, Any] = {"observation_space": VECTOR, "action_space": DISCRETE}
     stored, loading = PPO(**own), PPO(**own | other)
-    checkpoint: dict[str, Any] = {"hyper_parameters": dict(stored.hparams)}
+    checkpoint: dict[str, Any] = {"hyper_parameters": dict(stored.hparams), "state_dict": stored.state_dict()}
     stored.on_save_checkpoint(checkpoint)
     with pytest.raises(ConfigurationError, match=message):
         loading.on_load_checkpoint(checkpoint)
@@ -142,7 +153,15 @@ def test_optimiser_given_in_any_way_is_stored_as_plain_data_and_made(optimizer):
 
 
 def test_hyper_parameters_are_plain_data():
-    model = PPO(VECTOR, DISCRETE, optimizer=torch.optim.SGD, hidden_sizes=(8,), network="mlp")
+    model = PPO(
+        VECTOR,
+        DISCRETE,
+        learning_rate=np.float64(1e-3),
+        optimizer=functools.partial(torch.optim.Adam, betas=(0.9, np.float32(0.5))),
+        hidden_sizes=(8,),
+        network="mlp",
+    )
+    assert model.hparams["optimizer"]["init_args"] == {"betas": [0.9, 0.5]}
     assert model.hparams["observation_space"] == space_to_dict(VECTOR)
     assert model.hparams["hidden_sizes"] == [8]
 
@@ -151,4 +170,5 @@ def test_hyper_parameters_are_plain_data():
             return [leaf for value in x.values() for leaf in leaves(value)]
         return [leaf for value in x for leaf in leaves(value)] if isinstance(x, list) else [x]
 
+    assert leaves(dict(model.hparams))
     assert {type(leaf) for leaf in leaves(dict(model.hparams))} <= {int, float, str, bool, type(None)}

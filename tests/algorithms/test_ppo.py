@@ -10,7 +10,16 @@ from torch import Tensor
 
 from lightning_rl import PPO, EnvStepLimit
 from tests.algorithms.slow_ppo import DEFAULTS, SlowPPO
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, FixedRollouts, make_trainer, parameters_of, random_rollout
+from tests.helpers import (
+    CONTINUOUS,
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -122,3 +131,34 @@ def test_every_option_makes_a_difference(option, space):
 def test_steps_that_only_reset_are_not_learned_from(space):
     fast, slow, *_ = learn(space, "64-true", "nothing", valid=True)
     assert_close(fast, slow, 1e-12)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_diagnostics_are_what_their_names_say(space):
+    """One update from a rollout whose log-probabilities are off by known amounts."""
+    recorder = Recorder()
+    model = make(space, torch.float64, num_epochs=1, num_minibatches=1, normalize_advantages="none")
+    rollout = random_rollout(model.policy, seed=1)
+    batch = rollout.flatten(advantages=(advantages := model.gae(rollout, 0.9)), returns=advantages + rollout.values)
+    distribution, values = model.policy(batch.observations)
+    log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
+    ratios = log_ratios.exp()
+    surrogate = torch.min(ratios * batch.advantages, ratios.clip(0.8, 1.2) * batch.advantages)
+    loss = (values - batch.returns).square().mean() / 4 - surrogate.mean()
+    gradients = torch.autograd.grad(loss, list(model.policy.parameters()))
+    expected = {
+        "policy_loss": -surrogate.mean(),
+        "value_loss": (values - batch.returns).square().mean() / 2,
+        "entropy": distribution.entropy().mean(),
+        "approx_kl": (ratios - 1 - log_ratios).mean(),
+        "approx_kl_k1": -log_ratios.mean(),
+        "clip_fraction": ((ratios - 1).abs() > 0.2).double().mean(),
+        "first_ratio_error": (ratios - 1).abs().max(),
+        "explained_variance": 1 - (batch.returns - batch.values).var() / batch.returns.var(),
+        "grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm(),
+    }
+    make_trainer(precision="64-true", callbacks=[recorder]).fit(model, FixedRollouts([rollout], model))
+    assert recorder.rows[0].pop("learning_rate") == 1e-3
+    assert recorder.rows[0] == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-9)
+    assert 0 < recorder.rows[0]["clip_fraction"] < 1
+    assert recorder.rows[0]["grad_norm"] > 0.5  # before it is clipped to that

@@ -1,0 +1,421 @@
+"""The command line, as it is typed: help, configurations, what a run says, and errors."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_rl import (
+    PPO,
+    AtariPreprocessing,
+    EnvStepCheckpoint,
+    EnvStepLimit,
+    EnvStepProgressBar,
+    EnvStepRichProgressBar,
+    EnvStepValidation,
+    LastCheckpoint,
+    RolloutDataModule,
+)
+from lightning_rl.cli import main
+from lightning_rl.spaces import space_to_dict
+
+ROOT = Path(__file__).parents[1]
+CARTPOLE = str(ROOT / "configs/ppo/cartpole.yaml")
+SMALL = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.rollouts_per_epoch=2"]
+SMALL += ["--data.eval_episodes=1", "--model=PPO", "--model.num_minibatches=2", "--trainer.accelerator=cpu"]
+SMALL += ["--model.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
+
+
+@pytest.fixture(autouse=True)
+def as_typed(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    return in_tmp_path
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lightning_rl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def printed(capsys, *arguments: str) -> str:
+    """What is printed by arguments that train nothing."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def configuration(capsys, *arguments: str) -> dict:
+    return yaml.safe_load(printed(capsys, *arguments, "--print_config"))
+
+
+def refused(capsys, *arguments: str, status: int = 1) -> str:
+    """The one message of a command that fails."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    assert exit_.value.code == status
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("lightning-rl: error: ")]
+    assert len(errors) == 1
+    assert not [line for line in lines if "Traceback" in line or line.startswith("usage:")]
+    return errors[0].removeprefix("lightning-rl: error: ")
+
+
+# ---------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        PPO,
+        RolloutDataModule,
+        AtariPreprocessing,
+        EnvStepLimit,
+        EnvStepValidation,
+        EnvStepCheckpoint,
+        LastCheckpoint,
+        EnvStepProgressBar,
+        EnvStepRichProgressBar,
+    ],
+)
+def test_every_option_of_a_class_is_documented(cls):
+    parser = LightningArgumentParser()
+    parser.add_class_arguments(cls, "it", fail_untyped=False)
+    options = {action.dest: action.help for action in parser._actions if action.dest.startswith("it.")}
+    # Neither the options that ask for help, nor those of Lightning's theme of colours.
+    options = {name: text for name, text in options.items() if not re.search(r"\.help$|\.theme\.", name)}
+    assert len(options) >= 1
+    assert [name for name, text in options.items() if not text or len(str(text)) < 10] == []
+
+
+def test_help_names_the_program_and_its_commands(capsys):
+    text = printed(capsys, "--help")
+    assert text.startswith("usage: lightning-rl ")
+    assert all(command in text for command in ("fit", "validate", "test", "predict"))
+
+
+def test_help_of_fit_has_the_options_of_data_and_run_with_their_texts(capsys):
+    text = " ".join(printed(capsys, "fit", "--help").split())
+    assert "--data.num_envs NUM_ENVS Number of training environments on each rank. (type: int, default: 8)" in text
+    assert "--max_env_steps MAX_ENV_STEPS Stop with the first rollout that reaches this number" in text
+    assert "1 is fastest for small networks. (type: int | null, default: null)" in text
+    assert "'last' for the newest one of this algorithm and environment" in text
+    assert "--optimizer" not in text  # Lightning's own, which would replace that of the algorithm
+
+
+def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
+    text = " ".join(printed(capsys, "fit", "--model.help", "PPO").split())
+    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]." in text
+    assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
+
+
+def test_help_of_atari_preprocessing(capsys):
+    text = " ".join(printed(capsys, "fit", "--data.atari.help").split())
+    assert "A lost life ends the learning episode; the game goes on with the next one." in text
+
+
+def test_python_m_is_the_same_program(capsys):
+    assert run_process("--help").stdout == printed(capsys, "--help")
+    assert 'lightning-rl = "lightning_rl.cli:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_program_starts_in_at_most_half_as_long_again_as_lightning():
+    def seconds(*command: str) -> float:
+        # CPU time, so that other programs on the machine do not count.
+        timed = (
+            "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True); "
+        )
+        timed += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
+        done = subprocess.run([sys.executable, "-c", timed, sys.executable, *command], capture_output=True, text=True)
+        return float(done.stdout)
+
+    for _attempt in range(3):
+        ours, lightnings = seconds("-m", "lightning_rl", "--help"), seconds("-c", "import lightning.pytorch")
+        if ours <= 1.5 * lightnings:
+            return
+    pytest.fail(f"{ours:.1f} s of CPU time instead of at most 1.5 × {lightnings:.1f} s")
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
+    Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
+    config = configuration(
+        capsys, "fit", "--config", CARTPOLE, "--config", "b.yaml", "--model.init_args.gamma", "0.9", "--data.seed=4"
+    )
+    assert config["data"]["env_id"] == "CartPole-v1"  # a
+    assert (config["data"]["num_envs"], config["model"]["init_args"]["clip_range"]) == (3, 0.3)  # b
+    assert (config["model"]["init_args"]["gamma"], config["data"]["seed"]) == (0.9, 4)  # command line
+    assert config["model"]["class_path"] == "lightning_rl.PPO"
+
+
+def test_model_options_have_a_short_form(capsys):
+    config = configuration(capsys, "fit", "--config", CARTPOLE, "--model.gamma", "0.9")
+    assert config["model"]["init_args"]["gamma"] == 0.9
+
+
+def test_a_printed_configuration_is_a_configuration(capsys):
+    text = printed(capsys, "fit", *SMALL, "--max_env_steps=64", "--print_config")
+    Path("printed.yaml").write_text(text)
+    assert configuration(capsys, "fit", "--config", "printed.yaml") == yaml.safe_load(text)
+
+
+def test_spaces_of_the_environment_are_linked_into_the_model():
+    cli = main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert cli.model.hparams["observation_space"] == space_to_dict(cli.datamodule.observation_space)
+    assert cli.model.observation_space.shape == (4,)
+    assert cli.model.action_space.n == 2
+
+
+def test_atari_options_are_nested():
+    pytest.importorskip("ale_py")
+    atari = ["--data.atari.episodic_life=false", "--data.atari.frame_stack=3"]
+    small = ["--data.num_envs=2", "--data.rollout_length=4", "--data.eval_episodes=1", "--trainer.limit_val_batches=0"]
+    cli = main(["fit", *SMALL, *small, "--data.env_id=ALE/Pong-v5", "--trainer.fast_dev_run=true", *atari])
+    assert cli.datamodule.spec.atari == AtariPreprocessing(episodic_life=False, frame_stack=3)
+    assert cli.model.observation_space.shape == (3, 84, 84)
+
+
+def test_callbacks_are_given_by_their_short_names():
+    callbacks = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    callbacks += ["--trainer.callbacks+=EnvStepValidation", "--trainer.callbacks.every_n_env_steps=64"]
+    callbacks += ["--trainer.callbacks+=EnvStepRichProgressBar"]
+    cli = main(["fit", *SMALL, "--max_env_steps=96", *callbacks])
+    kinds = [type(callback) for callback in cli.trainer.callbacks]
+    assert kinds.count(EnvStepRichProgressBar) == 1
+    assert EnvStepProgressBar not in kinds
+    names = sorted(path.name for path in cli.run_dir.glob("checkpoints/*"))
+    assert names == ["last.ckpt", "step=32.ckpt", "step=64.ckpt", "step=96.ckpt"]
+
+
+def test_number_of_threads_is_set_before_training():
+    cli = main(["fit", *SMALL, "--trainer.fast_dev_run=true", "--num_threads=2"])
+    assert torch.get_num_threads() == 2
+    assert cli.config["fit"]["num_threads"] == 2
+
+
+def test_optimizer_and_scheduler_come_from_the_configuration_and_survive_loading():
+    Path("optimizer.yaml").write_text(
+        """
+model:
+  init_args:
+    learning_rate: 0.01
+    optimizer:
+      class_path: torch.optim.SGD
+      init_args: {momentum: 0.5}
+    lr_scheduler:
+      class_path: torch.optim.lr_scheduler.StepLR
+      init_args: {step_size: 1, gamma: 0.5}
+"""
+    )
+    cli = main(["fit", *SMALL, "--config", "optimizer.yaml", "--max_env_steps=96"])
+    assert isinstance(cli.trainer.optimizers[0], torch.optim.SGD)
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.01 * 0.5**3
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
+    (optimizer,), (scheduler,) = loaded.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.5)
+    assert (scheduler.step_size, scheduler.gamma) == (1, 0.5)
+    for name, parameter in cli.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name))
+
+
+# ---------------------------------------------------------------------- what a run leaves and says
+
+
+def test_a_run_says_where_it_is_and_the_next_command_works():
+    done = run_process("fit", "--config", CARTPOLE, "--max_env_steps=4000", "--data.eval_episodes=2")
+    assert done.returncode == 0, done.stderr
+    output = done.stdout + done.stderr
+    assert not re.search("warn|deprecat|tip:|\N{ELECTRIC LIGHT BULB}|litlogger|litmodels|🚀", output, re.IGNORECASE)
+    run = "runs/ppo/CartPole-v1/version_0"
+    lines = done.stdout.splitlines()[-5:]
+    assert re.fullmatch(r"Done: 4096 environment steps, validation return \d+\.\d", lines[0])
+    assert lines[1] == f"  log:         {run}"
+    checkpoint = re.fullmatch(rf"  checkpoint:  ({run}/checkpoints/best-step=\d+\.ckpt)", lines[2])[1]
+    assert lines[3] == f"  next:        lightning-rl test --config {run}/config.yaml --ckpt_path {checkpoint}"
+    assert lines[4] == f"  curves:      tensorboard --logdir {run}"
+    assert Path(checkpoint).is_file()
+    assert list(Path(run).glob("events.out.tfevents.*"))
+
+    saved = Path(run, "config.yaml").read_bytes()
+    tested = run_process(*shlex.split(lines[3].partition("lightning-rl ")[2]), "--data.eval_episodes=3")
+    assert tested.returncode == 0, tested.stderr
+    assert "test/episode_return" in tested.stdout
+    assert re.search(r"test/episodes\W+3\.0", tested.stdout)
+    assert "aware" not in tested.stderr
+    # Nothing of the run was touched, and no other one begun.
+    assert Path(run, "config.yaml").read_bytes() == saved
+    assert [path.name for path in Path(run).parent.iterdir()] == ["version_0"]
+
+
+def test_a_run_keeps_the_best_and_the_last_checkpoint():
+    cli = main(["fit", *SMALL, "--max_env_steps=160"])
+    names = [path.name for path in sorted(cli.run_dir.glob("checkpoints/*"))]
+    assert len(names) == 2
+    assert re.fullmatch(r"best-step=(64|128|160)\.ckpt", names[0])
+    assert torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == 160
+
+
+def test_without_validation_there_is_still_a_checkpoint_to_name(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64", "--trainer.limit_val_batches=0"])
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0] == "Done: 64 environment steps"
+    assert lines[2] == "  checkpoint:  runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt"
+
+
+def test_own_checkpoints_and_loggers_take_the_place_of_the_default_ones():
+    Path("own.yaml").write_text(
+        """
+trainer:
+  logger: {class_path: CSVLogger, init_args: {save_dir: csv}}
+  callbacks:
+    - class_path: ModelCheckpoint
+      init_args: {monitor: val/episode_length, mode: min, filename: shortest}
+"""
+    )
+    cli = main(["fit", *SMALL, "--config", "own.yaml", "--max_env_steps=64"])
+    assert not any(isinstance(logger, TensorBoardLogger) for logger in cli.trainer.loggers)
+    assert sum(type(callback) is ModelCheckpoint for callback in cli.trainer.callbacks) == 1
+    assert list(Path("csv").rglob("shortest.ckpt"))
+    assert (cli.run_dir / "checkpoints/last.ckpt").is_file()  # what --ckpt_path last goes on from
+
+
+def test_a_new_run_never_takes_the_folder_of_an_older_one():
+    folders = [main(["fit", *SMALL, "--max_env_steps=32"]).run_dir for _ in range(2)]
+    assert [str(folder) for folder in folders] == [f"runs/ppo/CartPole-v1/version_{n}" for n in range(2)]
+    assert all((folder / "checkpoints/last.ckpt").is_file() for folder in folders)
+
+
+def test_runs_go_under_the_root_that_is_given():
+    cli = main(["fit", *SMALL, "--max_env_steps=32", "--trainer.default_root_dir=mine"])
+    assert str(cli.run_dir) == "mine/version_0"
+    assert not Path("runs").exists()
+
+
+def test_fast_dev_run_writes_nothing(capsys):
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert not Path("runs").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Done: 32 environment steps")
+
+
+def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
+    cli = main(["fit", *SMALL, "--max_env_steps=64"])
+    capsys.readouterr()
+    small = [argument for argument in SMALL if "eval_episodes" not in argument]
+    for command in ("validate", "test"):
+        done = main([command, *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+        assert done.model.env_steps == 64
+        for name, parameter in cli.model.named_parameters():
+            assert torch.equal(parameter, done.model.get_parameter(name))
+        assert "episodes" in capsys.readouterr().out
+    main(["predict", *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"episode \d: return (\d+), \1 steps, (terminated|truncated)", line) for line in lines)
+
+
+def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
+    main(["validate", *SMALL])
+    assert "WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy." in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.env_id=CartPol-v1"], "env_id='CartPol-v1' is unknown: .* did you mean CartPole-v1"),
+        (["--data.num_envs=0"], "num_envs=0 is not valid: expected an integer of at least 1"),
+        (["--data.rollout_length=-1"], "rollout_length=-1 is not valid"),
+        (["--data.eval_episodes=0"], "eval_episodes=0 is not valid"),
+        (["--model.gamma=1.5"], "gamma=1.5 is not valid: expected a number at least 0 and at most 1"),
+        (["--model.clip_range=-1"], "clip_range=-1.0 is not valid: expected a number above 0"),
+        (["--model.learning_rate=0"], "learning_rate=0.0 is not valid: expected a number above 0"),
+        (["--model.num_minibatches=5"], "num_minibatches=5 does not divide the 32 steps of a rollout"),
+        (["--model.network=resnet"], "network='resnet' is not valid: expected auto, mlp, nature, impala"),
+        (["--model.optimizer.class_path=torch.optim.Nope"], r"optimizer: class_path='torch.optim.Nope' cannot be"),
+        (["--data.wrappers=[no.such.Wrapper]"], "wrappers: class_path='no.such.Wrapper' cannot be imported"),
+        (["--data.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
+        (["--data.atari.frame_skip=2"], "atari=.* expected None, since CartPole-v1 is no Atari game"),
+        (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
+        (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
+        (["--ckpt_path=nowhere.ckpt"], "ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint file"),
+        (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
+        (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
+        (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True needs to know how long the run is"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_bad_setting_is_one_message_and_status_1(capsys, arguments, message):
+    assert re.match(message, refused(capsys, "fit", *SMALL, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("data:\n  num_envz: 3\n", "Subcommand 'fit' does not accept option 'data.num_envz'"),
+        ("dota:\n  num_envs: 3\n", "Subcommand 'fit' does not accept option 'dota.num_envs'"),
+        ("data:\n  num_envs: many\n", "data.num_envs: Expected int. Got value: many"),
+        ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'envpool'"),
+        ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model: .* Option 'gama' is not accepted"),
+        ("model:\n  class_path: PPPO\n", "model: .*PPPO"),
+        ("data: [1, 2\n", "Problems parsing config: while parsing a flow sequence"),
+        ("max_env_steps: ten\n", "max_env_steps: Expected int; Given value: ten"),
+    ],
+    ids=["key", "section", "type", "choice", "argument", "class", "syntax", "run"],
+)
+def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, message):
+    Path("bad.yaml").write_text(content)
+    assert re.match(message, refused(capsys, "fit", "--config", CARTPOLE, "--config", "bad.yaml", status=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], 'expected "subcommand" to be one of {fit,validate,test,predict}'),
+        (["train"], "argument subcommand: invalid choice: 'train'"),
+        (["fit"], "the following arguments are required: .*data.env_id, .*model"),
+        (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
+        (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense"),
+    ],
+    ids=["nothing", "command", "required", "file", "option"],
+)
+def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
+    assert re.match(message, refused(capsys, *arguments, status=2))
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(capsys, command):
+    cli = main(["fit", *SMALL, "--max_env_steps=32"])
+    before = {path: path.read_bytes() for path in cli.run_dir.rglob("*") if path.is_file()}
+    arguments = [*SMALL, "--data.env_id=Acrobot-v1", f"--ckpt_path={cli.run_dir}/checkpoints/last.ckpt"]
+    message = refused(capsys, command, *arguments)
+    assert re.match(r"observation_space=Box\(.*\(6,\), float32\) does not fit the checkpoint: expected Box", message)
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_needs_the_checkpoint_that_it_asks_for(capsys, command, name):
+    message = refused(capsys, command, *SMALL, f"--ckpt_path={name}")
+    assert message == f"ckpt_path='{name}': expected a checkpoint under runs/ppo/CartPole-v1, there is none"
+
+
+def test_an_error_in_a_process_leaves_one_line_and_no_traceback():
+    done = run_process("fit", "--config", CARTPOLE, "--data.env_id=CartPol-v1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("lightning-rl: error: env_id='CartPol-v1' is unknown")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,149 @@
+"""A run that is stopped and resumed ends bit for bit where the uninterrupted one does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_rl import PPO, RolloutDataModule
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
+    "continuous": ({"env_id": "Pendulum-v1"}, {"normalize_observations": True, "normalize_rewards": True}),
+    "scheduler": (
+        {"env_id": "Acrobot-v1"},
+        {
+            "optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
+            "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
+        },
+    ),
+    "toy_text": ({"env_id": "Taxi-v4"}, {}),
+    "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
+    "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
+    "minigrid": ({"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]}, {}),
+    "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
+    "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
+    "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
+}
+
+
+def fit(name: str, folder: Path, rollouts: int, ckpt_path: str | None = None, **trainer: Any) -> PPO:  # noqa: ANN401
+    """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch."""
+    seed_everything(3, verbose=False)
+    data_options, model_options = SETTINGS[name]
+    data = RolloutDataModule(
+        **{"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "eval_episodes": 1} | data_options
+    )
+    model = PPO(
+        data.observation_space, data.action_space, **{"num_minibatches": 4, "hidden_sizes": (8,)} | model_options
+    )
+    # max_epochs is the same in all parts of a run: it is the horizon of the annealing.
+    trainer = {
+        "max_epochs": 4,
+        "max_steps": -1,
+        "callbacks": [_StopAfter(rollouts), ModelCheckpoint(folder, save_last=True)],
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0 if name in ("lives", "mujoco", "box2d") else 1,
+        "log_every_n_steps": 4,
+    } | trainer
+    fitted = Trainer(**trainer)
+    fitted.fit(model, data, ckpt_path=ckpt_path)
+    fitted.save_checkpoint(folder / "end.ckpt")
+    return model
+
+
+class _StopAfter(ModelCheckpoint):
+    """Stops with a checkpoint after a number of rollouts, wherever in an epoch that is."""
+
+    def __init__(self, rollouts: int) -> None:
+        super().__init__(save_top_k=0)
+        self.rollouts = rollouts
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        if pl_module.policy_version == self.rollouts:
+            trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[1].dirpath) / f"after_{self.rollouts}.ckpt")
+            trainer.should_stop = True
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:  # noqa: ANN401
+    """Return where two nested structures differ, to the last bit."""
+    if isinstance(one, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [d for key in keys for d in differences(one.get(key), other.get(key), f"{path}.{key}")]
+    if isinstance(one, list | tuple):
+        pairs = zip(one, other, strict=True)
+        return [d for index, (a, b) in enumerate(pairs) for d in differences(a, b, f"{path}.{index}")]
+    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return [] if same else [path]
+
+
+def run_state(path: Path) -> dict[str, Any]:
+    """Return what of a checkpoint must be equal: everything but Lightning's own callbacks and times."""
+    checkpoint = torch.load(path, weights_only=True)
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "lightning_rl", "RolloutDataModule", "global_step")
+    state = {key: checkpoint[key] for key in kept}
+    state["RolloutDataModule"] = {**state["RolloutDataModule"], "starts": None}
+    for rank in state["lightning_rl"]["ranks"]:
+        means = rank["window"]["means"]
+        if means is not None:  # seconds differ, numbers of them do not
+            places = [i for i, name in enumerate(rank["window"]["names"]) if name.startswith("time/")]
+            means["states"]["sums"][places] = 0
+    return state
+
+
+@pytest.mark.parametrize("stop", [pytest.param(4, id="within_an_epoch"), pytest.param(3, id="at_an_epochs_end")])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
+    fit(name, tmp_path / "whole", 8)
+    fit(name, tmp_path / "first", stop)
+    resumed = fit(name, tmp_path / "second", 8, ckpt_path=str(tmp_path / f"first/after_{stop}.ckpt"))
+    assert resumed.policy_version == 8
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_a_stopped_run_alone_does_not_end_where_the_whole_one_does(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 8)
+    fit("discrete", tmp_path / "first", 4)
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "first/after_4.ckpt"))
+
+
+def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
+    fit("continuous", tmp_path / "whole", 8)
+    fit("continuous", tmp_path / "first", 4)
+    code = (
+        "from pathlib import Path; from tests.test_resume import fit; "
+        f"fit('continuous', Path({str(tmp_path / 'second')!r}), 8, {str(tmp_path / 'first/after_4.ckpt')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=120)
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_resuming_after_the_validation_at_an_epochs_end_is_exact(tmp_path: Path) -> None:
+    fit("continuous", tmp_path / "whole", 8)
+    fit("continuous", tmp_path / "first", 4)  # its last.ckpt is that of the first epoch's end, after three rollouts
+    fit("continuous", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/last.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(tmp_path: Path) -> None:
+    SETTINGS["envpool"] = ({"env_id": "CartPole-v1", "backend": "envpool"}, {})
+    try:
+        fit("envpool", tmp_path / "first", 2)
+        with pytest.warns(
+            UserWarning, match=r"environments of CartPole-v1 \(backend 'envpool'\) could not be taken back"
+        ):
+            resumed = fit("envpool", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+    finally:
+        del SETTINGS["envpool"]
+    assert resumed.policy_version == 4
