@@ -155,7 +155,7 @@ class OnPolicyCLI(LightningCLI):
         """Say where everything is, and what to do next."""
         done = f"Done: {self.model.env_steps} environment steps"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        lines = [done + (f", validation return {float(score):.1f}" if score is not None else "")]
+        lines = [done if score is None else f"{done}, validation return {score:.{1 if abs(score) >= 10 else 3}f}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
             lines.append(f"  log:         {_relative(self.trainer.log_dir)}")
         best = self._checkpoint_path(last=False)

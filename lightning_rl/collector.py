@@ -168,11 +168,13 @@ class Collector:
             next_values = all_values[1:].clone()
             for rows, final in zip(self._chunks(indices, 1), self._chunks(final_observations, 1), strict=True):
                 next_values[rows[:, 0], rows[:, 1]] = policy.value(final).to(next_values.dtype)
+        terminated = torch.from_numpy(self._terminated).to(device)
+        next_values[terminated] = 0
         return Rollout(
             observations=observations,
             actions=stacked_actions,
             rewards=torch.from_numpy(self._rewards).to(device, self._dtype, copy=True),
-            terminated=torch.from_numpy(self._terminated).to(device),
+            terminated=terminated,
             truncated=torch.from_numpy(self._truncated).to(device),
             valid=None if self._valid.all() else torch.from_numpy(self._valid).to(device),
             log_probs=log_prob,

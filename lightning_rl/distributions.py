@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.networks import HeadLinear
+from lightning_rl.layers import HeadLinear
 from lightning_rl.validation import ConfigurationError, check_number
 
 _LOG_2PI = math.log(2 * math.pi)

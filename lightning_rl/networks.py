@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_rl.layers import orthogonal, orthogonal_linear
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -29,48 +29,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
     "gelu": nn.GELU,
     "silu": nn.SiLU,
 }
-_SQRT2 = math.sqrt(2)
 _NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
-_Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
-
-
-@torch.no_grad()
-def _orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
-    # The decomposition does not exist in half precision, which a module may be born in (`Trainer.init_module`).
-    weight = torch.empty_like(layer.weight, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
-    layer.weight.copy_(nn.init.orthogonal_(weight, gain))
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-
-class HeadLinear(nn.Linear):
-    """The linear layer of a head: orthogonal weights, zero bias, computed in at least float32.
-
-    Logits and values rounded to bfloat16 have two to three digits, too few for ratios and temporal differences.
-
-    Args:
-        in_features: Number of features.
-        out_features: Number of outputs.
-        gain: Of the orthogonal weights.
-    """
-
-    def __init__(self, in_features: int, out_features: int, gain: float) -> None:
-        super().__init__(in_features, out_features)
-        _orthogonal(self, gain)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Map features `[..., in_features]` to `[..., out_features]`."""
-        dtype, kind = torch.promote_types(self.weight.dtype, torch.float32), features.device.type
-        if dtype == self.weight.dtype and not torch.is_autocast_enabled(kind):
-            return super().forward(features.to(dtype))
-        with torch.autocast(kind, enabled=False):
-            return functional.linear(features.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
-
-
-def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:
-    """Return a linear layer with orthogonal weights (Saxe et al. 2014) and zero bias."""
-    return _orthogonal(nn.Linear(in_features, out_features), gain)
 
 
 def is_image(space: spaces.Space[Any]) -> bool:
@@ -92,7 +51,8 @@ def _image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
 class MLPEncoder(nn.Module):
     """Fully connected layers over the flattened observation.
 
-    uint8 observations are divided by 255; `Discrete` ones become one-hot vectors.
+    uint8 observations are divided by 255; `Discrete` ones become one-hot vectors. Floating-point ones come in the dtype
+    of the parameters.
 
     Args:
         space: A `Box` of any shape, or `Discrete`.
@@ -123,12 +83,12 @@ class MLPEncoder(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         """Map observations `[..., *shape]` to features `[..., out_features]`."""
         x = observations
-        dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         if self.num_classes:
             x = functional.one_hot(x.long() - self.start, self.num_classes)
         elif self.event_dims != 1:
             x = x.flatten(-self.event_dims) if self.event_dims else x.unsqueeze(-1)
-        x = x.to(dtype)
+        if not x.is_floating_point():
+            x = x.to(cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype())
         return self.layers(x / 255 if self.is_uint8 else x)  # type: ignore[no-any-return]
 
 
@@ -173,11 +133,11 @@ class NatureEncoder(_ImageEncoder):
             "use 'impala' or 'mlp'",
         )
         self.convolutions = nn.Sequential(
-            _orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
+            orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
             nn.ReLU(),
-            _orthogonal(nn.Conv2d(32, 64, 4, 2)),
+            orthogonal(nn.Conv2d(32, 64, 4, 2)),
             nn.ReLU(),
-            _orthogonal(nn.Conv2d(64, 64, 3, 1)),
+            orthogonal(nn.Conv2d(64, 64, 3, 1)),
             nn.ReLU(),
             nn.Flatten(),
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -196,8 +156,8 @@ class NatureEncoder(_ImageEncoder):
 class _ResidualBlock(nn.Module):
     def __init__(self, channels: int, gain: float) -> None:
         super().__init__()
-        self.convolution1 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
-        self.convolution2 = _orthogonal(nn.Conv2d(channels, channels, 3, padding=1), gain)
+        self.convolution1 = orthogonal(nn.Conv2d(channels, channels, 3, padding=1))
+        self.convolution2 = orthogonal(nn.Conv2d(channels, channels, 3, padding=1), gain)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.convolution1(functional.relu(x))
@@ -222,7 +182,7 @@ class ImpalaEncoder(_ImageEncoder):
         super().__init__(space)
         stages = nn.Sequential()
         for width, next_width in itertools.pairwise([self.channels, *channels]):
-            stages.append(_orthogonal(nn.Conv2d(width, next_width, 3, padding=1), gain=1.0))
+            stages.append(orthogonal(nn.Conv2d(width, next_width, 3, padding=1), gain=1.0))
             stages.append(nn.MaxPool2d(3, 2, padding=1))
             for _ in range(2):
                 stages.append(_ResidualBlock(next_width, gain=(2 * len(channels)) ** -0.5))

@@ -12,7 +12,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.distributions import Distribution, make_action_head
-from lightning_rl.networks import HeadLinear, is_image, make_encoder
+from lightning_rl.layers import HeadLinear
+from lightning_rl.networks import is_image, make_encoder
 from lightning_rl.normalization import ObservationNormalizer
 from lightning_rl.validation import ClassSpec, check
 
@@ -137,10 +138,11 @@ class ActorCritic(nn.Module):
 
     def _encode(self, encoder: nn.Module, observations: Tensor) -> Tensor:
         """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""
-        leading = observations.shape[: observations.dim() - self.event_dims]
-        if len(leading) == 1:
+        num_leading = observations.dim() - self.event_dims
+        if num_leading == 1:
             return encoder(observations)  # type: ignore[no-any-return]
-        rows = observations.flatten(0, len(leading) - 1) if leading else observations.unsqueeze(0)
+        leading = observations.shape[:num_leading]
+        rows = observations.flatten(0, num_leading - 1) if leading else observations.unsqueeze(0)
         features: Tensor = encoder(rows)
         return features.reshape(*leading, features.shape[-1])
 

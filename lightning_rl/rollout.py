@@ -31,8 +31,8 @@ class Rollout:
         valid: False where an environment was only being reset, `[T, B]`; None if every entry is a real step.
         log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
         values: Its value estimate of each observation, `[T, B]`.
-        next_values: Its value estimate of the observation each step really reached, `[T, B]`: at the end of an
-            episode that of the final observation, not of the one after the reset.
+        next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was
+            truncated that of the final observation, not of the one after the reset; 0 at a terminal state.
         final_indices: Time and environment of each truncated step, `[K, 2]`.
         final_observations: The observations those steps reached, `[K, ...]`.
         policy_version: Number of updates the policy had seen.

@@ -240,7 +240,7 @@ def test_a_run_says_where_it_is_and_the_next_command_works():
     assert not re.search("warn|deprecat|tip:|\N{ELECTRIC LIGHT BULB}|litlogger|litmodels|🚀", output, re.IGNORECASE)
     run = "runs/ppo/CartPole-v1/version_0"
     lines = done.stdout.splitlines()[-5:]
-    assert re.fullmatch(r"Done: 4096 environment steps, validation return \d+\.\d", lines[0])
+    assert re.fullmatch(r"Done: 4096 environment steps, validation return (\d\d+\.\d|\d\.\d\d\d)", lines[0])
     assert lines[1] == f"  log:         {run}"
     checkpoint = re.fullmatch(rf"  checkpoint:  ({run}/checkpoints/best-step=\d+\.ckpt)", lines[2])[1]
     assert lines[3] == f"  next:        lightning-rl test --config {run}/config.yaml --ckpt_path {checkpoint}"

@@ -7,15 +7,14 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.networks import (
-    HeadLinear,
     ImpalaEncoder,
     MLPEncoder,
     NatureEncoder,
     is_image,
     make_encoder,
-    orthogonal_linear,
 )
 from lightning_rl.validation import ConfigurationError
+from tests.test_layers import assert_orthogonal
 
 
 def image_space(*shape: int) -> spaces.Box:
@@ -24,14 +23,6 @@ def image_space(*shape: int) -> spaces.Box:
 
 def pixels(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-
-
-def assert_orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> None:
-    """The rows, or the columns where there are fewer, are orthogonal and as long as the gain; the bias is 0."""
-    weight = layer.weight.detach().double().flatten(1)
-    product = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
-    torch.testing.assert_close(product, gain**2 * torch.eye(len(product)).double(), rtol=0, atol=1e-5)
-    assert not layer.bias.any()
 
 
 class PlainEncoder(nn.Module):
@@ -77,26 +68,6 @@ def test_features_of_images_are_of_the_order_of_1_at_first(network):
     torch.manual_seed(0)
     features = make_encoder(image_space(3, 64, 64), network)(pixels(8, 3, 64, 64))
     assert 0.3 < features.square().mean().sqrt() < 1.5
-
-
-@pytest.mark.parametrize("gain", [0.01, 1.0])
-def test_heads_are_orthogonal_with_their_gain(gain):
-    assert_orthogonal(HeadLinear(16, 4, gain), gain)
-
-
-def test_initial_weights_are_the_same_in_every_precision():
-    torch.manual_seed(0)
-    full = orthogonal_linear(8, 4)
-    torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        half = orthogonal_linear(8, 4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert half.weight.dtype == torch.bfloat16
-    assert_orthogonal(orthogonal_linear(4, 8), 2**0.5)
-    assert (half.weight.float() @ half.weight.float().T - 2 * torch.eye(4)).abs().max() < 0.02
-    assert full.weight.dtype == torch.float32
 
 
 def test_published_sizes():
@@ -198,18 +169,6 @@ def test_mlp_is_linear_layers_with_the_activation_after_each():
     expected = ((x @ first.weight.T + first.bias).clamp(min=0) @ second.weight.T + second.bias).clamp(min=0)
     torch.testing.assert_close(encoder(x), expected)
     assert encoder.out_features == 5
-
-
-def test_head_is_computed_in_float32_under_autocast_and_with_bfloat16_weights():
-    head, features = HeadLinear(64, 3, 1.0), torch.randn(20, 64).bfloat16()
-    expected = features.float() @ head.weight.T + head.bias
-    with torch.autocast("cpu", torch.bfloat16):
-        output = head(features)
-    assert output.dtype == torch.float32
-    torch.testing.assert_close(output, expected)
-    half = HeadLinear(64, 3, 1.0).bfloat16()
-    torch.testing.assert_close(half(features), features.float() @ half.weight.float().T + half.bias.float())
-    assert HeadLinear(64, 3, 1.0).double()(features.double()).dtype == torch.float64
 
 
 def test_images_are_three_dimensional_and_uint8():

@@ -264,7 +264,10 @@ def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(
 
 def test_checkpoint_loads_where_the_package_cannot_be_imported(tmp_path):
     data = make_data()
-    model = make_model(data, optimizer=functools.partial(torch.optim.AdamW, weight_decay=0.1), **NORMALIZED)
+    optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.1)
+    model = make_model(
+        data, optimizer=optimizer, learning_rate=np.float64(1e-3), anneal_learning_rate=True, **NORMALIZED
+    )
     trainer = make_trainer(
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", save_last=True)],

@@ -129,7 +129,7 @@ class OnPolicyAlgorithm(Reports):
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
         self.on_truncation: OnTruncation = on_truncation
-        self.learning_rate = learning_rate
+        self.learning_rate = float(learning_rate)
         self.anneal_learning_rate = anneal_learning_rate
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
@@ -196,7 +196,7 @@ class OnPolicyAlgorithm(Reports):
 
     def _update_normalizers(self, rollout: Rollout) -> None:
         """Take the rollout into the running moments, now that it has been learned from."""
-        if (normalizer := self.policy.observation_normalizer) is not None:
+        if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)

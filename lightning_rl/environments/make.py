@@ -180,7 +180,7 @@ def _make_envpool(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> Vec
         if task != spec.env_id:  # an ALE id: keep its stickiness, which EnvPool does not
             kwargs.setdefault("repeat_action_probability", 0.25)
     with _explained(spec), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Box (low|high)'s precision")  # EnvPool's own declarations
+        warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # EnvPool's own declarations
         env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
         _ = env.observation_space, env.action_space
     return env  # type: ignore[no-any-return]

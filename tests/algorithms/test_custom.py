@@ -1,0 +1,100 @@
+"""Networks of one's own: an encoder by its class path, or a whole policy by `make_policy`."""
+
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from lightning_rl import PPO, ActorCritic, PolicyOutput
+from lightning_rl.distributions import Categorical
+from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
+
+
+class Residual(nn.Module):
+    """An encoder as a user would write it."""
+
+    def __init__(self, space: spaces.Box, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(*space.shape, width), nn.Linear(width, width)
+        self.out_features = width
+
+    def forward(self, observations: Tensor) -> Tensor:
+        x = self.first(observations).relu()
+        return x + self.second(x).relu()
+
+
+class OneNetwork(nn.Module):
+    """A policy that is no `ActorCritic`: one linear layer gives logits and value."""
+
+    def __init__(self, num_features: int, num_actions: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_features, num_actions + 1)
+
+    def forward(self, observations: Tensor) -> tuple[Categorical, Tensor]:
+        *logits, value = self.linear(observations).unbind(-1)
+        return Categorical(torch.stack(logits, -1)), value
+
+    def act(
+        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+    ) -> PolicyOutput:
+        distribution = self(observations)[0]
+        return PolicyOutput(distribution.mode() if deterministic else distribution.sample(generator))
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        return self(observations)[0].log_prob(actions)
+
+    def value(self, observations: Tensor) -> Tensor:
+        return self(observations)[1]
+
+
+class OneNetworkPPO(PPO):
+    def make_policy(self) -> Any:
+        return OneNetwork(self.observation_space.shape[0], self.action_space.n)
+
+
+class FlatterPPO(PPO):
+    """Adds a hyper-parameter that its policy needs."""
+
+    def __init__(self, *args: Any, temperature: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def make_policy(self) -> ActorCritic:
+        policy = super().make_policy()
+        with torch.no_grad():
+            policy.action_head.logits.weight.div_(self.hparams["temperature"])
+        return policy
+
+
+NETWORK = {"class_path": f"{__name__}.Residual", "init_args": {"width": 12}}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [(PPO, {"network": NETWORK}), (OneNetworkPPO, {}), (FlatterPPO, {"temperature": 2.0})],
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, options, precision, tmp_path):
+    data, recorder = make_data(), Recorder()
+    model = algorithm(data.observation_space, data.action_space, learning_rate=3e-3, **options)
+    before = parameters_of(model)
+    trainer = make_trainer(limit_val_batches=1, callbacks=[recorder], precision=precision)
+    trainer.fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= (1e-6 if precision == "32-true" else 1e-2)
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = algorithm.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert_equal_parameters(loaded, parameters_of(model))
+    for name, value in options.items():
+        assert loaded.hparams[name] == value
+    (validated,) = trainer.validate(loaded, data, verbose=False)
+    assert validated["val/episode_return"] == trainer.callback_metrics["val/episode_return"]
+
+
+def test_own_encoder_is_used_by_actor_and_critic():
+    data = make_data()
+    model = PPO(data.observation_space, data.action_space, network=NETWORK)
+    assert isinstance(model.policy.actor_encoder, Residual)
+    assert isinstance(model.policy.critic_encoder, Residual)
+    assert model.policy.value_head.in_features == 12

@@ -1,0 +1,170 @@
+"""Contract 3: every autoreset mode, and EnvPool, gives the same learning data."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+
+from lightning_rl import PPO
+from tests.helpers import FixedRollouts, make_trainer
+from tests.probes import Greedy, Tape, Told, make_batch, make_collector
+
+SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
+SCRIPT = {"lengths": (5, 3, 4), "ends": ("terminated", "truncated", "both")}
+
+
+def make_model(environments, **options) -> PPO:
+    """In float64, so that only the order of sums differs; one step of plain gradient descent per rollout."""
+    torch.manual_seed(0)
+    spaces = environments.single_observation_space, environments.single_action_space
+    model = PPO(
+        *spaces,
+        **{"num_epochs": 1, "num_minibatches": 1, "max_grad_norm": None, "learning_rate": 1.0, "entropy_coef": 0.01}
+        | {"optimizer": {"class_path": "torch.optim.SGD"}, "normalize_observations": True, "normalize_rewards": True}
+        | options,
+    )
+    return model.double()
+
+
+def length_of(environments, num_rows) -> int:
+    """Length of the shortest rollout with this many real steps of one environment."""
+    collector = make_collector(environments, 1)
+    missing, length = num_rows, 0
+    while missing:
+        missing -= collector.collect(Told()).num_steps
+        length += 1
+    return length
+
+
+def learn(model, rollout):
+    """Take the gradient step, and return everything that it and the normalisers changed."""
+    make_trainer(precision="64-true").fit(model, FixedRollouts([rollout], model))
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.fixture
+def script_in(request):
+    def make(mode):
+        environments = make_batch("Probe/Counter-v0", mode=mode, **SCRIPT)
+        request.addfinalizer(environments.close)
+        return environments
+
+    return make
+
+
+# 20 rows end with an episode, 19 in the middle of one, 21 with the first step of the next.
+@pytest.mark.parametrize("num_rows", [19, 20, 21])
+@pytest.mark.parametrize("mode", [NEXT, DISABLED])
+def test_modes_give_equal_targets_gradients_statistics_and_counts(script_in, mode, num_rows):
+    results = []
+    for environments in (script_in(SAME), script_in(mode)):
+        model = make_model(environments)
+        keys = ("level", "score", "only_reset", "absent")
+        length = length_of(environments, num_rows)
+        # The scripted environment would go on counting episodes: make it anew.
+        rollout = make_collector(script_in(environments.mode), length, torch.float64, keys).collect(
+            Greedy(model.policy)
+        )
+        batch = rollout.flatten(
+            advantages=model.gae(rollout, 0.95), next_values=rollout.next_values, rewards=rollout.rewards
+        )
+        ends = rollout.flatten(terminated=rollout.terminated, truncated=rollout.truncated)
+        results.append((rollout, batch, ends, learn(model, rollout), model))
+    (one, batch, ends, state, model), (other, other_batch, other_ends, other_state, other_model) = results
+    assert one.num_steps == other.num_steps == num_rows == len(batch)
+    assert model.env_steps == other_model.env_steps == num_rows
+    assert one.episodes.returns == other.episodes.returns
+    assert one.episodes.lengths == other.episodes.lengths == [5, 3, 4, 5, 3][: 5 if num_rows >= 20 else 4]
+    assert one.infos == other.infos and one.infos["only_reset"] == one.infos["absent"] == []
+    assert len(one.infos["level"]) == num_rows and one.infos["score"] == [float(n) for n in one.episodes.lengths]
+    for name in ("observations", "actions", "rewards"):
+        assert torch.equal(getattr(batch, name), getattr(other_batch, name)), name
+    for name in ("terminated", "truncated"):
+        assert torch.equal(getattr(ends, name), getattr(other_ends, name)), name
+    for name in ("values", "next_values", "log_probs", "advantages"):
+        torch.testing.assert_close(getattr(batch, name), getattr(other_batch, name), rtol=1e-13, atol=1e-13)
+    initial = make_model(script_in(SAME)).state_dict()
+    for name, x in state.items():
+        if "discounted_return" not in name:
+            torch.testing.assert_close(other_state[name], x, rtol=1e-12, atol=1e-14, msg=name)
+        if "weight" in name or "moments" in name:
+            assert not torch.equal(x, initial[name]), f"{name} did not change, so its equality says nothing"
+
+
+def test_next_step_marks_exactly_the_resets_as_not_valid_across_rollouts_too():
+    environments = make_batch("Probe/Counter-v0", mode=NEXT, lengths=(3, 2))
+    collector = make_collector(environments, 4)
+    assert [collector.collect(Told()).valid[:, 0].tolist() for _ in range(3)] == [
+        [True, True, True, False],
+        [True, True, False, True],
+        [True, True, False, True],
+    ]
+
+
+def test_rollout_that_ends_with_an_episode_begins_the_next_one_with_the_reset_masked():
+    environments = make_batch("Probe/Counter-v0", mode=NEXT, lengths=(3, 2))
+    collector = make_collector(environments, 3)
+    first, second = collector.collect(Told()), collector.collect(Told())
+    assert first.valid is None and second.valid is not None
+    assert second.valid[:, 0].tolist() == [False, True, True]
+    assert second.rewards[:, 0].tolist() == [0, 101, 102]
+    assert second.episodes.lengths == [2] and second.episodes.returns == [203.0]
+
+
+def test_same_step_and_disabled_waste_no_step():
+    for mode in (SAME, DISABLED):
+        rollout = make_collector(make_batch("Probe/Counter-v0", 3, mode=mode, lengths=(1, 2)), 20).collect(Told())
+        assert rollout.valid is None and rollout.num_steps == 60
+
+
+def test_minibatches_are_made_of_valid_rows_only():
+    rollout = make_collector(make_batch("Probe/Counter-v0", 3, mode=NEXT, lengths=(2,), reward=7.0), 10).collect(Told())
+    batch = rollout.flatten(rewards=rollout.rewards)
+    assert len(batch) == rollout.num_steps == 3 * 7
+    assert (batch.rewards == 7).all()
+    assert sorted(len(part) for part in batch.shuffled().split(4)) == [5, 5, 5, 6]
+    assert batch.mean(batch.rewards).item() == pytest.approx(7)
+
+
+def record(rollout, first_observation) -> Tape:
+    """The real transitions of one environment, as a tape."""
+    valid = np.ones(rollout.shape[0], bool) if rollout.valid is None else rollout.valid[:, 0].numpy()
+    observations = rollout.observations[:, 0].numpy()
+    firsts = [first_observation] + [observations[t + 1] for t in np.flatnonzero(~valid)]
+    # A real step of EnvPool returns the observation that it reached.
+    columns = (rollout.rewards, rollout.terminated, rollout.truncated)
+    rewards, terminated, truncated = (x[:, 0].numpy()[valid].copy() for x in columns)
+    return Tape([x.copy() for x in firsts], observations[1:][valid].copy(), rewards, terminated, truncated)
+
+
+@pytest.mark.parametrize("backend", ["envpool", "native"])
+def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitions(backend):
+    environments = make_batch("CartPole-v1", backend=backend, max_episode_steps=9)
+    assert environments.mode is NEXT
+    model = make_model(environments, normalize_observations=False)
+    rollout = make_collector(environments, 63, torch.float64).collect(Greedy(model.policy))
+    assert rollout.valid is not None and not rollout.valid.all() and rollout.valid[-1]
+    assert rollout.truncated.any() and (rollout.rewards[~rollout.valid] == 0).all()
+    tape = record(rollout, rollout.observations[0, 0].numpy())
+    spaces = environments.single_observation_space, environments.single_action_space
+    environments.close()
+    replay = make_batch("Probe/Replay-v0", tape=tape, observation_space=spaces[0], action_space=spaces[1])
+    again = make_collector(replay, rollout.num_steps, torch.float64).collect(Greedy(model.policy))
+    assert again.valid is None
+    rows, expected = (
+        r.flatten(advantages=model.gae(r, 0.95), next_values=r.next_values, rewards=r.rewards) for r in (rollout, again)
+    )
+    for name in ("observations", "actions", "rewards"):
+        assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+    for name in ("values", "next_values", "log_probs", "advantages"):
+        torch.testing.assert_close(getattr(rows, name), getattr(expected, name), rtol=1e-13, atol=1e-13)
+    assert rollout.episodes.returns == again.episodes.returns
+    assert rollout.episodes.lengths == again.episodes.lengths
+    initial = {name: x.clone() for name, x in model.state_dict().items()}
+    changed = learn(model, rollout)
+    reference = make_model(replay, normalize_observations=False)
+    reference.load_state_dict(initial)
+    for name, x in learn(reference, again).items():
+        if "discounted_return" not in name:
+            torch.testing.assert_close(changed[name], x, rtol=1e-12, atol=1e-14, msg=name)
+            assert "weight" not in name or not torch.equal(x, initial[name])

@@ -1,0 +1,276 @@
+"""Small environments whose every number is known, and policies that act on them in a known way.
+
+All are registered with Gymnasium under `Probe/…`. Observations of the counting ones say where they are, so that nothing can
+leak from one episode into another unseen.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from lightning_rl.collector import Collector
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.rollout import Rollout
+
+
+class Counter(gymnasium.Env[np.ndarray, Any]):
+    """Episodes of scripted lengths; the observation is (episode, step).
+
+    Args:
+        lengths: Of the episodes, in turns.
+        ends: How they end, in turns: `terminated`, `truncated` or `both`.
+        reward: Of every step; None: 100 · episode + step, the step that is being taken counting from 1.
+        start: First of three discrete actions; None: a continuous action of two dimensions.
+        reuse_buffer: Return the same array each time, overwritten.
+        blind: Observe nothing: zeros.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] = (5,),
+        ends: Sequence[str] = ("truncated",),
+        reward: float | None = None,
+        start: int | None = 0,
+        reuse_buffer: bool = False,
+        blind: bool = False,
+    ) -> None:
+        self.lengths, self.ends, self.reward, self.reuse_buffer = lengths, ends, reward, reuse_buffer
+        self.blind = blind
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+        self.action_space = spaces.Box(-1, 1, (2,), np.float32) if start is None else spaces.Discrete(3, start=start)
+        self.episode, self.count = -1, 0
+        self.buffer = np.zeros(2, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.episode += 1
+        self.count = 0
+        return self.observe(), {"level": -1000.0, "only_reset": 1.0}
+
+    def step(self, action: Any):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.count += 1
+        reward = 100.0 * self.episode + self.count if self.reward is None else self.reward
+        over = self.count == self.lengths[self.episode % len(self.lengths)]
+        how = self.ends[self.episode % len(self.ends)]
+        info: dict[str, Any] = {"level": 10.0 * self.episode + self.count, "name": "probe"}
+        if over:
+            info["score"] = float(self.count)
+        return self.observe(), reward, over and how != "truncated", over and how != "terminated", info
+
+    def observe(self) -> np.ndarray:
+        values = np.array([self.episode, self.count], np.float32) * (not self.blind)
+        if not self.reuse_buffer:
+            return values
+        self.buffer[:] = values
+        return self.buffer
+
+
+class Random(gymnasium.Env[np.ndarray, int]):
+    """Observations, rewards and ends drawn from the environment's own generator."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        return self.np_random.normal(size=3), {}
+
+    def step(self, action: int):
+        random = self.np_random
+        over = random.random(2) < 0.1
+        return random.normal(size=3), random.normal() + action, bool(over[0]), bool(over[1]), {}
+
+
+class Failing(Counter):
+    """A counter that fails in one episode.
+
+    Args:
+        how: `raise`, `hang`, `exit`, `kill` (its own process), or what to put where (`nan observation`, `inf reward`, …).
+        episode_seed: Fails in the episode that is reset with this seed.
+        at: At which step; 0 is its reset.
+        lengths: Of the episodes.
+    """
+
+    def __init__(self, how: str, episode_seed: int, at: int, lengths: Sequence[int] = (5,)) -> None:
+        super().__init__(lengths, reward=1.0)
+        self.how, self.episode_seed, self.at = how, episode_seed, at
+        self.fails_here = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.fails_here = seed == self.episode_seed
+        observation, info = super().reset(seed=seed)
+        return self.fail(observation, 0.0)[0], info
+
+    def step(self, action: Any):
+        observation, reward, *rest = super().step(action)
+        return *self.fail(observation, reward), *rest
+
+    def fail(self, observation: np.ndarray, reward: float) -> tuple[np.ndarray, float]:
+        if not self.fails_here or self.count != self.at:
+            return observation, reward
+        if self.how == "raise":
+            raise ArithmeticError("the physics exploded")
+        if self.how == "hang":
+            time.sleep(1000)
+        if self.how == "exit":
+            os._exit(3)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        value, _, where = self.how.partition(" ")
+        if where == "reward":
+            return observation, float(value)
+        observation[1] = float(value)
+        return observation, reward
+
+
+class Tape(NamedTuple):
+    """Transitions to be played back: `[N + 1]` or `[N]` each, the first observation of each episode by its number."""
+
+    first: list[np.ndarray]
+    reached: np.ndarray
+    rewards: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+class Replay(gymnasium.Env[np.ndarray, int]):
+    """Plays a tape back, whatever the actions."""
+
+    def __init__(self, tape: Tape, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
+        self.tape, self.observation_space, self.action_space = tape, observation_space, action_space
+        self.place = self.episode = -1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.episode += 1
+        return self.tape.first[self.episode].copy(), {}
+
+    def step(self, action: int):
+        self.place += 1
+        t, tape = self.place, self.tape
+        ends = bool(tape.terminated[t]), bool(tape.truncated[t])
+        return tape.reached[t].copy(), float(tape.rewards[t]), *ends, {}
+
+
+class Space(gymnasium.Env[Any, Any]):
+    """Samples from any space."""
+
+    def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any] | None = None) -> None:
+        self.observation_space, self.action_space = observation_space, action_space or spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any):
+        return self.observation_space.sample(), 1.0, self.np_random.random() < 0.1, False, {}
+
+
+class DoubleReward(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Doubles rewards and cuts episodes after three steps, to see where a wrapper is applied."""
+
+    def reset(self, **kwargs: Any):
+        self.steps = 0
+        return self.env.reset(**kwargs)
+
+    def step(self, action: Any):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.steps += 1
+        return observation, 2 * reward, terminated, truncated or self.steps == 3, info
+
+
+class DoubleVectorReward(gymnasium.vector.VectorRewardWrapper):
+    """The same, of a vector environment, without the cut."""
+
+    def rewards(self, rewards: np.ndarray) -> np.ndarray:
+        return 2 * rewards
+
+
+for probe in (Counter, Random, Failing, Replay, Space):
+    gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
+
+
+class Told:
+    """A policy that does what it is told: a function of the observation gives the action, another the value.
+
+    Deterministic, so that steps on which nothing happens do not change what comes after.
+    """
+
+    def __init__(self, value: Any = 0.0, action: Any = 0) -> None:
+        self.of_value = value if callable(value) else lambda o: torch.full(o.shape[:-1], float(value))
+        self.of_action = action if callable(action) else lambda o: torch.full(o.shape[:-1], int(action))
+        self.seen: list[Tensor] = []
+
+    def act(self, observations: Tensor, generator: Any = None, deterministic: bool = False) -> PolicyOutput:
+        self.seen.append(observations.clone())
+        return PolicyOutput(self.of_action(observations))
+
+    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+        return torch.zeros(actions.shape[: observations.dim() - 1])
+
+    def value(self, observations: Tensor) -> Tensor:
+        return self.of_value(observations)
+
+
+class Greedy:
+    """An actor-critic that always takes the mode, so that its actions depend on the observations alone."""
+
+    def __init__(self, policy: ActorCritic) -> None:
+        self.policy = policy
+        self.log_prob, self.value = policy.log_prob, policy.value
+
+    def act(self, observations: Tensor, generator: Any = None, deterministic: bool = False) -> PolicyOutput:
+        return self.policy.act(observations, generator, deterministic=True)
+
+
+def make_batch(
+    env_id: str,
+    num_envs: int = 1,
+    *,
+    mode: AutoresetMode = AutoresetMode.SAME_STEP,
+    seed: int = 0,
+    **options: Any,
+) -> EnvironmentBatch:
+    """Environments with seeds from the tree; keyword arguments that a spec does not know are the environment's."""
+    names = EnvironmentSpec.__dataclass_fields__
+    spec = EnvironmentSpec(
+        env_id,
+        {key: value for key, value in options.items() if key not in names},
+        **{key: value for key, value in options.items() if key in names},
+    )
+    return make_environments(spec, num_envs, seeds_of(num_envs, seed), mode)
+
+
+def seeds_of(num_envs: int, seed: int = 0) -> list[int]:
+    """The seeds that `make_batch` gives."""
+    return [derive_seed(seed, index) for index in range(num_envs)]
+
+
+def make_collector(
+    environments: EnvironmentBatch, length: int, dtype: torch.dtype = torch.float32, info_keys: Sequence[str] = ()
+) -> Collector:
+    """A collector whose actions come from a generator seeded with 0."""
+    observation_space, action_space = environments.single_observation_space, environments.single_action_space
+    generator = torch.Generator().manual_seed(0)
+    return Collector(environments, observation_space, action_space, length, generator, dtype, info_keys)
+
+
+def collect(env_id: str, length: int, policy: Any, num_envs: int = 1, **options: Any) -> Rollout:
+    """One rollout."""
+    environments = make_batch(env_id, num_envs, **options)
+    try:
+        return make_collector(environments, length).collect(policy)
+    finally:
+        environments.close()
