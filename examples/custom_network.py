@@ -2,8 +2,8 @@
 
     python examples/custom_network.py
 
-An *encoder* turns observations into features; heads for actions and value are added to it. Named by its class path it also
-works from YAML and survives `load_from_checkpoint`. Overriding `make_policy` replaces the whole actor-critic.
+An *encoder* turns observations into features; heads for actions and value are put on top of it. Named by its class path
+it works from YAML too and survives `load_from_checkpoint`. Overriding `make_policy` changes the whole actor-critic.
 """
 
 import torch
@@ -11,7 +11,7 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor, nn
 
-from lightning_rl import PPO, ActorCritic, EnvStepLimit, RolloutDataModule
+from lightning_rl import PPO, ActorCritic, EnvStepLimit, EnvStepProgressBar, RolloutDataModule
 
 
 class FourierEncoder(nn.Module):
@@ -29,33 +29,38 @@ class FourierEncoder(nn.Module):
         return torch.tanh(self.linear(torch.cat([angles.sin(), angles.cos()], dim=-1)))
 
 
-class SmallCriticPPO(PPO):
-    """PPO with a policy of its own making: a smaller network for the critic."""
+class LinearCriticPPO(PPO):
+    """PPO whose critic is linear in the observation."""
 
     def make_policy(self) -> ActorCritic:
-        """Return the policy."""
+        """Return the policy of PPO with another encoder and value head for the critic."""
         policy = super().make_policy()
-        policy.critic_encoder = nn.Sequential(nn.Linear(self.observation_space.shape[0], 64), nn.Tanh())
+        policy.critic_encoder = nn.Identity()
+        policy.value_head = nn.Linear(self.observation_space.shape[0], 1)
         return policy
 
 
 def main(max_env_steps: int = 20_000) -> list[PPO]:
-    """Train both for a while."""
+    """Train one of each for a while."""
+    torch.set_num_threads(1)
     seed_everything(0)
-    data = RolloutDataModule("CartPole-v1")
-    spaces_ = data.observation_space, data.action_space
+    data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128)
     encoder = {"class_path": f"{FourierEncoder.__module__}.FourierEncoder", "init_args": {"num_frequencies": 16}}
-    models = [PPO(*spaces_, network=encoder), SmallCriticPPO(*spaces_)]
+    models = [
+        PPO(data.observation_space, data.action_space, network=encoder),
+        LinearCriticPPO(data.observation_space, data.action_space),
+    ]
     for model in models:
         trainer = Trainer(
             max_epochs=-1,
-            callbacks=[EnvStepLimit(max_env_steps)],
+            callbacks=[EnvStepLimit(max_env_steps), EnvStepProgressBar()],
             accelerator="cpu",
             logger=False,
             enable_checkpointing=False,
-            log_every_n_steps=10,
+            num_sanity_val_steps=0,
         )
-        trainer.fit(model, RolloutDataModule("CartPole-v1"))
+        trainer.fit(model, RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128))
+        trainer.validate(model, data)
     return models
 
 

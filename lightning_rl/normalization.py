@@ -7,7 +7,7 @@ updating see the same function, and the importance ratio is 1 on arrival.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -125,15 +125,14 @@ class RewardNormalizer(_Statistics):
         epsilon: Added to the variance.
     """
 
-    discounted_return: Tensor
-
     def __init__(self, gamma: float, clip: float = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__()
         self.moments = RunningMoments()
         self.gamma = gamma
         self.clip = clip
         self.epsilon = epsilon
-        self.register_buffer("discounted_return", torch.zeros(0, dtype=torch.float64))
+        # Of this rank's environments, so no buffer: DDP would give every rank those of the first, and a checkpoint too.
+        self.discounted_return = torch.zeros(0, dtype=torch.float64)
 
     def forward(self, rewards: Tensor) -> Tensor:
         """Normalise rewards of any shape; with a variance of 1 before any data."""
@@ -149,7 +148,7 @@ class RewardNormalizer(_Statistics):
             valid: Which entries are real steps, shape `[T, B]`; all of them if left out.
             reduce: Sums a tensor over all ranks.
         """
-        before = self.discounted_return
+        before = self.discounted_return.to(self.moments.mean.device, self.moments.mean.dtype)
         if before.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
             before = before.new_zeros(rewards.shape[1:])
         rewards = rewards.to(before.dtype)
@@ -161,10 +160,3 @@ class RewardNormalizer(_Statistics):
         # What the next rollout begins with: 0 after the end of an episode.
         self.discounted_return = keep[-1] * returns[-1]
         self.moments.update(returns.flatten() if valid is None else returns[valid], reduce)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # noqa: ANN401
-        """Accept the number of environments that the checkpoint was made with."""
-        stored = state_dict.get(prefix + "discounted_return")
-        if stored is not None:
-            self.discounted_return = self.discounted_return.new_zeros(stored.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,46 +1,95 @@
-"""Layers: orthogonal weights, and heads that are computed in at least float32."""
+"""A module imports only from rows above its own, so that each can be read knowing no more than those."""
+
+import ast
+import graphlib
+from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from lightning_rl.layers import HeadLinear, orthogonal_linear
+PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
-
-def assert_orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> None:
-    """The rows, or the columns where there are fewer, are orthogonal and as long as the gain; the bias is 0."""
-    weight = layer.weight.detach().double().flatten(1)
-    product = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
-    torch.testing.assert_close(product, gain**2 * torch.eye(len(product)).double(), rtol=0, atol=1e-5)
-    assert not layer.bias.any()
-
-
-@pytest.mark.parametrize("gain", [0.01, 1.0])
-def test_heads_are_orthogonal_with_their_gain(gain):
-    assert_orthogonal(HeadLinear(16, 4, gain), gain)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 1e-5), (torch.float64, 1e-12)],
-)
-def test_weights_are_orthogonal_in_whatever_precision_they_are_made(dtype, tolerance):
-    try:
-        torch.set_default_dtype(dtype)
-        weight = orthogonal_linear(8, 4).weight
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert weight.dtype == dtype
-    assert (weight.double() @ weight.double().T - 2 * torch.eye(4)).abs().max() < tolerance
+# Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
+LAYERS = [
+    {"__about__", "functional", "spaces", "validation", "layers", "clock", "diagnostics", "random_state"},
+    {"networks", "distributions", "normalization", "rollout", "runs", "quiet", "progress_text"},
+    {"policy", "environments", "metrics"},
+    {"collector", "evaluation"},
+    {"datamodule", "algorithms.base"},
+    {"algorithms", "callbacks", "progress"},
+    {"cli_errors"},
+    {"cli"},
+    {"__init__", "__main__"},
+]
+ROW = {name: row for row, names in enumerate(LAYERS) for name in names}
 
 
-def test_head_is_computed_in_float32_under_autocast_and_with_bfloat16_weights():
-    head, features = HeadLinear(64, 3, 1.0), torch.randn(20, 64).bfloat16()
-    expected = features.float() @ head.weight.T + head.bias
-    with torch.autocast("cpu", torch.bfloat16):
-        output = head(features)
-    assert output.dtype == torch.float32
-    torch.testing.assert_close(output, expected)
-    half = HeadLinear(64, 3, 1.0).bfloat16()
-    torch.testing.assert_close(half(features), features.float() @ half.weight.float().T + half.bias.float())
-    assert HeadLinear(64, 3, 1.0).double()(features.double()).dtype == torch.float64
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The modules that a source imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "no relative imports"
+            assert node.module is not None
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    names = {name.removeprefix("lightning_rl.") for name in imported(tree) if name.startswith("lightning_rl.")}
+    return names & set(MODULES)
+
+
+def layer_of(module: str) -> str:
+    package, _, name = module.partition(".")
+    if package == "algorithms":
+        return "algorithms.base" if name in ("base", "reports", "updates", "resuming") else "algorithms"
+    return package
+
+
+def test_every_module_has_its_place():
+    assert {layer_of(module) for module in MODULES} == set(ROW)
+    assert sum(map(len, LAYERS)) == len(ROW)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_module_imports_only_from_rows_above_its_own(module):
+    layer = layer_of(module)
+    others = {other for other in own_imports(MODULES[module]) if layer_of(other) != layer}
+    assert [other for other in sorted(others) if ROW[layer_of(other)] >= ROW[layer]] == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    # The parts of a package name it where they mean one another: that is no circle.
+    graph = {
+        module: {other for other in own_imports(tree) if not module.startswith(f"{other}.")}
+        for module, tree in MODULES.items()
+    }
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+def test_data_and_algorithms_do_not_know_each_other():
+    assert not any(other.startswith("algorithms") for other in own_imports(MODULES["datamodule"]))
+    assert not any("datamodule" in own_imports(tree) for name, tree in MODULES.items() if name.startswith("algorithms"))
+
+
+def test_the_functional_core_imports_torch_alone():
+    allowed = {"__future__", "collections", "math", "typing", "torch", "lightning_rl"}
+    for name, tree in MODULES.items():
+        if name.startswith("functional"):
+            assert {module.split(".")[0] for module in imported(tree)} <= allowed, name
+            assert all(other.startswith("functional") for other in own_imports(tree)), name
+
+
+def test_the_checks_would_notice_a_wrong_import():
+    tree = ast.parse("def f():\n    from lightning_rl.cli import main\n    from lightning_rl import datamodule")
+    assert own_imports(tree) == {"cli", "datamodule"}

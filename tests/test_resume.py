@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,25 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=120)
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> None:
+    def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
+        ranks = "devices=2, strategy='ddp'"
+        code = (
+            "from pathlib import Path; from tests.test_resume import fit\n"
+            f"fit('continuous', Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
+        )
+        script = tmp_path / f"{folder}.py"
+        script.write_text(code)
+        root = str(Path(__file__).parents[1])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path, env=environment, timeout=120)
+
+    run("whole", 6)
+    run("first", 4)
+    run("second", 6, str(tmp_path / "first/after_4.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_6.ckpt"), run_state(tmp_path / "second/after_6.ckpt")) == []
 
 
 def test_resuming_after_the_validation_at_an_epochs_end_is_exact(tmp_path: Path) -> None:

@@ -231,6 +231,8 @@ class OnPolicyAlgorithm(Reports):
             self.generator.set_state(state["generator"].cpu())
             set_random_state(state["random"])
             self.load_window_state(state["window"])
+            if self.reward_normalizer is not None and state["discounted_return"] is not None:
+                self.reward_normalizer.discounted_return = state["discounted_return"].to(self.device)
         else:
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
@@ -244,7 +246,9 @@ class OnPolicyAlgorithm(Reports):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""
+        rewards = self.reward_normalizer
         of_this_rank = {
+            "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
             "generator": self.generator.get_state(),
             "random": random_state(),
             "window": self.window_state(),

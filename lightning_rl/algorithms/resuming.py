@@ -38,8 +38,7 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    # The discounted returns are one per environment, of which there may be another number.
-    return {name: None if name.endswith("discounted_return") else x.shape for name, x in state.items()}
+    return {name: x.shape for name, x in state.items()}
 
 
 def keep_learning_rate(checkpoint: dict[str, Any], learning_rate: float) -> None:

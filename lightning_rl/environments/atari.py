@@ -8,6 +8,7 @@ from typing import Any, SupportsFloat
 import gymnasium
 from gymnasium import wrappers
 
+from lightning_rl.environments.ale import SeededGame
 from lightning_rl.environments.lives import EpisodicLife, FireOnReset, GameScore, StackChannels, WholeGame
 from lightning_rl.validation import check, check_number, check_positive_int
 
@@ -59,17 +60,25 @@ class AtariPreprocessing:
         return replace(self, episodic_life=False, clip_rewards=False)
 
     def make_kwargs(self) -> dict[str, Any]:
-        """Return what `gymnasium.make` needs: frames are skipped by the wrapper, not by the emulator."""
-        return {"frameskip": 1} | self._sticky()
+        """Return what `gymnasium.make` needs: wrappers skip frames and repeat actions, not the emulator."""
+        return {"frameskip": 1, "repeat_action_probability": 0.0}
 
-    def wrap(self, env: gymnasium.Env[Any, Any], evaluation: bool = False) -> gymnasium.Env[Any, Any]:
+    def wrap(
+        self, env: gymnasium.Env[Any, Any], default_stickiness: float, evaluation: bool = False
+    ) -> gymnasium.Env[Any, Any]:
         """Apply the preprocessing to one game.
+
+        Args:
+            env: The game, made with `make_kwargs`.
+            default_stickiness: Probability of repeating an action where the options do not give one.
+            evaluation: Play for the score.
 
         For evaluation the lives of a game are joined and rewards are the score; all else is as in training, so that an
         agent for whom FIRE was pressed after each lost life need not have learned to do it.
         """
+        stickiness = self.repeat_action_probability
         env = wrappers.AtariPreprocessing(
-            env,
+            SeededGame(env, default_stickiness if stickiness is None else stickiness),
             noop_max=self.noop_max,
             frame_skip=self.frame_skip,
             screen_size=self.screen_size,

@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.vector import VectorWrapper
 
 
 class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -131,6 +132,29 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         reward = self._game.score - self._score
         self._score = self._game.score
         return observation, reward, terminated, truncated, info
+
+
+class NativeLives(VectorWrapper[Any, Any, Any, Any, Any]):
+    """Give the observation that was reached where ale-py's own vector environment reports a lost life.
+
+    Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes on,
+    the observation itself is the one reached.
+    """
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - those of `VectorEnv.reset`
+        """Begin games."""
+        observations, infos = self.env.reset(**kwargs)
+        self._lives = infos["lives"].copy()
+        return observations, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+        """Step, and correct the final observations."""
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        if "final_obs" in infos:
+            goes_on = infos["lives"] < self._lives
+            infos["final_obs"][goes_on] = observations[goes_on]
+        self._lives = infos["lives"].copy()
+        return observations, rewards, terminated, truncated, infos
 
 
 class StackChannels(gymnasium.ObservationWrapper[Any, Any, Any]):

@@ -17,6 +17,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.lives import NativeLives
 from lightning_rl.environments.registry import check_envpool, find_spec, is_atari, missing_package, unknown_id
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
@@ -131,13 +132,14 @@ def make_single(
         ConfigurationError: A package is missing, or the environment or a wrapper refuses its arguments.
     """
     atari = spec.atari_options(is_atari(gym_spec, spec.env_kwargs.get("obs_type")))
-    check(
-        atari is None or "frameskip" not in spec.env_kwargs, "env_kwargs", spec.env_kwargs, "atari.frame_skip instead"
-    )
+    if atari is not None:
+        for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
+            check(name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead")
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs() if atari else {}) | spec.env_kwargs
     with _explained(spec, gym_spec):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
-        env = atari.wrap(env, spec.evaluation) if atari else env
+        if atari:
+            env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
     for wrapper in env_wrappers:
         env = instantiate("wrappers", wrapper, env)
     # A stream of episodes does not begin in the middle of a game.
@@ -163,6 +165,7 @@ def _make_native(
         env = gymnasium.make_vec(
             gym_spec, num_envs, vectorization_mode="vector_entry_point", **(kwargs | spec.env_kwargs)
         )
+        env = NativeLives(env) if atari is not None and atari.episodic_life else env
     return env, seeds[0] if atari is None else np.asarray(seeds)
 
 

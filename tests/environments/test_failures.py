@@ -1,0 +1,261 @@
+"""Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.seeding import derive_seed
+from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
+from tests.probes import Told, make_batch, make_collector, seeds_of
+
+
+class DiesInWorkers(gymnasium.Wrapper):
+    """What a constructor that crashes looks like, in worker processes only."""
+
+    def __init__(self, env, parent):
+        super().__init__(env)
+        if os.getpid() != parent:
+            os._exit(7)
+
+
+INDEX, EPISODE = 2, 1
+SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
+"""Where and when the environments below fail: episode 1, after an episode of 5 steps."""
+
+
+def failing(how, at=3, **options):
+    options = {"lengths": (5,), "step_timeout": 1.0 if options.get("backend") == "async" else None} | options
+    return make_batch("Probe/Failing-v0", 4, how=how, at=at, episode_seed=SEED, **options)
+
+
+def run_until_failure(environments, steps=20):
+    """Step until an environment fails; return the error, the number of the step, and the seconds it took."""
+    start = time.perf_counter()
+    try:
+        environments.reset()
+        for step in range(1, steps):
+            try:
+                environments.step(np.zeros(4, np.int64))
+            except EnvironmentFailure as error:
+                return error, step, time.perf_counter() - start
+    finally:
+        environments.close()
+    raise AssertionError("nothing failed")
+
+
+def is_running(pid):
+    """Whether a process exists and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pids, seconds=5.0):
+    """Wait until the processes have ended."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_environment_that_raises_in_step_is_named_with_episode_seed_and_step(backend):
+    error, step, _ = run_until_failure(failing("raise", backend=backend))
+    assert step == 5 + 3
+    assert str(error) == (
+        f"environment 2 (episode 1, seed {SEED}, step 3) raised in step: ArithmeticError: the physics exploded"
+    )
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_environment_that_raises_in_reset_is_named(backend):
+    error, step, _ = run_until_failure(failing("raise", at=0, backend=backend))
+    assert step == 5
+    assert str(error).startswith(f"environment 2 (episode 1, seed {SEED}, step 0) raised in reset: ArithmeticError")
+
+
+def test_traceback_of_a_worker_is_kept_as_a_note():
+    error, *_ = run_until_failure(failing("raise", backend="async"))
+    assert "in fail" in "".join(error.__notes__) and "the physics exploded" in "".join(error.__notes__)
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 3)])
+def test_worker_that_dies_is_named_and_the_others_are_ended(how, code):
+    environments = failing(how, backend="async")
+    workers = [process.pid for process in environments.env.processes]
+    error, step, seconds = run_until_failure(environments)
+    assert step == 5 + 3 and seconds < 10
+    assert str(error) == (
+        f"environment 2 (episode 1, seed {SEED}, step 3) is gone: its worker process died with exit code {code}"
+    )
+    assert gone(workers)
+
+
+@pytest.mark.parametrize("at", [3, 0])
+def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
+    environments = failing("hang", at, backend="async")
+    workers = [process.pid for process in environments.env.processes]
+    error, step, seconds = run_until_failure(environments)
+    assert step == 5 + at and 1 <= seconds < 10
+    # In the step that hangs in a reset the episode before it has not been seen to end.
+    where = f"(episode 1, seed {SEED}, step 3)" if at else f"(episode 0, seed {derive_seed(seeds_of(4)[2], 0)}, step 5)"
+    assert str(error) == f"environment 2 {where} gave no answer within step_timeout=1 seconds"
+    assert gone(workers)
+
+
+def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang():
+    wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
+    with pytest.raises(
+        EnvironmentFailure, match=r"^environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
+    ):
+        make_batch("Probe/Counter-v0", 2, backend="async", wrappers=(wrapper,))
+
+
+def test_worker_killed_from_outside_between_two_steps_is_named():
+    environments = make_batch("Probe/Counter-v0", 3, backend="async")
+    environments.reset()
+    workers = [process.pid for process in environments.env.processes]
+    os.kill(workers[1], signal.SIGKILL)
+    assert gone(workers[1:2])
+    with pytest.raises(EnvironmentFailure, match=r"^environment 1 \(episode 0, seed \d+, step 1\) is gone: .* -9$"):
+        environments.step(np.zeros(3, np.int64))
+    assert gone(workers)
+    environments.close()
+
+
+def test_close_ends_workers_even_if_one_hangs(monkeypatch):
+    monkeypatch.setattr("lightning_rl.environments.workers._GRACE", 0.3)
+    environments = failing("hang", backend="async", step_timeout=100.0)
+    workers = [process.pid for process in environments.env.processes]
+    environments.reset()
+    for _ in range(7):
+        environments.step(np.zeros(4, np.int64))
+    environments.env.step_async(np.zeros(4, np.int64))
+    environments.close()
+    environments.close()
+    assert gone(workers, 0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+def test_workers_do_not_outlive_a_parent_that_is_killed():
+    """Not even a worker that hangs: it cannot see that its pipe is closed."""
+    script = (
+        "import numpy as np\n"
+        "from tests.environments.test_failures import failing\n"
+        "environments = failing('hang', backend='async', step_timeout=1000.0)\n"
+        "environments.reset()\n"
+        "print(*(process.pid for process in environments.env.processes), flush=True)\n"
+        "while True:\n"
+        "    environments.step(np.zeros(4, np.int64))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        time.sleep(0.3)
+        assert len(workers) == 4 and all(map(is_running, workers))
+        parent.kill()
+    ended = gone(workers)
+    for pid in filter(is_running, workers):
+        os.kill(pid, signal.SIGKILL)
+    assert ended
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("what", ["observation", "reward"])
+def test_value_that_is_not_finite_is_named_with_environment_episode_seed_and_step(what, value, mode):
+    error, step, _ = run_until_failure(failing(f"{value} {what}", mode=mode))
+    assert step == 5 + 3 + (mode is AutoresetMode.NEXT_STEP)
+    entry = " (entry 1)" if what == "observation" else ""
+    assert str(error) == (
+        f"environment 2 (episode 1, seed {SEED}, step 3) returned {what}{entry} {value}: expected a finite number that "
+        "float32 can hold"
+    )
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("at", [0, 5])
+def test_first_and_final_observations_are_looked_at_too(at, mode):
+    error, step, _ = run_until_failure(failing("nan observation", at, mode=mode))
+    assert step == 5 + at + (mode is AutoresetMode.NEXT_STEP)
+    assert str(error).startswith(
+        f"environment 2 (episode 1, seed {SEED}, step {at}) returned observation (entry 1) nan"
+    )
+
+
+def test_first_observation_of_all_is_looked_at():
+    environments = make_batch(
+        "Probe/Failing-v0", how="nan observation", at=0, episode_seed=derive_seed(seeds_of(1)[0], 0)
+    )
+    with pytest.raises(
+        EnvironmentFailure, match=r"^environment 0 \(episode 0, seed \d+, step 0\) returned observation"
+    ):
+        environments.reset()
+
+
+def test_number_too_large_for_float32_is_refused_and_the_largest_is_not():
+    error, *_ = run_until_failure(failing("1e39 reward"))
+    assert "returned reward 1e+39" in str(error)
+    largest = float(np.finfo(np.float32).max)
+    environments = failing(f"{largest} reward")
+    environments.reset()
+    rewards = [environments.step(np.zeros(4, np.int64)).rewards[2] for _ in range(9)]
+    assert rewards[7] == largest
+
+
+def test_first_offender_is_named_although_the_reward_of_a_later_step_is_bad_too():
+    environments = make_batch(
+        "Probe/Failing-v0", 2, how="nan reward", at=2, episode_seed=derive_seed(seeds_of(2)[1], 0)
+    )
+    with pytest.raises(EnvironmentFailure, match=r"^environment 1 \(episode 0, seed \d+, step 2\) returned reward nan"):
+        make_collector(environments, 10).collect(Told())
+
+
+@pytest.mark.parametrize("how", ["nan observation", "inf reward", "raise"])
+def test_failure_in_training_stops_before_the_optimiser_step(how):
+    seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 2)  # run, training, rank, environment 1, start; episode 2
+    options = {"how": how, "at": 2, "episode_seed": seed}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=1)
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    steps = []
+    model.on_train_batch_end = lambda *_: steps.append(parameters_of(model))
+    with pytest.raises(EnvironmentFailure, match=rf"^environment 1 \(episode 2, seed {seed}, step 2\)"):
+        make_trainer().fit(model, data)
+    assert len(steps) == 1  # steps 1 to 6 were learned from; the failure came in step 12
+    assert_equal_parameters(model, steps[0])
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_failure_in_training_leaves_no_worker_behind():
+    seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 0)
+    options = {"how": "kill", "at": 4, "episode_seed": seed}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, backend="async")
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    with pytest.raises(EnvironmentFailure, match="is gone"):
+        make_trainer().fit(model, data)
+    assert not children_of(os.getpid())
+
+
+def children_of(pid):
+    """Processes that were forked from this one and still run."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    workers = [int(child) for child in children if "resource_tracker" not in command_of(child)]
+    return [worker for worker in workers if not gone([worker], 2.0)]
+
+
+def command_of(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return ""

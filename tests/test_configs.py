@@ -1,0 +1,94 @@
+"""Every shipped configuration parses, is consistent as it stands, and runs."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+import torch
+import yaml
+
+from lightning_rl.cli import main
+from lightning_rl.rollout import check_minibatches
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FILES = sorted(CONFIGS.rglob("*.yaml"))
+NAMES = [str(path.relative_to(CONFIGS)) for path in FILES]
+# What an environment needs beyond the package itself.
+MODULES = {
+    "ALE/": "ale_py",
+    "MiniGrid": "minigrid",
+    "LunarLander": "Box2D",
+    "HalfCheetah": "mujoco",
+    "Hopper": "mujoco",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_typed(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+
+
+def parsed(path: Path) -> dict:
+    """The whole configuration, defaults included."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", str(path), "--print_config"])
+    assert exit_.value.code == 0
+    return yaml.safe_load(output.getvalue())
+
+
+def need_extra(data: dict) -> None:
+    for prefix, module in MODULES.items():
+        if data["env_id"].startswith(prefix):
+            pytest.importorskip(module)
+    if data.get("backend") == "envpool":
+        pytest.importorskip("envpool")
+
+
+def test_there_is_a_configuration_for_each_kind_of_environment():
+    given = [yaml.safe_load(path.read_text())["data"] for path in FILES]
+    ids = {data["env_id"] for data in given}
+    for prefix in ("CartPole", "Acrobot", "Pendulum", "MountainCar", *MODULES):
+        assert any(env_id.startswith(prefix) for env_id in ids), prefix
+    assert {data.get("backend", "sync") for data in given} >= {"sync", "native", "envpool"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_configuration_is_consistent_as_it_stands(path):
+    config = parsed(path)
+    data, model = config["data"], config["model"]
+    assert path.parent.name == model["class_path"].rpartition(".")[2].lower()  # configs/<algorithm>/<environment>.yaml
+    assert path.read_text().startswith("# ")  # says what it is
+    check_minibatches(data["num_envs"] * data["rollout_length"], model["init_args"]["num_minibatches"])
+    # It ends, is validated more than once on the way, and begins the same each time.
+    rollout = data["num_envs"] * data["rollout_length"]
+    assert config["max_env_steps"] >= 2 * rollout * data["rollouts_per_epoch"]
+    assert config["seed_everything"] == 0
+    # Each epoch logs something.
+    assert data["rollouts_per_epoch"] >= config["trainer"]["log_every_n_steps"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_configuration_runs_for_two_rollouts(path):
+    given = yaml.safe_load(path.read_text())
+    need_extra(given["data"])
+    small = ["--data.num_envs=2", "--data.rollout_length=8", "--data.rollouts_per_epoch=2", "--data.eval_episodes=1"]
+    small += ["--model.num_minibatches=2", "--model.num_epochs=1", "--max_env_steps=null", "--num_threads=1"]
+    small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
+    if given["data"]["env_id"].startswith("ALE/"):
+        small += ["--trainer.limit_val_batches=0"]  # a game is long
+    cli = main(["fit", "--config", str(path), *small])
+    assert cli.model.policy_version == 2
+    assert 24 <= cli.model.env_steps <= 32  # less where rows are lost to resets
+    checkpoint = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
+    assert checkpoint["lightning_rl"]["env_steps"] == cli.model.env_steps
+    if given["data"]["env_id"].startswith("ALE/"):
+        assert cli.model.observation_space == gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
+        assert type(cli.model.policy.actor_encoder).__name__ == "NatureEncoder"
+        assert cli.model.policy.critic_encoder is None  # shared with the actor
+    else:
+        assert cli.trainer.callback_metrics["val/episodes"] == 1
