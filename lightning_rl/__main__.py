@@ -2,5 +2,11 @@
 
 from lightning_rl.cli import main
 
-if __name__ == "__main__":
+
+def run() -> None:
+    """Run the command line of this process; what is returned here would be its exit status."""
     main()
+
+
+if __name__ == "__main__":
+    run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import traceback
 from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -42,9 +43,15 @@ def error_message(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _OURS):
-            return str(cause)
+            return str(cause) + (_place(cause.__cause__) if isinstance(cause, EnvironmentFailure) else "")
         cause = cause.__cause__ or cause.__context__
     return _brief(str(error)) if _UNION in str(error) else None
+
+
+def _place(cause: BaseException | None) -> str:
+    """Say which line of an environment raised: the traceback is not shown."""
+    frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
+    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def _brief(message: str) -> str:

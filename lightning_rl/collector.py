@@ -126,7 +126,10 @@ class Collector:
             self.generator.set_state(state["generator"].cpu())
         if state["environments"] is None or len(state["returns"]) != len(self._returns):
             return None
-        exact, self._observations[-1] = self.environments.load_state_dict(state["environments"])
+        restored = self.environments.load_state_dict(state["environments"])
+        if restored is None:
+            return None
+        exact, self._observations[-1] = restored
         self._started = True
         self._returns = np.where(exact, state["returns"].numpy(), 0)
         self._lengths = np.where(exact, state["lengths"].numpy(), 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ from lightning_rl.environments import (
     EnvironmentBatch,
     EnvironmentSpec,
     make_environments,
+    spaces_of,
 )
-from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, derive_seed
+from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TESTING, TRAINING, derive_seed
 from lightning_rl.evaluation import Episode, play
+from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy import Policy
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Rollout
-from lightning_rl.validation import ClassSpec, check, check_positive_int, to_class_spec
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, check_positive_int, is_int, to_class_spec
 
 
 class RolloutDataModule(LightningDataModule):
@@ -46,7 +49,8 @@ class RolloutDataModule(LightningDataModule):
             class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
         training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
         atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
-        step_timeout: Seconds a worker process may take for one step before it counts as hung (`async` only).
+        step_timeout: Seconds a worker process may take for one step or reset before it counts as hung (`async` only);
+            None: 120.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -82,7 +86,8 @@ class RolloutDataModule(LightningDataModule):
             check_positive_int(name, locals()[name])
         if num_eval_envs is not None:
             check_positive_int("num_eval_envs", num_eval_envs)
-        check(seed is None or seed >= 0, "seed", seed, "an integer of at least 0, or None")
+        check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
+        check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
         self.spec = EnvironmentSpec(env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout)
@@ -100,6 +105,9 @@ class RolloutDataModule(LightningDataModule):
         self._eval_environments: EnvironmentBatch | None = None
         self._collector: Collector | None = None
         self._starts = 0
+        self._eval_role = EVALUATION
+        self._seed_given = seed is not None
+        self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
 
     @property
@@ -120,13 +128,23 @@ class RolloutDataModule(LightningDataModule):
     def _probe(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Make one environment, once, to learn the spaces."""
         if self._spaces is None:
-            probe = make_environments(self.spec, 1, [0])
-            self._spaces = probe.single_observation_space, probe.single_action_space
-            probe.close()
+            found = spaces_of(self.spec)
+            if self.spec.wrappers != self.eval_spec.wrappers and (other := spaces_of(self.eval_spec)) != found:
+                names = [wrapper["class_path"] for wrapper in self.spec.wrappers[len(self.eval_spec.wrappers) :]]
+                raise ConfigurationError(
+                    f"training_wrappers={names} change the spaces from {other} to {found}: expected such as leave them "
+                    "alone; those that do not belong into wrappers"
+                )
+            self._spaces = found
         return self._spaces
 
     def teardown(self, stage: str) -> None:
-        """Close the environments."""
+        """Close the environments; where the run ended well, remember for a later checkpoint where they were."""
+        if self._collector is not None:
+            self._last_state = self._collector.state_dict()
+        self._close()
+
+    def _close(self) -> None:
         for environments in (self._environments, self._eval_environments):
             if environments is not None:
                 environments.close()
@@ -134,32 +152,35 @@ class RolloutDataModule(LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
-        self.teardown("fit")
+        self._close()
 
-    def train_dataloader(self) -> RolloutLoader:
+    def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
-        return RolloutLoader(self)
+        return OnDemandLoader(self.collect, self.rollouts_per_epoch)
 
-    def val_dataloader(self) -> EpisodeLoader:
-        """Return the loader of evaluation episodes."""
-        return EpisodeLoader(self)
+    def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
+        """Return the loader of one set of evaluation episodes."""
+        return OnDemandLoader(self.play, 1)
 
-    def test_dataloader(self) -> EpisodeLoader:
-        """Return the loader of evaluation episodes."""
-        return EpisodeLoader(self)
+    def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
+        """Return the loader of one set of evaluation episodes, other ones than those that validation selects by."""
+        return OnDemandLoader(partial(self.play, role=TESTING), 1)
 
-    def predict_dataloader(self) -> EpisodeLoader:
-        """Return the loader of evaluation episodes with their observations, actions and rewards."""
-        return EpisodeLoader(self, record=True)
+    def predict_dataloader(self) -> OnDemandLoader[list[Episode]]:
+        """Return the loader of one set of evaluation episodes with their observations, actions and rewards."""
+        return OnDemandLoader(partial(self.play, role=TESTING, record=True), 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from; a collective call."""
-        state = None if self._collector is None else self._collector.state_dict()
+        state = self._last_state if self._collector is None else self._collector.state_dict()
         return {"seed": self.seed, "starts": self._starts, "ranks": gather_ranks(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of an earlier run, at the next rollout."""
-        self.seed, self._starts, self._restored = state_dict["seed"], state_dict["starts"], state_dict["ranks"]
+        """Take over the state of an earlier run, at the next rollout; a seed that was given stays as it is."""
+        if not self._seed_given:
+            self.seed = state_dict["seed"]
+        if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
+            self._starts, self._restored = state_dict["starts"], state_dict["ranks"]
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""
@@ -184,20 +205,25 @@ class RolloutDataModule(LightningDataModule):
         spaces_ = self.observation_space, self.action_space
         collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
         restored, self._restored = self._restored, []
-        if any(state is not None for state in restored):
+        if restored:
             fresh: list[int] | None = None
             if len(restored) == self.trainer.world_size and restored[self._rank] is not None:
                 fresh = collector.load_state_dict(restored[self._rank])
             if fresh is None or fresh:
                 which = "the environments" if fresh is None else f"environments {', '.join(map(str, fresh))}"
                 rank_zero_warn(
-                    f"{which} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to where they "
-                    "were: they begin new episodes, so this run is not bit for bit what it would have been"
+                    f"{which} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to where "
+                    "they were: they begin new episodes, so this run is not bit for bit what it would have been"
                 )
         return collector
 
-    def play(self, record: bool = False) -> list[Episode]:
-        """Play this rank's share of the evaluation episodes with the current policy."""
+    def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
+        """Play this rank's share of the evaluation episodes with the current policy.
+
+        Args:
+            role: Branch of the tree of seeds; validation and test play different episodes.
+            record: Keep observations, actions and rewards.
+        """
         assert self.trainer is not None
         mine = len(range(self._rank, self.eval_episodes, self.trainer.world_size))
         num_envs = min(mine, self.num_eval_envs or 8)
@@ -205,11 +231,12 @@ class RolloutDataModule(LightningDataModule):
             return []
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
-        if self.eval_spec.backend == "envpool" and self._eval_environments is not None:
-            self._eval_environments.close()  # it cannot be seeded again
+        if self._eval_environments is not None and (self.eval_spec.backend == "envpool" or self._eval_role != role):
+            self._eval_environments.close()  # EnvPool cannot be seeded again
             self._eval_environments = None
         if self._eval_environments is None:
-            seeds = [derive_seed(seed, EVALUATION, self._rank, index) for index in range(num_envs)]
+            self._eval_role = role
+            seeds = [derive_seed(seed, role, self._rank, index) for index in range(num_envs)]
             self._eval_environments = make_environments(self.eval_spec, num_envs, seeds)
         with self.trainer.precision_plugin.forward_context():
             return play(
@@ -218,7 +245,7 @@ class RolloutDataModule(LightningDataModule):
                 self.observation_space,
                 self.action_space,
                 [len(range(index, mine, num_envs)) for index in range(num_envs)],
-                torch.Generator(device).manual_seed(derive_seed(seed, EVALUATION, self._rank)),
+                torch.Generator(device).manual_seed(derive_seed(seed, role, self._rank)),
                 dtype=dtype,
                 deterministic=self.eval_deterministic,
                 record=record,
@@ -242,35 +269,3 @@ class RolloutDataModule(LightningDataModule):
             next(policy.parameters()).dtype,
             module.device,
         )
-
-
-class RolloutLoader:
-    """The training loader.
-
-    It has a length because Lightning fetches one batch ahead from a loader that has none: each rollout would be
-    collected with the parameters from before the last update.
-    """
-
-    def __init__(self, data: RolloutDataModule) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return self.data.rollouts_per_epoch
-
-    def __iter__(self) -> Iterator[Rollout]:
-        for _ in range(len(self)):
-            yield self.data.collect()
-
-
-class EpisodeLoader:
-    """The loader of validation, test and prediction: one batch, a list of finished episodes."""
-
-    def __init__(self, data: RolloutDataModule, record: bool = False) -> None:
-        self.data = data
-        self.record = record
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[list[Episode]]:
-        yield self.data.play(self.record)

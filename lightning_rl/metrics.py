@@ -27,7 +27,7 @@ class _Window(Metric):
 
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's state as plain data."""
-        states = {name: getattr(self, name).cpu() for name in self._defaults}
+        states = {name: getattr(self, name).cpu().clone() for name in self._defaults}
         return {"states": states, "update_count": self.update_count}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -61,8 +61,9 @@ class EpisodeStatistics(_Window):
         if not returns:
             return
         values = torch.tensor([returns, lengths], dtype=self.sums.dtype, device=self.sums.device)
-        self.count += values.shape[1]
-        self.sums += values.sum(1)
+        # Not in place: what `Trainer.validate` left behind are inference tensors.
+        self.count = self.count + values.shape[1]
+        self.sums = self.sums + values.sum(1)
         self.minima = torch.minimum(self.minima, values.amin(1))
         self.maxima = torch.maximum(self.maxima, values.amax(1))
 

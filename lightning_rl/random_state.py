@@ -18,6 +18,11 @@ def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - whatever a checkpoi
     return states
 
 
+def _uses_cuda() -> bool:
+    # Asking for the generators would initialise CUDA in a process that computes on the CPU.
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def random_state() -> dict[str, Any]:
     """Return the states of the generators of Python, NumPy and torch, as tensors and plain values."""
     version, words, gauss = random.getstate()
@@ -26,7 +31,7 @@ def random_state() -> dict[str, Any]:
         "python": [version, list(words), gauss],
         "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
     }
 
 

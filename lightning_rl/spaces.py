@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from lightning_rl.validation import ConfigurationError
+
 SpaceDict = dict[str, Any]
 
 
@@ -22,7 +24,7 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
         space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
 
     Raises:
-        ValueError: The space is of another kind.
+        ConfigurationError: The space is of another kind.
     """
     if isinstance(space, dict):
         return space
@@ -39,12 +41,13 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
     if isinstance(space, spaces.MultiDiscrete):
         return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
     if isinstance(space, spaces.MultiBinary):
-        return {"type": "MultiBinary", "n": list(space.shape)}
+        # One number and a shape of one dimension are different spaces to Gymnasium.
+        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: space_to_dict(value) for key, value in space.items()}}
     if isinstance(space, spaces.Tuple):
         return {"type": "Tuple", "spaces": [space_to_dict(value) for value in space]}
-    raise ValueError(
+    raise ConfigurationError(
         f"space: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
         "or a Dict or Tuple of these"
     )
@@ -54,10 +57,17 @@ def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:
     """Build the space that `space_to_dict` described; a space is returned unchanged.
 
     Raises:
-        ValueError: The description has no known `type`.
+        ConfigurationError: It was not made by `space_to_dict`.
     """
     if isinstance(spec, spaces.Space):
         return spec
+    try:
+        return _build(spec)
+    except KeyError as error:
+        raise ConfigurationError(f"space: {spec} lacks {error}: expected a description made by space_to_dict") from None
+
+
+def _build(spec: SpaceDict) -> spaces.Space[Any]:
     match spec.get("type"):
         case "Box":
             shape, dtype = tuple(spec["shape"]), np.dtype(spec["dtype"])
@@ -74,4 +84,4 @@ def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:
         case "Tuple":
             return spaces.Tuple([space_from_dict(value) for value in spec["spaces"]])
         case other:
-            raise ValueError(f"space: type {other!r} is unknown; expected a description made by space_to_dict")
+            raise ConfigurationError(f"space: type {other!r} is unknown: expected a description made by space_to_dict")

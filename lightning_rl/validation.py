@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -24,14 +25,14 @@ def check(condition: bool, field: str, value: object, expected: str) -> None:
         raise ConfigurationError(f"{field}={value!r} is not valid: expected {expected}")
 
 
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether `value` is an integer; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def check_positive_int(field: str, value: object) -> None:
     """Raise unless `value` is an integer of at least 1."""
-    check(
-        isinstance(value, int) and not isinstance(value, bool) and value >= 1,
-        field,
-        value,
-        "an integer of at least 1",
-    )
+    check(is_int(value) and value >= 1, field, value, "an integer of at least 1")
 
 
 def check_number(
@@ -42,7 +43,7 @@ def check_number(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Raise unless `value` is a number inside the given bounds."""
+    """Raise unless `value` is a finite number inside the given bounds."""
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
@@ -54,7 +55,7 @@ def check_number(
         and (above is None or value > above)
         and (at_least is None or value >= at_least)
         and (at_most is None or value <= at_most)
-        and value == value
+        and math.isfinite(value)
     )
     check(inside, field, value, "a number " + " and ".join(bounds))
 

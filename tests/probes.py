@@ -1,7 +1,7 @@
 """Small environments whose every number is known, and policies that act on them in a known way.
 
-All are registered with Gymnasium under `Probe/…`. Observations of the counting ones say where they are, so that nothing can
-leak from one episode into another unseen.
+All are registered with Gymnasium under `Probe/…`. Observations of the counting ones say where they are, so that nothing
+can leak from one episode into another unseen.
 """
 
 import os
@@ -97,7 +97,7 @@ class Failing(Counter):
     """A counter that fails in one episode.
 
     Args:
-        how: `raise`, `hang`, `exit`, `kill` (its own process), or what to put where (`nan observation`, `inf reward`, …).
+        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …).
         episode_seed: Fails in the episode that is reset with this seed.
         at: At which step; 0 is its reset.
         lengths: Of the episodes.

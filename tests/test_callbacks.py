@@ -286,6 +286,19 @@ def test_a_checkpoint_with_another_number_of_environments_is_accepted(tmp_path):
     assert model.env_steps == 2 * 32 + 2 * 64
 
 
+def test_training_goes_on_with_the_same_objects_after_each_kind_of_evaluation():
+    data = make_data()
+    model = make_model(data)
+    limit = EnvStepLimit(32)
+    trainer = make_trainer(callbacks=[limit], max_epochs=-1, limit_val_batches=1)
+    for steps, evaluate in ((32, trainer.validate), (64, trainer.test), (96, trainer.predict), (128, trainer.validate)):
+        limit.max_env_steps = steps
+        trainer.fit(model, data)
+        assert model.env_steps == steps
+        assert trainer.callback_metrics["val/episodes"] == 2
+        evaluate(model, data)
+
+
 # ---------------------------------------------------------------------- bad input, and what is not said
 
 

@@ -1,9 +1,11 @@
 """The command line, as it is typed: help, configurations, what a run says, and errors."""
 
+import importlib
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -414,8 +416,48 @@ def test_evaluation_needs_the_checkpoint_that_it_asks_for(capsys, command, name)
     assert message == f"ckpt_path='{name}': expected a checkpoint under runs/ppo/CartPole-v1, there is none"
 
 
-def test_an_error_in_a_process_leaves_one_line_and_no_traceback():
-    done = run_process("fit", "--config", CARTPOLE, "--data.env_id=CartPol-v1")
+BROKEN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Broken(CartPoleEnv):
+    def step(self, action):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 5:
+            raise RuntimeError("the rope has snapped")
+        return super().step(action)
+
+gymnasium.register("Broken-v0", Broken)
+"""
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_an_environment_that_raises_is_named_with_its_episode_seed_and_line(capsys, monkeypatch, as_typed, backend):
+    monkeypatch.syspath_prepend(str(as_typed))
+    Path("broken_package.py").write_text(BROKEN)
+    message = refused(capsys, "fit", *SMALL, "--data.env_id=broken_package:Broken-v0", f"--data.backend={backend}")
+    assert re.match(r"environment \d \(episode 0, seed \d+, step 5\) raised in step: RuntimeError: the rope", message)
+
+
+def test_an_error_in_a_process_leaves_no_traceback_but_the_line_that_raised(monkeypatch, as_typed):
+    Path("broken_package.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{as_typed}:{ROOT}")
+    done = run_process("fit", *SMALL, "--data.env_id=broken_package:Broken-v0")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("lightning-rl: error: env_id='CartPol-v1' is unknown")
+    message, place = done.stderr.splitlines()[-2:]
+    assert message.startswith("lightning-rl: error: environment 0 (episode 0, seed ")
+    assert place == f"  at {as_typed}/broken_package.py:9 in step"
     assert "Traceback" not in done.stderr
+
+
+def test_the_installed_program_ends_with_status_zero(tmp_path, monkeypatch):
+    """A console script hands what its function returns to `sys.exit`."""
+    scripts = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["lightning-rl"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.rollout_length=8", "--max_env_steps=64"]
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", *arguments, "--trainer.accelerator=cpu"])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(function())
+    assert ended.value.code is None

@@ -10,10 +10,11 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"__about__", "functional", "spaces", "validation", "layers", "clock", "diagnostics", "random_state"},
-    {"networks", "distributions", "normalization", "rollout", "runs", "quiet", "progress_text"},
+    {"__about__", "functional", "validation", "layers", "clock", "diagnostics", "random_state", "quiet"},
+    {"spaces", "networks", "distributions", "normalization", "rollout", "runs", "progress_text"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},
+    {"loaders"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress"},
     {"cli_errors"},

@@ -14,7 +14,7 @@ from lightning_rl.networks import (
     make_encoder,
 )
 from lightning_rl.validation import ConfigurationError
-from tests.test_layers import assert_orthogonal
+from tests.test_orthogonal_layers import assert_orthogonal
 
 
 def image_space(*shape: int) -> spaces.Box:

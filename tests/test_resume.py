@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.validation import ConfigurationError
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
@@ -35,7 +36,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def fit(name: str, folder: Path, rollouts: int, ckpt_path: str | None = None, **trainer: Any) -> PPO:  # noqa: ANN401
+def fit(name: str, folder: Path, rollouts: int, ckpt_path: str | None = None, **trainer: Any) -> PPO:
     """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch."""
     seed_everything(3, verbose=False)
     data_options, model_options = SETTINGS[name]
@@ -71,13 +72,13 @@ class _StopAfter(ModelCheckpoint):
         super().__init__(save_top_k=0)
         self.rollouts = rollouts
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if pl_module.policy_version == self.rollouts:
             trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[1].dirpath) / f"after_{self.rollouts}.ckpt")
             trainer.should_stop = True
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:  # noqa: ANN401
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
     """Return where two nested structures differ, to the last bit."""
     if isinstance(one, dict):
         keys = [*one, *(key for key in other if key not in one)]
@@ -167,3 +168,45 @@ def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(t
     finally:
         del SETTINGS["envpool"]
     assert resumed.policy_version == 4
+
+
+def test_a_checkpoint_of_another_backend_begins_new_episodes_with_a_warning(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    with pytest.warns(UserWarning, match="could not be taken back"):
+        resumed = fit("native", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+    assert resumed.policy_version == 4
+
+
+def test_a_checkpoint_saved_after_training_goes_on_exactly(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 8)
+    fit("discrete", tmp_path / "first", 4)
+    resumed = fit("discrete", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/end.ckpt"))
+    whole = torch.load(tmp_path / "whole/after_8.ckpt", weights_only=True)["state_dict"]
+    assert differences(whole, resumed.state_dict()) == []
+
+
+def test_another_optimizer_is_refused_and_learning_goes_on_without_annealing(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    checkpoint = str(tmp_path / "first/after_2.ckpt")
+    SETTINGS["changed"] = ({"env_id": "CartPole-v1"}, {"optimizer": "torch.optim.SGD"})
+    SETTINGS["constant"] = ({"env_id": "CartPole-v1"}, {"learning_rate": 1e-3})
+    try:
+        with pytest.raises(ConfigurationError, match=r"optimizer=.*SGD.* does not fit the checkpoint: expected None"):
+            fit("changed", tmp_path / "second", 4, ckpt_path=checkpoint)
+        resumed = fit("constant", tmp_path / "third", 4, ckpt_path=checkpoint)
+    finally:
+        del SETTINGS["changed"], SETTINGS["constant"]
+    assert resumed.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    checkpoint = str(tmp_path / "first/after_2.ckpt")
+    data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, eval_episodes=1, seed=123)
+    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
+    assert data.seed == 123
+    assert data._starts == 0
+    assert model.env_steps == 2 * 3 * 24
+    assert model._restored_ranks == []

@@ -43,15 +43,17 @@ def fit(**options: Any) -> tuple[Trainer, PPO, RolloutDataModule]:
 # ---------------------------------------------------------------------- loops and limits
 
 
-def test_validate_test_and_predict_play_the_same_episodes():
+def test_test_and_predict_play_the_same_episodes_and_validation_others():
     trainer, model, data = fit()
     (validated,) = trainer.validate(model, data, verbose=False)
+    assert trainer.validate(model, data, verbose=False) == [validated]
     (tested,) = trainer.test(model, data, verbose=False)
     (episodes,) = trainer.predict(model, data)
     returns = [episode.episode_return for episode in episodes]
-    assert validated["val/episode_return"] == tested["test/episode_return"] == pytest.approx(np.mean(returns))
-    assert validated["val/episode_return_min"] == min(returns)
-    assert validated["val/episode_length"] == pytest.approx(np.mean([episode.length for episode in episodes]))
+    assert tested["test/episode_return"] == pytest.approx(np.mean(returns))
+    assert tested["test/episode_return"] != validated["val/episode_return"]
+    assert tested["test/episode_return_min"] == min(returns)
+    assert tested["test/episode_length"] == pytest.approx(np.mean([episode.length for episode in episodes]))
     assert validated["val/episodes"] == tested["test/episodes"] == len(episodes) == 2
 
 

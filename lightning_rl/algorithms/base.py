@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.algorithms.reports import Reports
-from lightning_rl.algorithms.resuming import check_fits, keep_learning_rate
+from lightning_rl.algorithms.resuming import check_fits, check_resumable, keep_learning_rate
 from lightning_rl.clock import planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -151,7 +151,11 @@ class OnPolicyAlgorithm(Reports):
         return ActorCritic(self.observation_space, self.action_space, **options)
 
     def forward(self, observations: Tensor, deterministic: bool = True) -> Tensor:
-        """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it."""
+        """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
+
+        As the policy has them; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for an
+        environment.
+        """
         return self.policy.act(observations, deterministic=deterministic).action
 
     # ------------------------------------------------------------------ learning
@@ -218,11 +222,11 @@ class OnPolicyAlgorithm(Reports):
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work before anything is collected."""
-        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
-            raise ConfigurationError(
-                f"precision={self.trainer.precision!r} needs loss scaling, which hides gradient norms: "
-                "expected 32-true, bf16-mixed, bf16-true or 64-true"
-            )
+        # float16 needs loss scaling, which hides gradient norms.
+        precisions = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+        check(
+            self.trainer.precision in precisions, "precision", self.trainer.precision, "one of " + ", ".join(precisions)
+        )
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""
@@ -267,7 +271,9 @@ class OnPolicyAlgorithm(Reports):
             ConfigurationError: The checkpoint was made for other spaces or another network.
         """
         check_fits(checkpoint, self)
-        keep_learning_rate(checkpoint, self.learning_rate)
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
-        self._restored_ranks = state["ranks"]
+        if self._trainer is not None and self._trainer.state.fn == "fit":
+            check_resumable(checkpoint, self)
+            keep_learning_rate(checkpoint, self.learning_rate, self.anneal_learning_rate)
+            self._restored_ranks = state["ranks"]

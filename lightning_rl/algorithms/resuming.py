@@ -41,12 +41,34 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x.shape for name, x in state.items()}
 
 
-def keep_learning_rate(checkpoint: dict[str, Any], learning_rate: float) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
+    """Raise unless training can go on from a checkpoint with the optimiser and scheduler of `module`.
+
+    Raises:
+        ConfigurationError: It holds weights only, or the state of another optimiser or scheduler.
+    """
+    if "optimizer_states" not in checkpoint:
+        raise ConfigurationError(
+            "ckpt_path names a checkpoint of weights only (save_weights_only=True): expected one with the state of the "
+            "optimiser to resume from"
+        )
+    for name in ("optimizer", "lr_scheduler"):
+        stored, own = checkpoint["hyper_parameters"].get(name), module.hparams.get(name)
+        if stored != own:
+            raise ConfigurationError(f"{name}={own!r} does not fit the checkpoint: expected {stored!r}, as before")
+
+
+def keep_learning_rate(checkpoint: dict[str, Any], learning_rate: float, anneal: bool = True) -> None:
     """Make optimisers and schedulers in a checkpoint go on with `learning_rate` in place of the one they had.
 
-    Where a schedule has lowered it, it stays lowered by the same factor.
+    Where a schedule has lowered it, it stays lowered by the same factor, unless it was annealed and no longer is.
     """
     before = checkpoint["hyper_parameters"]["learning_rate"]
+    if checkpoint["hyper_parameters"].get("anneal_learning_rate") and not anneal:
+        for optimizer in checkpoint["optimizer_states"]:
+            for group in optimizer["param_groups"]:
+                group["lr"] = learning_rate
+        return
     if learning_rate == before:
         return
     for optimizer in checkpoint.get("optimizer_states", ()):

@@ -3,7 +3,7 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.make import Backend, EnvironmentSpec, make_environments
+from lightning_rl.environments.make import Backend, EnvironmentSpec, make_environments, spaces_of
 
 __all__ = [
     "AtariPreprocessing",
@@ -13,4 +13,5 @@ __all__ = [
     "EnvironmentSpec",
     "Step",
     "make_environments",
+    "spaces_of",
 ]

@@ -11,9 +11,9 @@ from gymnasium.utils import seeding
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Make a game depend on the seed of its own episode alone, and repeat actions ("sticky actions").
 
-    The emulator draws its repetitions from a generator that is seeded only where the ROM is loaded, a quarter of a second for
-    each episode, and some games keep memory over a reset. So the emulator is put back to the same first state, and
-    the repetitions are drawn here, frame by frame as it does (Machado et al. 2018, section 5.1).
+    The emulator draws its repetitions from a generator that is seeded only where the ROM is loaded, which would take a
+    quarter of a second for each episode; and some games keep memory over a reset. So the emulator is put back to the
+    same first state, and the repetitions are drawn here, frame by frame as it does (Machado et al. 2018, section 5.1).
 
     Args:
         env: A game whose own `frameskip` is 1 and whose `repeat_action_probability` is 0.

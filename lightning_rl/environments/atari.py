@@ -10,7 +10,7 @@ from gymnasium import wrappers
 
 from lightning_rl.environments.ale import SeededGame
 from lightning_rl.environments.lives import EpisodicLife, FireOnReset, GameScore, StackChannels, WholeGame
-from lightning_rl.validation import check, check_number, check_positive_int
+from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class AtariPreprocessing:
         """Check ranges."""
         for name in ("frame_skip", "frame_stack", "screen_size"):
             check_positive_int(f"atari.{name}", getattr(self, name))
-        is_count = isinstance(self.noop_max, int) and self.noop_max >= 0
-        check(is_count, "atari.noop_max", self.noop_max, "an integer of at least 0")
+        check(is_int(self.noop_max) and self.noop_max >= 0, "atari.noop_max", self.noop_max, "an integer of at least 0")
         if self.repeat_action_probability is not None:
             check_number("atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
 
@@ -68,13 +67,13 @@ class AtariPreprocessing:
     ) -> gymnasium.Env[Any, Any]:
         """Apply the preprocessing to one game.
 
+        For evaluation the lives of a game are joined and rewards are the score; all else is as in training, so that an
+        agent for whom FIRE was pressed after each lost life need not have learned to do it.
+
         Args:
             env: The game, made with `make_kwargs`.
             default_stickiness: Probability of repeating an action where the options do not give one.
             evaluation: Play for the score.
-
-        For evaluation the lives of a game are joined and rewards are the score; all else is as in training, so that an
-        agent for whom FIRE was pressed after each lost life need not have learned to do it.
         """
         stickiness = self.repeat_action_probability
         env = wrappers.AtariPreprocessing(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -11,16 +11,13 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.finite import first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
-
-_LARGEST = float(np.finfo(np.float32).max)
-# Sums of squares below this have no term that float32 could not hold; above it, entries are looked at one by one.
-_SAFE_SQUARES = 1e76
 
 
 class Step(NamedTuple):
@@ -117,7 +114,7 @@ class EnvironmentBatch:
             raise
         except Exception as error:
             raise self._failure(error, "step") from error
-        if rewards.dtype.kind == "f" and not self._is_safe(rewards):
+        if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows("reward", rewards)
         ended = terminated | truncated
         valid: Array | None = None
@@ -137,7 +134,7 @@ class EnvironmentBatch:
             reached = observations.copy()
         for index in np.flatnonzero(ended).tolist():
             final = np.asarray(reached[index])
-            if self._is_float and not self._is_safe(final):
+            if self._is_float and not surely_finite(final):
                 self._check_rows("observation", final[None], index)
             finals.append((index, final))
         # In NEXT_STEP mode the step to come is the new episode's step 0.
@@ -192,27 +189,38 @@ class EnvironmentBatch:
 
         Gymnasium's own vectorised CartPole gives its arrays, environments of one episode each their seeds and actions.
         """
-        if isinstance(self._reset_seed, list):
+        kind = self._kind_of_state
+        if kind == "episodes":
             environments: Any = [_to_tensors(record) for record in self._call("recorded")]
-        elif isinstance(self.env.unwrapped, CartPoleVectorEnv):
-            environments = _to_tensors(cartpole_state(self.env.unwrapped))
+        elif kind == "arrays":
+            environments = _to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
         else:
             return None
         counts = {"began": self._began, "episodes": self._episodes, "resets_next": self._resets_next}
-        return {"environments": environments, "clock": self._clock, **_to_tensors(counts)}
+        return {"kind": kind, "environments": environments, "clock": self._clock, **_to_tensors(counts)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array]:
+    @property
+    def _kind_of_state(self) -> str | None:
+        if isinstance(self._reset_seed, list):
+            return "episodes"
+        # A vector wrapper may have a state of its own, and observations that the arrays do not give.
+        return "arrays" if isinstance(self.env, CartPoleVectorEnv) else None
+
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array] | None:
         """Go to where the environments were.
 
         Returns:
             Which environments are there, `[B]`, and the observations, `[B, ...]`; the others have begun new episodes.
+            None if the state is that of another backend; then nothing has been changed.
         """
+        if state["kind"] != self._kind_of_state:
+            return None
         self._forget()
         self._clock = state["clock"]
         for name in ("began", "episodes", "resets_next"):
             getattr(self, f"_{name}")[:] = state[name].numpy()
-        if isinstance(self.env.unwrapped, CartPoleVectorEnv):
-            observations = load_cartpole_state(self.env.unwrapped, _to_arrays(state["environments"]))
+        if isinstance(self.env, CartPoleVectorEnv):
+            observations = load_cartpole_state(self.env, _to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations
         records = [_to_arrays(record) for record in state["environments"]]
         exact, rows = zip(*self._call("restore", records), strict=True)
@@ -224,7 +232,12 @@ class EnvironmentBatch:
 
     def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401
         env: Any = self.env  # only vector environments made of single ones have `call`
-        return env.call(name, *args)
+        try:
+            return env.call(name, *args)
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise self._failure(error, name) from error
 
     def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
         try:
@@ -242,23 +255,16 @@ class EnvironmentBatch:
         return EnvironmentFailure(f"the environments raised in {where}: {type(error).__name__}: {error}")
 
     def _check_observations(self, observations: Array) -> None:
-        if self._is_float and not self._is_safe(observations):
+        if self._is_float and not surely_finite(observations):
             self._check_rows("observation", observations)
-
-    @staticmethod
-    def _is_safe(x: Array) -> bool:
-        """Whether every entry is certainly finite: one fast product, False for NaN and all that is large."""
-        flat = x.ravel()
-        return float(np.dot(flat, flat)) < _SAFE_SQUARES
 
     def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
         """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
-        bad = np.argwhere(~(np.abs(rows) <= _LARGEST))
-        if len(bad):
-            entry = f" (entry {', '.join(map(str, bad[0][1:]))})" if rows.ndim > 1 else ""
+        if (bad := first_not_finite(rows)) is not None:
+            entry = f" (entry {', '.join(map(str, bad[1:]))})" if len(bad) > 1 else ""
             raise EnvironmentFailure(
-                f"{self.label(first + int(bad[0][0]))} returned {what}{entry} {rows[tuple(bad[0])]}: expected a finite "
-                "number that float32 can hold"
+                f"{self.label(first + bad[0])} returned {what}{entry} {rows[bad]}: expected a finite number that "
+                "float32 can hold"
             )
 
 

@@ -137,8 +137,8 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
 class NativeLives(VectorWrapper[Any, Any, Any, Any, Any]):
     """Give the observation that was reached where ale-py's own vector environment reports a lost life.
 
-    Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes on,
-    the observation itself is the one reached.
+    Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes
+    on, the observation itself is the one reached.
     """
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - those of `VectorEnv.reset`

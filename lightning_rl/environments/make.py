@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
 
@@ -117,6 +118,19 @@ def make_environments(
     return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds)
 
 
+def spaces_of(spec: EnvironmentSpec) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+    """Return the observation and the action space of one environment.
+
+    Raises:
+        ConfigurationError: As `make_environments`.
+    """
+    # A worker process would say the same, later.
+    spec = replace(spec, backend="sync", step_timeout=None) if spec.backend == "async" else spec
+    environment = make_environments(spec, 1, [0])
+    environment.close()
+    return environment.single_observation_space, environment.single_action_space
+
+
 def make_single(
     spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], index: int = 0
 ) -> SeededEpisodes:
@@ -134,7 +148,9 @@ def make_single(
     atari = spec.atari_options(is_atari(gym_spec, spec.env_kwargs.get("obs_type")))
     if atari is not None:
         for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
-            check(name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead")
+            check(
+                name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead"
+            )
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs() if atari else {}) | spec.env_kwargs
     with _explained(spec, gym_spec):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)

@@ -1,7 +1,7 @@
 """Seeds as a tree, run → role → rank → environment → episode, and episodes that can be played again from them.
 
-Simulators cannot be copied in general, but the same seed and the same actions lead to the same state. Whether they did is
-seen by comparing the last observation.
+Simulators cannot be copied in general, but the same seed and the same actions lead to the same state. Whether they did
+is seen by comparing the last observation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_rl.environments.errors import EnvironmentFailure
 
-TRAINING, EVALUATION, SAMPLING, MINIBATCHES = range(4)
+TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
 """Roles, the first branch of the tree."""
 
 _RESET = None
@@ -38,9 +38,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     episode. What an environment does therefore depends on (seed, number of the episode, actions) and not on how many
     other environments there are.
 
-    The actions since the last true reset are logged, so that another process can go to the same place (`recorded`, `restore`).
-    An environment that has `state_dict()` and `load_state_dict(state)` is asked for its state instead; what it returns must
-    be tensors and plain Python values.
+    The actions since the last true reset are logged, so that another process can go to the same place (`recorded`,
+    `restore`). An environment that has `state_dict()` and `load_state_dict(state)` is asked for its state instead; what
+    it returns must be tensors and plain Python values.
 
     Args:
         env: The environment.
@@ -117,8 +117,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             records: Those of all environments; this one takes the one at its own index.
 
         Returns:
-            Whether that led to the very observation that was recorded, and the observation where the environment now is:
-            if it did not, the stream's next episode has begun.
+            Whether that led to the very observation that was recorded, and the observation where the environment now
+            is: if it did not, the stream's next episode has begun.
         """
         record = records[self.index]
         expected = record["observation"]

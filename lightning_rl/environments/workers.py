@@ -65,6 +65,12 @@ class ProcessVectorEnv(AsyncVectorEnv):
             self.reset_async(seed, options)
             return self.reset_wait(self.timeout)
 
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        """Call a method of every environment; raises as `step` does."""
+        with self._guarded():
+            self.call_async(name, *args, **kwargs)
+            return tuple(self.call_wait(self.timeout))
+
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers, politely where they answer in time; may be called in any state."""
         if not terminate:

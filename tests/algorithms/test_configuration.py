@@ -108,7 +108,7 @@ def test_precision_that_needs_loss_scaling_is_refused():
     data = make_data()
     plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(
-        ConfigurationError, match=r"precision='16-mixed' .* expected 32-true, bf16-mixed, bf16-true or 64"
+        ConfigurationError, match=r"precision='16-mixed' .* expected one of 32-true, bf16-mixed, bf16-true, 64"
     ):
         make_trainer(plugins=[plugin]).fit(make_model(data), data)
 

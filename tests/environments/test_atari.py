@@ -11,7 +11,6 @@ from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError
 
 BREAKOUT = "ALE/Breakout-v5"
-PONG = find_spec("ALE/Pong-v5")
 NOOP, FIRE, RIGHT, LEFT = range(4)
 # No chance, so that what an option changes can be told from what chance does.
 CALM = {"noop_max": 0, "repeat_action_probability": 0.0}
@@ -166,12 +165,11 @@ def test_frame_skip_is_the_number_of_frames_a_step_takes(frame_skip):
 
 @pytest.mark.parametrize(("noop_max", "least", "most"), [(0, 0, 0), (1, 1, 1), (6, 1, 6)])
 def test_game_begins_with_one_to_noop_max_no_ops(noop_max, least, most):
-    env = make_single(EnvironmentSpec("ALE/Pong-v5", atari=AtariPreprocessing(noop_max=noop_max)), PONG, ())
-    env.reset(seed=0)
+    env = game("ALE/Pong-v5", noop_max=noop_max, fire_on_reset=False)
     frames = []
-    for _ in range(25):
+    for seed in range(25):
+        env.reset(seed=seed)
         frames.append(env.unwrapped.ale.getEpisodeFrameNumber())
-        env.reset()
     assert (min(frames), max(frames)) == (least, most)
 
 
@@ -198,10 +196,10 @@ class Emulator(gymnasium.Env):
     def __init__(self):
         self.ale, self.done = self, []
 
-    def cloneState(self):  # noqa: N802
+    def cloneState(self):
         return len(self.done)
 
-    def restoreState(self, state):  # noqa: N802
+    def restoreState(self, state):
         del self.done[state:]
 
     def reset(self, *, seed=None, options=None):

@@ -1,0 +1,163 @@
+"""Every backend, and every family of environments, through one contract."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from lightning_rl.environments import EnvironmentSpec, make_environments
+from lightning_rl.policy import ActorCritic
+from lightning_rl.validation import ConfigurationError
+from tests.probes import Told, collect, make_batch, make_collector
+
+MINIGRID = {"wrappers": ({"class_path": "minigrid.wrappers.ImgObsWrapper", "init_args": {}},)}
+DOUBLE = {"class_path": "tests.probes.DoubleReward", "init_args": {}}
+DOUBLE_VECTOR = {"class_path": "tests.probes.DoubleVectorReward", "init_args": {}}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "backend", "options"),
+    [
+        ("CartPole-v1", "sync", {}),
+        ("CartPole-v1", "async", {}),
+        ("CartPole-v1", "native", {}),
+        ("CartPole-v1", "envpool", {}),
+        ("ALE/Pong-v5", "sync", {}),
+        ("ALE/Pong-v5", "async", {}),
+        ("ALE/Pong-v5", "native", {}),
+        ("ALE/Pong-v5", "envpool", {}),
+        ("Pong-v5", "envpool", {}),
+        ("PongNoFrameskip-v4", "sync", {}),
+        ("HalfCheetah-v5", "sync", {}),
+        ("HalfCheetah-v4", "envpool", {}),
+        ("Pendulum-v1", "envpool", {}),
+        ("LunarLander-v3", "sync", {}),
+        ("LunarLander-v3", "sync", {"continuous": True}),
+        ("MiniGrid-Empty-5x5-v0", "sync", MINIGRID),
+        ("Blackjack-v1", "sync", {"wrappers": ({"class_path": "gymnasium.wrappers.FlattenObservation"},)}),
+        ("FrozenLake-v1", "sync", {}),
+        ("FrozenLake-v1", "envpool", {}),
+    ],
+)
+def test_one_rollout_of_every_family_and_backend(env_id, backend, options):
+    if "wrappers" in options:
+        options = options | {"wrappers": tuple({"init_args": {}} | wrapper for wrapper in options["wrappers"])}
+    environments = make_batch(env_id, 2, backend=backend, **options)
+    torch.manual_seed(0)
+    policy = ActorCritic(environments.single_observation_space, environments.single_action_space)
+    rollout = make_collector(environments, 8).collect(policy)
+    space = environments.single_observation_space
+    assert rollout.shape == (8, 2) and 8 <= rollout.num_steps <= 16
+    assert rollout.observations.shape == (9, 2, *space.shape)
+    assert len(torch.unique(rollout.observations.reshape(18, -1).double(), dim=0)) > 1
+    for x in (rollout.rewards, rollout.log_probs, rollout.values, rollout.next_values):
+        assert x.shape == (8, 2) and x.dtype == torch.float32 and torch.isfinite(x).all()
+    # The importance ratio is 1 on arrival, whether acting or the end of the rollout computed the log-probabilities.
+    batch = rollout.flatten()
+    with torch.no_grad():
+        ratios = (policy.log_prob(batch.observations, batch.actions) - batch.log_probs).exp()
+    assert (ratios - 1).abs().max() <= 1e-6
+    environments.close()
+    environments.close()  # twice is allowed
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_worker_processes_give_the_same_rollout_in_every_mode(mode, backend):
+    policy = Told(lambda o: o[..., 0] * 100 + o[..., 1])
+    options = {"lengths": (3, 5), "ends": ("truncated", "terminated"), "mode": mode}
+    one = collect("Probe/Counter-v0", 12, policy, 3, **options)
+    other = collect("Probe/Counter-v0", 12, policy, 3, backend=backend, **options)
+    for name in ("observations", "rewards", "terminated", "truncated", "values", "next_values", "final_indices"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert (one.valid is None) == (other.valid is None) == (mode is not AutoresetMode.NEXT_STEP)
+
+
+def test_backends_without_choice_reset_in_their_own_mode():
+    modes = {
+        ("CartPole-v1", "native"): AutoresetMode.NEXT_STEP,
+        ("CartPole-v1", "envpool"): AutoresetMode.NEXT_STEP,
+        ("ALE/Pong-v5", "native"): AutoresetMode.SAME_STEP,
+        ("CartPole-v1", "sync"): AutoresetMode.SAME_STEP,
+    }
+    for (env_id, backend), mode in modes.items():
+        environments = make_batch(env_id, backend=backend)
+        assert environments.mode is mode
+        environments.close()
+
+
+def test_discrete_actions_begin_where_the_space_does_and_are_stored_from_zero():
+    environments = make_batch("Probe/Counter-v0", 2, start=5)  # the probe refuses an action outside its space
+    torch.manual_seed(0)
+    policy = ActorCritic(environments.single_observation_space, environments.single_action_space)
+    rollout = make_collector(environments, 30).collect(policy)
+    assert set(rollout.actions.unique().tolist()) == {0, 1, 2}
+
+
+def test_continuous_actions_are_clipped_for_the_environment_and_stored_as_drawn():
+    environments = make_batch("Probe/Counter-v0", 2, start=None)
+    torch.manual_seed(0)
+    spaces_ = environments.single_observation_space, environments.single_action_space
+    rollout = make_collector(environments, 30).collect(ActorCritic(*spaces_, initial_log_std=1.0))
+    assert rollout.actions.shape == (30, 2, 2) and rollout.actions.abs().max() > 1
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_wrappers_of_single_and_of_vector_environments_are_both_applied(backend):
+    options = {"lengths": (9,), "reward": 1.0, "backend": backend}
+    rewards = {
+        names: collect("Probe/Counter-v0", 4, Told(), wrappers=wrappers, **options).rewards[0, 0].item()
+        for names, wrappers in {
+            "none": (),
+            "single": (DOUBLE,),
+            "vector": (DOUBLE_VECTOR,),
+            "both": (DOUBLE, DOUBLE, DOUBLE_VECTOR),
+        }.items()
+    }
+    assert rewards == {"none": 1, "single": 2, "vector": 2, "both": 8}
+
+
+@pytest.mark.parametrize("backend", ["native", "envpool"])
+def test_vectorised_backends_take_vector_wrappers_and_refuse_others(backend):
+    rollout = collect("CartPole-v1", 4, Told(), backend=backend, wrappers=(DOUBLE_VECTOR,))
+    assert rollout.rewards.tolist() == [[2.0]] * 4
+    with pytest.raises(ConfigurationError, match=r"^wrappers=\['tests.probes.DoubleReward'\] wrap single environments"):
+        make_batch("CartPole-v1", backend=backend, wrappers=(DOUBLE,))
+
+
+def test_time_limit_and_other_arguments_reach_the_environment():
+    rollout = collect("CartPole-v1", 9, Told(), max_episode_steps=3)
+    assert rollout.truncated[:, 0].tolist() == [False, False, True] * 3
+    environments = make_batch("LunarLander-v3", continuous=True)
+    assert isinstance(environments.single_action_space, spaces.Box)
+
+
+def test_vector_environment_that_does_not_say_how_it_resets_is_refused():
+    class Silent(gymnasium.vector.VectorEnv):
+        metadata = {}  # noqa: RUF012
+        num_envs = 1
+        single_observation_space = observation_space = spaces.Box(0, 1, (1,))
+        single_action_space = action_space = spaces.Discrete(2)
+
+        def __init__(self, num_envs=1):
+            pass
+
+    gymnasium.register("Probe/Silent-v0", vector_entry_point=Silent)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=r"metadata\['autoreset_mode'\]=None: expected one of \['NextStep'"
+        ):
+            make_environments(EnvironmentSpec("Probe/Silent-v0", backend="native"), 1, [0])
+    finally:
+        del gymnasium.registry["Probe/Silent-v0"]
+
+
+def test_envpool_gives_float32_rollouts_although_its_arrays_are_float64():
+    environments = make_batch("HalfCheetah-v4", backend="envpool")
+    assert environments.reset().dtype == np.float64
+    rollout = make_collector(environments, 3).collect(
+        ActorCritic(environments.single_observation_space, environments.single_action_space)
+    )
+    assert rollout.observations.dtype == torch.float32

@@ -1,0 +1,169 @@
+"""Unknown names, missing packages and arguments that are refused: one error that says what to do."""
+
+import importlib
+import importlib.util
+import sys
+
+import gymnasium
+import pytest
+
+from lightning_rl import RolloutDataModule
+from lightning_rl.environments import EnvironmentSpec, make_environments
+from lightning_rl.validation import ConfigurationError
+
+
+def make(env_id, **options):
+    make_environments(EnvironmentSpec(env_id, **options), 1, [0]).close()
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Pretend that packages are not installed."""
+
+    def hide(*packages):
+        find = importlib.util.find_spec
+        hidden = lambda name: name.partition(".")[0] in packages  # noqa: E731
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if hidden(name) else find(name, *rest)
+        )
+        for name in [name for name in sys.modules if hidden(name)]:
+            monkeypatch.delitem(sys.modules, name)
+        for package in packages:
+            monkeypatch.setitem(sys.modules, package, None)  # `import package` raises
+        for env_id, spec in list(gymnasium.registry.items()):
+            if str(spec.entry_point).partition(".")[0] in packages:
+                monkeypatch.delitem(gymnasium.registry, env_id)
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("env_id", "nearest"),
+    [
+        ("CartPole-v7", "CartPole-v1"),
+        ("cartpole-v1", "CartPole-v1"),
+        ("HalfCheeta-v5", "HalfCheetah-v5"),
+        ("ALE/Pung-v5", "ALE/Pong-v5"),
+        ("MiniGrid-Emty-5x5-v0", "MiniGrid-Empty-5x5-v0"),
+    ],
+)
+def test_unknown_id_is_refused_with_the_nearest_names(env_id, nearest):
+    with pytest.raises(
+        ConfigurationError, match=f"^env_id='{env_id}' is unknown: expected .* did you mean .*{nearest}"
+    ):
+        make(env_id)
+
+
+def test_unknown_id_that_is_near_to_nothing_has_no_hint():
+    with pytest.raises(ConfigurationError) as caught:
+        make("xyzzy")
+    assert str(caught.value) == "env_id='xyzzy' is unknown: expected a registered environment id"
+
+
+def test_unknown_envpool_task_is_refused_with_the_nearest_names():
+    with pytest.raises(ConfigurationError, match=r"^env_id='CartPool-v1' is unknown: .*CartPole-v1"):
+        make("CartPool-v1", backend="envpool")
+
+
+def test_unknown_id_is_refused_when_the_spaces_are_asked_for():
+    with pytest.raises(ConfigurationError, match="is unknown"):
+        _ = RolloutDataModule("CartPole-v7").observation_space
+
+
+@pytest.mark.parametrize(
+    ("env_id", "package", "extra"),
+    [
+        ("ALE/Pong-v5", "ale_py", "atari"),
+        ("PongNoFrameskip-v4", "ale_py", "atari"),
+        ("ALE/Pong-v5", "cv2", "atari"),
+        ("HalfCheetah-v5", "mujoco", "mujoco"),
+        ("LunarLander-v3", "Box2D", "box2d"),
+        ("MiniGrid-Empty-5x5-v0", "minigrid", "minigrid"),
+        ("BabyAI-GoToObj-v0", "minigrid", "minigrid"),
+    ],
+)
+def test_missing_package_is_named_with_the_extra_that_installs_it(without, monkeypatch, env_id, package, extra):
+    for name in [name for name in sys.modules if name.startswith(("gymnasium.envs.mujoco", "gymnasium.envs.box2d"))]:
+        monkeypatch.delitem(sys.modules, name)
+    without(package)
+    with pytest.raises(ConfigurationError) as caught:
+        make(env_id)
+    message = str(caught.value)
+    assert message.startswith(f"env_id='{env_id}' needs a package that is not installed (")
+    assert message.endswith(f"): pip install 'lightning-rl[{extra}]'")
+
+
+def test_missing_envpool_is_named(without):
+    without("envpool")
+    with pytest.raises(
+        ConfigurationError, match=r"^backend='envpool' needs .*: pip install 'lightning-rl\[envpool\]'$"
+    ):
+        make("CartPole-v1", backend="envpool")
+
+
+def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
+    (tmp_path / "their_envs.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('Theirs-v0', CartPoleEnv)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    make("their_envs:Theirs-v0")
+    make("their_envs:Theirs-v0", backend="async")
+    with pytest.raises(ConfigurationError, match=r"^env_id='no_such_module:X-v0': module 'no_such_module' cannot"):
+        make("no_such_module:X-v0")
+    with pytest.raises(ConfigurationError, match="did you mean Theirs-v0"):
+        make("their_envs:Thiers-v0")
+    del gymnasium.registry["Theirs-v0"]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [
+        ("CartPole-v1", {"env_kwargs": {"gravity": 1}}),
+        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "async"}),
+        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "native"}),
+        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "envpool"}),
+        ("LunarLander-v3", {"env_kwargs": {"gravity": 99.0}}),
+        ("ALE/Pong-v5", {"env_kwargs": {"mode": 77}}),
+    ],
+)
+def test_arguments_that_the_environment_refuses_are_named(env_id, options):
+    with pytest.raises(ConfigurationError) as caught:
+        make(env_id, **options)
+    assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env_kwargs={options['env_kwargs']!r}: ")
+
+
+def test_environment_without_a_vectorised_version_is_refused_for_native():
+    with pytest.raises(
+        ConfigurationError, match="backend='native' is not valid: LunarLander-v3 registers no vector_entry"
+    ):
+        make("LunarLander-v3", backend="native")
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "message"),
+    [
+        ("no.such.Wrapper", r"^wrappers: class_path='no.such.Wrapper' cannot be imported"),
+        ("gymnasium.wrappers.NoSuch", r"^wrappers: class_path='gymnasium.wrappers.NoSuch' cannot be imported"),
+        ("gymnasium.make", r"^wrappers: class_path='gymnasium.make' is not valid: expected the path of a class"),
+        ("gymnasium.wrappers.TimeLimit", r"^wrappers: gymnasium.wrappers.TimeLimit refused init_args=\{\}"),
+    ],
+)
+def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make("CartPole-v1", wrappers=({"class_path": wrapper, "init_args": {}},))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "threads"}, "^backend='threads' is not valid: expected one of sync, async, native, envpool$"),
+        ({"step_timeout": 1.0}, "^step_timeout=1.0 is not valid: expected None unless backend is 'async'$"),
+        ({"step_timeout": 0.0, "backend": "async"}, "^step_timeout=0.0 is not valid: expected a number above 0"),
+        ({"step_timeout": float("inf"), "backend": "async"}, "^step_timeout=inf is not valid"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        EnvironmentSpec("CartPole-v1", **options)

@@ -1,0 +1,207 @@
+"""What a rollout holds is what the policy saw, did and thought at the time."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from lightning_rl import collector as collector_module
+from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.validation import ConfigurationError
+from tests.probes import Told, collect, make_batch, make_collector
+
+IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
+
+
+def make_policy(environments, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    options = {"hidden_sizes": (32,)} | options
+    spaces_ = environments.single_observation_space, environments.single_action_space
+    return ActorCritic(*spaces_, **options).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("start", [0, None])
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_log_probs_and_values_are_those_of_the_policy_at_each_step(mode, start, shared, dtype, bound):
+    """Shared encoders give them while acting, separate ones at the end of the rollout: both are right."""
+    environments = make_batch("Probe/Counter-v0", 3, mode=mode, start=start, lengths=(7, 4), ends=("truncated", "both"))
+    policy = make_policy(environments, dtype, shared_encoder=shared)
+    assert (policy.act(torch.zeros(1, 2, dtype=dtype)).log_prob is not None) == shared
+    rollout = make_collector(environments, 25, dtype).collect(policy)
+    assert rollout.observations.dtype == rollout.log_probs.dtype == rollout.rewards.dtype == dtype
+    with torch.no_grad():
+        ratios = (policy.log_prob(rollout.observations[:-1], rollout.actions) - rollout.log_probs).exp()
+        values = policy.value(rollout.observations)
+    assert (ratios - 1).abs().max() <= bound
+    torch.testing.assert_close(rollout.values, values[:-1], rtol=10 * bound, atol=10 * bound)
+    expected = values[1:].clone()
+    expected[rollout.final_indices[:, 0], rollout.final_indices[:, 1]] = policy.value(
+        rollout.final_observations
+    ).detach()
+    expected[rollout.terminated] = 0
+    torch.testing.assert_close(rollout.next_values, expected, rtol=10 * bound, atol=10 * bound)
+
+
+def test_log_probs_and_values_of_images_are_those_of_the_policy_at_each_step():
+    environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
+    policy = make_policy(environments)
+    rollout = make_collector(environments, 12).collect(policy)
+    assert rollout.observations.dtype == torch.uint8
+    with torch.no_grad():
+        ratios = (policy.log_prob(rollout.observations[:-1], rollout.actions) - rollout.log_probs).exp()
+    assert (ratios - 1).abs().max() <= 1e-6
+
+
+def test_actions_are_drawn_from_the_given_generator_alone():
+    rollouts = []
+    for disturb in (False, True):
+        environments = make_batch("Probe/Counter-v0", 2)
+        policy = make_policy(environments)
+        torch.manual_seed(int(disturb))
+        rollouts.append(make_collector(environments, 20).collect(policy))
+    assert torch.equal(rollouts[0].actions, rollouts[1].actions)
+    assert len(rollouts[0].actions.unique()) == 3
+
+
+def test_policy_sees_what_is_stored_and_rollouts_are_joined_without_a_gap():
+    policy = Told()
+    collector = make_collector(make_batch("Probe/Counter-v0", 2, lengths=(4,)), 6)
+    first = collector.collect(policy).observations.clone()
+    second = collector.collect(policy).observations
+    assert torch.equal(torch.stack(policy.seen), torch.cat([first[:-1], second[:-1]]))
+    assert torch.equal(first[-1], second[0])
+    places = [(t // 4, t % 4) for t in range(13)]
+    assert first[:, 1].tolist() == [list(map(float, place)) for place in places[:7]]
+    assert second[:, 1].tolist() == [list(map(float, place)) for place in places[6:]]
+
+
+def test_actions_taken_are_the_actions_stored():
+    by_place = Told(action=lambda o: (o[..., 1] % 3).long())
+    rollout = collect("Probe/Counter-v0", 6, by_place, lengths=(6,))
+    assert rollout.actions[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_episodes_are_counted_across_rollouts_and_summed_in_float64():
+    environments = make_batch("Probe/Counter-v0", 2, lengths=(7, 3), reward=0.1)
+    collector = make_collector(environments, 4)
+    episodes = [collector.collect(Told()).episodes for _ in range(5)]
+    assert [e.lengths for e in episodes] == [[], [7, 7], [3, 3], [], [7, 7, 3, 3]]
+    assert episodes[1].returns == pytest.approx([0.7, 0.7], rel=1e-15)  # float32 is off by 1e-8
+
+
+def test_lengths_count_only_real_steps():
+    environments = make_batch("Probe/Counter-v0", 1, mode=AutoresetMode.NEXT_STEP, lengths=(2, 3), reward=1.0)
+    rollout = make_collector(environments, 12).collect(Told())
+    assert rollout.episodes.lengths == [2, 3, 2] and rollout.episodes.returns == [2.0, 3.0, 2.0]
+    assert rollout.num_steps == 12 - 3
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_infos_of_steps_are_collected_and_those_of_resets_are_not(backend, mode):
+    """`level` is reported with every step and reset, `score` with the last step of an episode only."""
+    environments = make_batch("Probe/Counter-v0", 2, mode=mode, backend=backend, lengths=(2, 1))
+    keys = ("level", "score", "only_reset", "absent")
+    bogus = 2 if mode is AutoresetMode.NEXT_STEP else 0
+    rollout = make_collector(environments, 4 + bogus, info_keys=keys).collect(Told())
+    environments.close()
+    assert rollout.num_steps == 8
+    assert sorted(rollout.infos["level"]) == [1, 1, 2, 2, 11, 11, 21, 21]
+    assert sorted(rollout.infos["score"]) == [1, 1, 2, 2]
+    assert rollout.infos["only_reset"] == rollout.infos["absent"] == []
+
+
+def test_info_of_vectorised_environments_is_collected():
+    environments = make_batch("CartPole-v1", 3, backend="envpool")
+    rollout = make_collector(environments, 4, info_keys=("elapsed_step",)).collect(Told())
+    assert sorted(rollout.infos["elapsed_step"]) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
+def test_info_that_is_no_number_is_refused():
+    environments = make_batch("Probe/Counter-v0")
+    with pytest.raises(
+        ConfigurationError, match=r"^info_keys='name' is not valid: info\['name'\] is 'probe', expected"
+    ):
+        make_collector(environments, 4, info_keys=("name",)).collect(Told())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 10**6])
+def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(monkeypatch, rows):
+    monkeypatch.setattr(collector_module, "_MAX_ROWS", rows)
+    environments = make_batch("Probe/Counter-v0", 3, lengths=(2,))
+    policy = make_policy(environments, torch.float64)
+    largest = []
+    value = policy.value
+    monkeypatch.setattr(policy, "value", lambda o: largest.append(o.shape[:-1].numel()) or value(o))
+    rollout = make_collector(environments, 11, torch.float64).collect(policy)
+    assert max(largest) <= max(3, rows)
+    with torch.no_grad():
+        torch.testing.assert_close(rollout.values, value(rollout.observations[:-1]), rtol=1e-14, atol=1e-14)
+        finals = value(rollout.final_observations)
+    index = rollout.final_indices
+    assert len(index) == 15
+    torch.testing.assert_close(rollout.next_values[index[:, 0], index[:, 1]], finals, rtol=1e-14, atol=1e-14)
+
+
+def test_large_observations_are_evaluated_in_small_parts(monkeypatch):
+    monkeypatch.setattr(collector_module, "_MAX_ENTRIES", 1000)  # four images of 243
+    environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
+    policy = make_policy(environments, shared_encoder=False)
+    largest = []
+    log_prob = policy.log_prob
+    monkeypatch.setattr(policy, "log_prob", lambda o, a: largest.append(a.numel()) or log_prob(o, a))
+    make_collector(environments, 9).collect(policy)
+    assert largest == [4, 4, 4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("space", "dtype"),
+    [
+        (spaces.Discrete(5), torch.int64),
+        (spaces.Box(0, 255, (4,), np.uint8), torch.uint8),
+        (spaces.Box(-1, 1, (4,), np.float64), torch.float32),
+        (spaces.Box(-1, 1, (2, 2), np.float32), torch.float32),
+        (spaces.Box(-1, 1, (), np.float32), torch.float32),
+    ],
+)
+def test_observations_keep_their_shape_and_integers_their_type(space, dtype):
+    environments = make_batch("Probe/Space-v0", 2, observation_space=space)
+    rollout = make_collector(environments, 30).collect(make_policy(environments))
+    assert rollout.observations.dtype == dtype and rollout.observations.shape == (31, 2, *space.shape)
+
+
+def test_rollout_says_which_version_of_the_policy_made_it_and_how_long_it_took():
+    collector = make_collector(make_batch("Probe/Counter-v0"), 3)
+    rollout = collector.collect(Told(), policy_version=17)
+    assert rollout.policy_version == 17 and 0 < rollout.seconds < 5
+
+
+def test_nothing_that_is_collected_takes_part_in_gradients():
+    environments = make_batch("Probe/Counter-v0", 2, lengths=(2,))
+    for shared in (True, False):
+        policy = make_policy(environments, shared_encoder=shared)
+        with torch.enable_grad():
+            rollout = make_collector(environments, 5).collect(policy)
+        tensors = [x for x in vars(rollout).values() if isinstance(x, torch.Tensor)]
+        assert len(tensors) == 10 and not any(x.requires_grad or x.is_inference() for x in tensors)
+        loss = (policy.log_prob(rollout.observations[:-1], rollout.actions) * rollout.next_values).mean()
+        loss.backward()  # inference tensors would not be allowed here
+        environments.reset()
+
+
+def test_any_object_with_three_methods_is_a_policy():
+    class Uniform:
+        def act(self, observations, generator=None, deterministic=False):
+            return PolicyOutput(torch.randint(3, observations.shape[:1], generator=generator))
+
+        def log_prob(self, observations, actions):
+            return torch.full(actions.shape, -np.log(3.0))
+
+        def value(self, observations):
+            return observations.sum(-1)
+
+    rollout = collect("Probe/Counter-v0", 4, Uniform(), 2)
+    assert rollout.values.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]

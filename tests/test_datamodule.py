@@ -1,0 +1,325 @@
+"""RolloutDataModule: contract 9 under the Trainer, seeds by role and rank, and what is refused."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Callback
+
+from lightning_rl import PPO
+from lightning_rl.environments import AtariPreprocessing
+from lightning_rl.environments.seeding import EVALUATION, TRAINING
+from lightning_rl.loaders import OnDemandLoader
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.probes import Told
+
+
+def attach(data, rank=0, world_size=1, policy=None):
+    """Let the data believe that it is one rank of a run with this policy."""
+    policy = policy or Told()
+    policy.parameters = lambda: iter([torch.zeros(1)])
+    data.trainer = SimpleNamespace(
+        global_rank=rank,
+        world_size=world_size,
+        precision_plugin=SimpleNamespace(forward_context=nullcontext),
+        lightning_module=SimpleNamespace(policy=policy, device=torch.device("cpu"), policy_version=0),
+    )
+    return data
+
+
+def summary(episodes):
+    return [(episode.length, episode.episode_return) for episode in episodes]
+
+
+# ----------------------------------------------------------------------------------------------- evaluation is separate
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Probe/Random-v0"])
+def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, normalize):
+    """No validation, after every rollout, with the sanity check, with samples, with other numbers of episodes."""
+    kinds = {
+        "none": ({"limit_val_batches": 0}, {}),
+        "every rollout": ({"val_check_interval": 1, "limit_val_batches": 1.0}, {}),
+        "sanity check": ({"val_check_interval": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 1}, {}),
+        "samples": ({"limit_val_batches": 1.0, "val_check_interval": 2}, {"eval_deterministic": False}),
+        "many": ({"limit_val_batches": 1.0}, {"eval_episodes": 7, "num_eval_envs": 3}),
+    }
+    expected, validations = None, {}
+    for name, (trainer_options, data_options) in kinds.items():
+        data = make_data(env_id, rollouts_per_epoch=4, **data_options)
+        model = make_model(data, normalize_observations=normalize, normalize_rewards=normalize)
+        seen = []
+        play = data.play
+        data.play = lambda *args, play=play, seen=seen: seen.append(1) or play(*args)
+        make_trainer(**trainer_options).fit(model, data)
+        validations[name] = len(seen)
+        expected = expected or (parameters_of(model), {k: v.clone() for k, v in model.state_dict().items()})
+        assert_equal_parameters(model, expected[0])
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, expected[1][key]), (name, key)
+    assert validations == {"none": 0, "every rollout": 4, "sanity check": 5, "samples": 2, "many": 1}
+
+
+@pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
+def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(backend):
+    data = make_data(backend=backend, eval_episodes=5, num_eval_envs=2)
+    attach(data, policy=Told(action=lambda o: (o[..., 2] > 0).long()))
+    first = summary(data.play())
+    data.collect()
+    assert len(first) == 5 and summary(data.play()) == first
+    assert summary(data.play(record=True)) == first
+    data.teardown("fit")
+    assert summary(data.play()) == first
+    data.teardown("validate")
+
+
+def test_evaluation_with_samples_is_the_same_each_time_too():
+    data = make_data(eval_deterministic=False, eval_episodes=4)
+    model = make_model(data)
+    trainer = make_trainer(limit_val_batches=1.0)
+    played = [trainer.predict(model, data)[0] for _ in range(2)]
+    assert summary(played[0]) == summary(played[1])
+    deterministic = make_trainer().predict(model, make_data(eval_episodes=4))[0]
+    assert summary(deterministic) != summary(played[0])
+
+
+@pytest.mark.parametrize("eval_episodes", [1, 3, 4, 10])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_eval_envs", [None, 2])
+def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes, world_size, num_eval_envs):
+    counts, played = [], []
+    for rank in range(world_size):
+        data = make_data("Probe/Random-v0", eval_episodes=eval_episodes, num_eval_envs=num_eval_envs, env_kwargs={})
+        episodes = attach(data, rank, world_size).play()
+        counts.append(len(episodes))
+        played += summary(episodes)
+        data.teardown("validate")
+    assert sum(counts) == eval_episodes and max(counts) - min(counts) <= 1
+    assert len(set(played)) == eval_episodes  # no rank plays what another plays
+
+
+def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
+    """3 episodes in each of two environments and 2 in the others, wherever the short ones are."""
+    data = make_data("Probe/Counter-v0", eval_episodes=10, num_eval_envs=4, env_kwargs={"lengths": [1, 9, 4]})
+    assert [e.length for e in attach(data).play()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
+    data.teardown("validate")
+
+
+def test_evaluation_has_raw_rewards_and_whole_episodes():
+    """Wrappers for training only, which double rewards and cut episodes here, are left out; the others are not."""
+    double = "tests.probes.DoubleReward"
+    options = {"env_kwargs": {"lengths": [5], "reward": 1.0}, "rollout_length": 6}
+    data = attach(make_data("Probe/Counter-v0", training_wrappers=[double], **options))
+    rollout = data.collect()
+    assert (rollout.rewards == 2).all() and rollout.episodes.lengths == [3, 3, 3, 3]
+    assert summary(data.play()) == [(5, 5.0)] * 2
+    data.teardown("fit")
+    both = attach(make_data("Probe/Counter-v0", wrappers=[double], **options))
+    assert summary(both.play()) == [(3, 6.0)] * 2
+    both.teardown("validate")
+
+
+def test_evaluation_of_games_counts_the_score_of_whole_games():
+    options = {"num_envs": 1, "rollout_length": 60, "eval_episodes": 1}
+    data = attach(
+        make_data("ALE/Breakout-v5", atari=AtariPreprocessing(noop_max=0, repeat_action_probability=0.0), **options),
+        policy=Told(action=lambda o: torch.full(o.shape[:1], 2)),
+    )
+    rollout = data.collect()
+    assert rollout.terminated.any()  # a lost life
+    shortest = min(rollout.episodes.lengths)
+    (episode,) = data.play()
+    assert episode.length > 4 * shortest and episode.terminated
+    data.teardown("fit")
+
+
+def test_evaluation_has_other_seeds_than_training(monkeypatch):
+    made = []
+    import lightning_rl.datamodule as module
+
+    make = module.make_environments
+
+    def spy(spec, num_envs, seeds):
+        made.append((spec.evaluation, tuple(seeds)))
+        return make(spec, num_envs, seeds)
+
+    monkeypatch.setattr(module, "make_environments", spy)
+    for rank in range(2):
+        data = attach(make_data(seed=5, num_envs=3), rank, 2)
+        data.collect()
+        data.play()
+        data.teardown("fit")
+    assert [evaluation for evaluation, _ in made] == [False, True, False, True]
+    seeds = [seed for _, seeds in made for seed in seeds]
+    assert len(seeds) == 3 + 1 + 3 + 1 == len(set(seeds))
+    assert TRAINING != EVALUATION
+
+
+def test_statistics_are_frozen_in_evaluation():
+    data = make_data("HalfCheetah-v5", env_kwargs={"max_episode_steps": 20})
+    model = make_model(data, normalize_observations=True, normalize_rewards=True)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(model, data)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_same_seed_gives_the_same_run_and_another_one_another():
+    weights = []
+    for seed in (3, 3, 4):
+        data = make_data(seed=seed)
+        model = make_model(data)
+        make_trainer().fit(model, data)
+        weights.append(parameters_of(model))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert any(not torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+def test_ranks_have_different_environments_and_actions():
+    rollouts = []
+    for rank in range(2):
+        data = make_data()
+        model = make_model(data)
+        attach(data, rank, 2).trainer.lightning_module.policy = model.policy
+        rollouts.append(data.collect())
+        data.teardown("fit")
+    assert not torch.equal(rollouts[0].observations[0], rollouts[1].observations[0])
+    assert not torch.equal(rollouts[0].actions, rollouts[1].actions)
+
+
+def test_seed_is_that_of_torch_unless_given():
+    seeds = []
+    for options in ({"seed": None}, {"seed": None}, {"seed": 8}):
+        torch.manual_seed(8)
+        data = attach(make_data(**options))
+        data.collect()
+        seeds.append(data.seed)
+        data.teardown("fit")
+    assert seeds == [8, 8, 8]
+    torch.manual_seed(9)
+    data = attach(make_data(seed=None))
+    data.collect()
+    assert data.seed == 9
+    data.teardown("fit")
+
+
+def test_loaders_have_a_length_and_make_each_batch_when_it_is_asked_for():
+    data = make_data(rollouts_per_epoch=3)
+    assert len(data.train_dataloader()) == 3
+    for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+        assert len(loader) == 1
+    made = []
+    loader = OnDemandLoader(lambda: made.append(len(made)) or made[-1], 2)
+    batches = iter(loader)
+    assert made == []
+    assert next(batches) == 0 and made == [0]
+    assert list(loader) == [1, 2]
+
+
+def test_environments_are_closed_after_training_and_after_a_failure():
+    class Interrupt(Callback):
+        def on_train_batch_end(self, *_):
+            raise RuntimeError("stop here")
+
+    for callbacks in ([], [Interrupt()]):
+        data = make_data(backend="async", eval_episodes=1)
+        model = make_model(data)
+        try:
+            make_trainer(callbacks=callbacks, limit_val_batches=1.0).fit(model, data)
+        except RuntimeError as error:
+            assert str(error) == "stop here"
+        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+        commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+        assert not [command for command in commands if "resource_tracker" not in command]
+        assert data._environments is data._eval_environments is data._collector is None
+
+
+def test_spaces_are_those_that_the_policy_sees():
+    data = make_data("MiniGrid-Empty-5x5-v0", wrappers=["minigrid.wrappers.ImgObsWrapper"])
+    assert data.observation_space.shape == (7, 7, 3) and data.action_space.n == 7
+    atari = make_data("ALE/Pong-v5", backend="envpool", atari=AtariPreprocessing(frame_stack=2))
+    assert atari.observation_space == spaces.Box(0, 255, (2, 84, 84), "uint8")
+    assert make_data(num_envs=3, rollout_length=5).rollout_shape == (5, 3)
+
+
+def test_asking_for_the_spaces_starts_no_process(monkeypatch):
+    monkeypatch.setattr("lightning_rl.environments.make.ProcessVectorEnv", None)  # cannot be called
+    assert make_data("Probe/Counter-v0", backend="async").action_space.n == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 0}, "^num_envs=0 is not valid: expected an integer of at least 1$"),
+        ({"num_envs": 2.0}, "^num_envs=2.0 is not valid"),
+        ({"num_envs": True}, "^num_envs=True is not valid"),
+        ({"rollout_length": -1}, "^rollout_length=-1 is not valid"),
+        ({"rollouts_per_epoch": 0}, "^rollouts_per_epoch=0 is not valid"),
+        ({"eval_episodes": 0}, "^eval_episodes=0 is not valid"),
+        ({"num_eval_envs": 0}, "^num_eval_envs=0 is not valid"),
+        ({"seed": -1}, "^seed=-1 is not valid: expected an integer of at least 0, or None$"),
+        ({"seed": 1.5}, "^seed=1.5 is not valid"),
+        ({"info_keys": "score"}, "^info_keys='score' is not valid: expected a list of keys$"),
+        ({"backend": "threads"}, "^backend='threads' is not valid"),
+        ({"step_timeout": -1.0, "backend": "async"}, "^step_timeout=-1.0 is not valid"),
+        ({"wrappers": [{"path": "x"}]}, "^wrappers={'path': 'x'} is not valid: expected a dict with 'class_path'"),
+        ({"training_wrappers": [lambda env: env]}, "^training_wrappers=<function .* cannot be stored"),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_data(**options)
+
+
+def test_wrapper_for_training_only_that_changes_the_spaces_is_refused():
+    data = make_data(training_wrappers=[{"class_path": "gymnasium.wrappers.TimeAwareObservation"}])
+    with pytest.raises(ConfigurationError, match=r"^training_wrappers=\['gymnasium.wrappers.Time.*'\] change"):
+        _ = data.observation_space
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (
+            spaces.Dict({"position": spaces.Box(0, 1, (2,)), "goal": spaces.Discrete(3)}),
+            r"^observation_space=Dict\('goal'|^observation_space=Dict\('position'",
+        ),
+        (
+            spaces.Tuple((spaces.Discrete(2), spaces.Discrete(3))),
+            r"^observation_space=Tuple\(Discrete\(2\), Discrete\(3\)\)",
+        ),
+        (spaces.MultiDiscrete([2, 3]), r"^observation_space=MultiDiscrete\(\[2 3\]\)"),
+    ],
+)
+def test_unsupported_observation_space_is_named_with_what_is_supported(space, message):
+    data = make_data("Probe/Space-v0", env_kwargs={"observation_space": space})
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        PPO(data.observation_space, data.action_space)
+    assert str(caught.value).endswith("is not supported: expected Box or Discrete")
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.MultiBinary(3), spaces.Box(0, 5, (2,), int), spaces.Dict(a=spaces.Discrete(2))]
+)
+def test_unsupported_action_space_is_named_with_what_is_supported(space):
+    kwargs = {"observation_space": spaces.Box(-1, 1, (2,)), "action_space": space}
+    data = make_data("Probe/Space-v0", env_kwargs=kwargs)
+    with pytest.raises(ConfigurationError, match=r"^action_space=") as caught:
+        PPO(data.observation_space, data.action_space)
+    space = data.action_space
+    assert str(caught.value) == f"action_space={space} is not supported: expected Discrete or a floating-point Box"

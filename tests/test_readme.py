@@ -1,0 +1,171 @@
+"""README and guide: their commands are real, their code runs, their links lead somewhere."""
+
+import importlib
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_rl import PPO, OnPolicyAlgorithm
+from lightning_rl.cli import main
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config configs/ppo/cartpole.yaml"
+TEST = 'pip install -c constraints.txt -e ".[test]" && pytest'
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_checkout(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    Path("configs").symlink_to(ROOT / "configs")
+    Path("mine.yaml").write_text("data: {num_envs: 4}\n")
+    monkeypatch.syspath_prepend(str(in_tmp_path))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Arguments of the lines that call the program, without comments and redirections."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    return [
+        shlex.split(line.partition(" > ")[0], comments=True)[1:] for line in lines if line.startswith("lightning-rl ")
+    ]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+COMMANDS = [(name(page), command) for page in PAGES for command in commands(page)]
+CONFIGURATIONS = [(name(page), block) for page in PAGES for block in blocks(page, "yaml")]
+
+
+def test_the_two_commands_are_in_the_readme_each_on_one_line():
+    lines = [line for block in blocks(README, "bash") for line in block.splitlines()]
+    assert TRAIN in lines
+    assert TEST in lines
+
+
+def test_there_is_something_to_check():
+    assert len(COMMANDS) > 12
+    assert len(CONFIGURATIONS) > 8
+
+
+def test_the_training_command_and_the_scripts_of_the_readme_run():
+    command = [sys.executable, "-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2])]
+    short = ["--max_env_steps=2048", "--data.eval_episodes=2"]
+    done = subprocess.run([*command, *short], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Done: 2048 environment steps" in done.stdout
+    # The promised output has the same form.
+    (shown,) = blocks(README, "text")
+    shown, printed = (re.sub(r"[\d.]+", "0", text) for text in (shown, done.stdout))
+    assert shown in printed
+
+    namespace: dict = {}
+    for script in blocks(README, "python"):
+        exec(script.replace("100_000", "4_096").replace("rollout_length=128", "rollout_length=64"), namespace)
+    # The second script went on from the checkpoint of the command.
+    assert namespace["model"].env_steps == 4096
+    assert len(namespace["episodes"][0]) == 10
+
+
+def test_the_scripts_of_the_first_steps_run():
+    namespace: dict = {}
+    for script in blocks(ROOT / "docs/getting_started.md", "python"):
+        exec(script.replace("20_000", "2_048"), namespace)
+    assert isinstance(namespace["model"], PPO)
+    assert namespace["action"].shape == (1,)
+
+
+def test_own_network_environment_and_algorithm_work_as_described():
+    page = ROOT / "docs/custom.md"
+    Path("my_package.py").write_text("\n\n".join(blocks(page, "python")))
+    importlib.invalidate_caches()
+    network, environment = blocks(page, "yaml")
+    Path("network.yaml").write_text(network)
+    Path("environment.yaml").write_text(environment)
+    small = ["--config=network.yaml", "--config=environment.yaml", "--trainer.accelerator=cpu", "--num_threads=1"]
+    small += [
+        "--data.num_envs=4",
+        "--data.rollout_length=64",
+        "--data.eval_episodes=2",
+        "--trainer.log_every_n_steps=1",
+    ]
+    cli = main(["fit", *small, "--max_env_steps=2560"])
+    assert type(cli.model.policy.actor_encoder).__name__ == "Encoder"
+    assert cli.model.policy.actor_encoder.linear.out_features == 128
+    assert 0 < cli.trainer.callback_metrics["rollout/position"] < 5
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
+    assert type(loaded.policy.critic_encoder).__name__ == "Encoder"
+    # The shortest way is five steps to the right, and the algorithm of one's own finds it.
+    options = ["--data.env_id=my_package:Corridor-v0", "--data.env_kwargs={length: 5}", "--data.num_envs=16"]
+    options += [
+        "--data.rollout_length=32",
+        "--model.learning_rate=0.01",
+        "--trainer.accelerator=cpu",
+        "--num_threads=1",
+    ]
+    cli = main(["fit", "--model=my_package.Reinforce", *options, "--max_env_steps=20480"])
+    assert cli.trainer.callback_metrics["val/episode_return"] == 1
+    assert cli.trainer.callback_metrics["val/episode_length"] == 5
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
+def test_every_command_is_understood(page, command, capsys):
+    asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]
+    with pytest.raises(SystemExit) as exit_:
+        main(command if any(option in command for option in asks) else [*command, "--print_config"])
+    assert exit_.value.code == 0
+    assert len(capsys.readouterr().out) > 200
+
+
+@pytest.mark.parametrize(("page", "content"), CONFIGURATIONS, ids=[page for page, _ in CONFIGURATIONS])
+def test_every_piece_of_configuration_is_understood(page, content, capsys):
+    Path("piece.yaml").write_text(content)
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--config", "configs/ppo/cartpole.yaml", "--config", "piece.yaml", "--print_config"])
+    assert exit_.value.code == 0
+    whole = yaml.safe_load(capsys.readouterr().out)
+    assert set(yaml.safe_load(content)) <= set(whole)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
+
+
+def test_every_option_of_ppo_is_in_its_page():
+    text = (ROOT / "docs/algorithms/ppo.md").read_text()
+    described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
+    options = {*inspect.signature(PPO).parameters, *inspect.signature(OnPolicyAlgorithm).parameters}
+    assert described == options - {"observation_space", "action_space", "kwargs"}
+
+
+def test_every_key_that_is_logged_is_in_the_page_about_logging():
+    small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.eval_episodes=1", "--max_env_steps=512"]
+    cli = main(["fit", "--config=configs/ppo/cartpole.yaml", *small, "--trainer.log_every_n_steps=1"])
+    text = (ROOT / "docs/logging.md").read_text()
+    for key in set(cli.trainer.logged_metrics) - {"step", "epoch"}:
+        group, _, rest = key.partition("/")
+        known = f"`{key}`" in text or (group == "val" and f"`{rest}`" in text)
+        extreme = re.fullmatch(r"(.*)_(min|max)", rest)
+        assert known or (extreme and f"{extreme[1]}`" in text and f"`…_{extreme[2]}`" in text), key

@@ -1,0 +1,62 @@
+"""Spaces as plain data and back."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl.spaces import space_from_dict, space_to_dict
+from lightning_rl.validation import ConfigurationError
+
+SPACES = [
+    spaces.Box(-1, 1, (3,), np.float32),
+    spaces.Box(-np.inf, np.inf, (2, 2), np.float64),
+    spaces.Box(np.array([-0.1, -np.inf], np.float32), np.array([1 / 3, 5], np.float32)),
+    spaces.Box(0, 255, (84, 84, 4), np.uint8),
+    spaces.Box(0, 1, (), np.float32),
+    spaces.Box(0, 1, (0,), np.float32),
+    spaces.Discrete(4),
+    spaces.Discrete(4, start=-2),
+    spaces.MultiDiscrete([3, 4], start=[1, 0]),
+    spaces.MultiDiscrete([[3, 4], [5, 6]]),
+    spaces.MultiBinary(5),
+    spaces.MultiBinary([2, 3]),
+    spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (1,)))),
+    spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Dict({"c": spaces.MultiBinary(2)})}),
+]
+
+
+@pytest.mark.parametrize("space", SPACES, ids=str)
+def test_space_survives_the_way_through_plain_data(space, tmp_path):
+    description = space_to_dict(space)
+    assert space_from_dict(description) == space
+    assert space_from_dict(json.loads(json.dumps(description))) == space
+    torch.save(description, tmp_path / "space.pt")
+    assert space_from_dict(torch.load(tmp_path / "space.pt", weights_only=True)) == space
+
+
+def test_description_is_short_where_all_bounds_agree():
+    image = spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    expected = {"type": "Box", "low": 0, "high": 255, "shape": [84, 84, 4], "dtype": "uint8"}
+    assert space_to_dict(image) == expected
+    assert space_to_dict(spaces.Discrete(3, start=1)) == {"type": "Discrete", "n": 3, "start": 1}
+
+
+@pytest.mark.parametrize("space", SPACES[:2], ids=str)
+def test_what_is_a_description_or_a_space_already_is_returned_unchanged(space):
+    description = space_to_dict(space)
+    assert space_to_dict(description) is description
+    assert space_from_dict(space) is space
+
+
+def test_space_of_another_kind_is_refused():
+    with pytest.raises(ConfigurationError, match=r"^space: Text is not supported; expected Box, Discrete"):
+        space_to_dict(spaces.Dict(name=spaces.Text(5)))
+
+
+@pytest.mark.parametrize("description", [{"type": "Ball"}, {}, {"type": "Discrete"}, {"type": "Box", "low": 0}])
+def test_description_that_was_made_by_nobody_is_refused(description):
+    with pytest.raises(ConfigurationError, match=r"^space: .*expected a description made by space_to_dict$"):
+        space_from_dict(description)
