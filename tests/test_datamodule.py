@@ -1,6 +1,7 @@
 """RolloutDataModule: contract 9 under the Trainer, seeds by role and rank, and what is refused."""
 
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,7 @@ def test_loaders_have_a_length_and_make_each_batch_when_it_is_asked_for():
     assert list(loader) == [1, 2]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_environments_are_closed_after_training_and_after_a_failure():
     class Interrupt(Callback):
         def on_train_batch_end(self, *_):

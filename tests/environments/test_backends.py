@@ -134,6 +134,7 @@ def test_time_limit_and_other_arguments_reach_the_environment():
     assert isinstance(environments.single_action_space, spaces.Box)
 
 
+@pytest.mark.filterwarnings("ignore:.*missing AutoresetMode metadata")
 def test_vector_environment_that_does_not_say_how_it_resets_is_refused():
     class Silent(gymnasium.vector.VectorEnv):
         metadata = {}  # noqa: RUF012

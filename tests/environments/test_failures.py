@@ -29,6 +29,8 @@ class DiesInWorkers(gymnasium.Wrapper):
             os._exit(7)
 
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
 INDEX, EPISODE = 2, 1
 SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
 """Where and when the environments below fail: episode 1, after an episode of 5 steps."""
@@ -148,7 +150,7 @@ def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     assert gone(workers, 0.1)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+@linux
 def test_workers_do_not_outlive_a_parent_that_is_killed():
     """Not even a worker that hangs: it cannot see that its pipe is closed."""
     script = (
@@ -237,6 +239,7 @@ def test_failure_in_training_stops_before_the_optimiser_step(how):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
+@linux
 def test_failure_in_training_leaves_no_worker_behind():
     seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 0)
     options = {"how": "kill", "at": 4, "episode_seed": seed}
