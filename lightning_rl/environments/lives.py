@@ -134,7 +134,7 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, reward, terminated, truncated, info
 
 
-class NativeLives(VectorWrapper):  # type: ignore[type-arg]  # before Gymnasium 1.4 it takes no type arguments
+class NativeLives(VectorWrapper):  # before Gymnasium 1.4 it takes no type arguments
     """Give the observation that was reached where ale-py's own vector environment reports a lost life.
 
     Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes
