@@ -56,7 +56,11 @@ class Ticks(Callback):
 
 
 def fit(
-    args: argparse.Namespace, workload: dict[str, Any], clock: measure.Clock, parts: str, more: Sequence[Callback] = ()
+    args: argparse.Namespace,
+    workload: dict[str, Any],
+    clock: measure.Clock,
+    parts: str,
+    instead: Sequence[Callback] = (),
 ) -> tuple[Ticks, list[torch.Tensor]]:
     """Train under the Trainer; return ticks and parameters.
 
@@ -65,7 +69,7 @@ def fit(
         workload: What to train on.
         clock: Told of every rollout.
         parts: `plain`, `logged` (TensorBoard every 10 rollouts) or `full` (checkpoints and progress bar too).
-        more: Further callbacks.
+        instead: Callbacks in place of the one that tells the clock.
     """
     data = make_data(workload, args.backend, args.seed)
     torch.manual_seed(args.seed)
@@ -73,7 +77,7 @@ def fit(
     ticks = Ticks(clock)
     with tempfile.TemporaryDirectory() as scratch:
         full = parts == "full"
-        callbacks: list[Callback] = [ticks, *more]
+        callbacks = list(instead or [ticks])
         if full:
             # An epoch is a tenth of the run, as in the shipped configurations; each ends with a checkpoint.
             data.rollouts_per_epoch = max(1, workload["rollouts"] // 10)

@@ -144,6 +144,61 @@ def test_every_logger_gets_environment_steps_as_its_x_axis(tmp_path):
     assert all("step" not in metrics and type(step) is int for metrics, step in memory.calls)
 
 
+def test_what_a_subclass_or_a_callback_logs_is_logged_against_environment_steps(tmp_path):
+    class Logging(PPO):
+        def training_step(self, rollout, batch_idx):
+            self.log("mine/before", 1.0)
+            super().training_step(rollout, batch_idx)
+            self.log("mine/after", 2.0, prog_bar=True)
+
+    class Callbacks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            pl_module.log("mine/callback", 3.0)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            pl_module.log("mine/epoch", 4.0)
+
+    logger = MemoryLogger()
+    data = make_data()
+    model = Logging(data.observation_space, data.action_space)
+    model.env_steps = 2**24 + 1
+    make_trainer(logger=logger, log_every_n_steps=1, callbacks=[Callbacks()]).fit(model, data)
+    steps = [2**24 + 33, 2**24 + 65]
+    for name, value in (("before", 1.0), ("after", 2.0), ("callback", 3.0)):
+        assert logger.rows(f"mine/{name}") == [(step, value) for step in steps]
+    assert logger.rows("mine/epoch") == [(steps[-1], 4.0)]
+    assert [step for step, _ in logger.rows("train/policy_loss")] == steps
+
+
+def test_hooks_around_the_backward_pass_are_called_where_somebody_has_any():
+    class Watch(Callback):
+        def __init__(self):
+            self.losses, self.norms = [], []
+
+        def on_before_backward(self, trainer, pl_module, loss):
+            self.losses.append(loss.item())
+
+        def on_after_backward(self, trainer, pl_module):
+            self.norms.append(max(p.grad.abs().max().item() for p in pl_module.policy.parameters()))
+
+    class Own(PPO):
+        calls = 0
+
+        def on_after_backward(self):
+            self.calls += 1
+
+    watch = Watch()
+    _, watched, _ = fit(callbacks=[watch])
+    _, unwatched, _ = fit()
+    assert len(watch.losses) == len(watch.norms) == 2 * watched.num_epochs * watched.num_minibatches
+    assert all(np.isfinite(watch.losses)) and min(watch.norms) > 0
+    assert_equal_parameters(unwatched, parameters_of(watched))
+    data = make_data()
+    own = Own(data.observation_space, data.action_space)
+    make_trainer().fit(own, data)
+    assert own.calls == 2 * own.num_epochs * own.num_minibatches
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_clock_is_exact_beyond_what_float32_can_count(precision):
     logger = MemoryLogger()
@@ -188,7 +243,7 @@ def test_logged_values_cover_everything_since_the_last_log():
 
     data.collect = spy
     make_trainer(max_epochs=2, callbacks=[recorder], logger=logger, log_every_n_steps=3).fit(model, data)
-    windows = [slice(0, 3), slice(3, 6)]  # the second one crosses an epoch; two rollouts are left at the end
+    windows = [slice(0, 3), slice(3, 6), slice(6, 8)]  # the second one crosses an epoch, the third one ends the run
     for name in ("policy_loss", "grad_norm", "approx_kl", "first_ratio_error"):
         means = [np.mean(recorder.column(name)[window]) for window in windows]
         assert [value for _, value in logger.rows(f"train/{name}")] == pytest.approx(means, rel=1e-5)
@@ -199,7 +254,7 @@ def test_logged_values_cover_everything_since_the_last_log():
     for suffix, function in (("", np.mean), ("_min", min), ("_max", max)):
         logged = [value for _, value in logger.rows(f"rollout/episode_return{suffix}")]
         assert logged == pytest.approx([function(returns) for returns in finished], rel=1e-6)
-    assert logger.rows("rollout/episodes") == [(384, len(finished[0])), (768, len(finished[1]))]
+    assert logger.rows("rollout/episodes") == list(zip((384, 768, 1024), map(len, finished), strict=True))
 
 
 def test_run_that_a_limit_stops_logs_what_happened_since_the_last_log():

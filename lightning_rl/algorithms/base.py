@@ -176,6 +176,7 @@ class OnPolicyAlgorithm(Reports):
         start = time.perf_counter()
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
+        self._hooks_around_backward = self._find_hooks_around_backward()
         yield
         means = self.diagnostics.means()
         self._raise_unless_finite(means)
