@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
-from lightning_rl.algorithms.base import CHECKPOINT_KEY
 from lightning_rl.algorithms.resuming import check_fits
 from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
+from lightning_rl.checkpoint import CHECKPOINT_KEY, upgrade
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
@@ -86,6 +86,7 @@ class OnPolicyCLI(LightningCLI):
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
             self.checkpoint = read_checkpoint(path, CHECKPOINT_KEY)
+            upgrade(self.checkpoint)
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps, CHECKPOINT_KEY)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.collector import Collector
 from lightning_rl.environments import (
@@ -173,7 +173,7 @@ class RolloutDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from; a collective call."""
         state = self._last_state if self._collector is None else self._collector.state_dict()
-        return {"seed": self.seed, "starts": self._starts, "ranks": gather_ranks(state)}
+        return {"seed": self.seed, "starts": self._starts, "ranks": gather_ranks(state), "settings": self._settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout; a seed that was given stays as it is."""
@@ -181,6 +181,16 @@ class RolloutDataModule(LightningDataModule):
             self.seed = state_dict["seed"]
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
             self._starts, self._restored = state_dict["starts"], state_dict["ranks"]
+            before = state_dict.get("settings", {})  # format 1 has none
+            for name, value in self._settings.items():
+                if value != before.get(name, value):
+                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r})")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run may have changed, as plain data."""
+        names = ("num_envs", "rollout_length", "rollouts_per_epoch")
+        return {"env_id": self.spec.env_id, "backend": self.spec.backend} | {n: getattr(self, n) for n in names}
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""
@@ -207,7 +217,7 @@ class RolloutDataModule(LightningDataModule):
         restored, self._restored = self._restored, []
         if restored:
             fresh: list[int] | None = None
-            if len(restored) == self.trainer.world_size and restored[self._rank] is not None:
+            if self._rank < len(restored) and restored[self._rank] is not None:
                 fresh = collector.load_state_dict(restored[self._rank])
             if fresh is None or fresh:
                 which = "the environments" if fresh is None else f"environments {', '.join(map(str, fresh))}"

@@ -73,7 +73,9 @@ def refused(capsys, *arguments: str, status: int = 1) -> str:
 
 
 # What Lightning says about any run. Warnings look no different: a line that is not one of these is too much.
-EXPECTED = r"Seed set to \d+|[GTH]PU available: |Restor(ing|ed) |Loaded model weights |`Trainer.fit` stopped: "
+EXPECTED = (
+    r"Seed set to \d+|[GTH]PU available: |Restor(ing|ed) |Loaded model weights |`Trainer.fit` stopped: |Resuming with "
+)
 
 
 def unexpected(stderr: str) -> list[str]:

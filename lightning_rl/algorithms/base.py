@@ -9,12 +9,15 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
-from lightning_rl.algorithms.resuming import check_fits, check_resumable, keep_learning_rate
+from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
+from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, upgrade
 from lightning_rl.clock import planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -34,8 +37,6 @@ from lightning_rl.validation import (
     to_class_spec,
     to_plain_data,
 )
-
-CHECKPOINT_KEY = "lightning_rl"
 
 
 class OnPolicyAlgorithm(Reports):
@@ -136,6 +137,8 @@ class OnPolicyAlgorithm(Reports):
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         self._restored_ranks: list[dict[str, Any]] = []
+        self._restored_plan: int | None = None
+        self._skipped_updates = 0
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
@@ -231,7 +234,7 @@ class OnPolicyAlgorithm(Reports):
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""
-        if len(self._restored_ranks) == self.trainer.world_size:
+        if self.global_rank < len(self._restored_ranks):
             state = self._restored_ranks[self.global_rank]
             self.generator.set_state(state["generator"].cpu())
             set_random_state(state["random"])
@@ -244,6 +247,12 @@ class OnPolicyAlgorithm(Reports):
             self._logged_env_steps = self.env_steps
         self._restored_ranks = []
         self._planned_env_steps = planned_env_steps(self.trainer)
+        if self.anneal_learning_rate and self._restored_plan not in (None, self._planned_env_steps):
+            rank_zero_info(
+                f"Resuming with a learning rate that reaches 0 at {self._planned_env_steps} environment steps (before: "
+                f"{self._restored_plan}): it goes on from {self.env_steps} of them on the new line"
+            )
+        self._restored_plan = None
         if self.anneal_learning_rate and self._planned_env_steps is None:
             raise ConfigurationError(
                 "anneal_learning_rate=True needs to know how long the run is: expected max_env_steps or max_epochs"
@@ -259,9 +268,14 @@ class OnPolicyAlgorithm(Reports):
             "window": self.window_state(),
         }
         checkpoint[CHECKPOINT_KEY] = {
-            "format": 1,
+            "format": FORMAT,
+            "version": __version__,
+            "algorithm": type(self).__name__,
+            "precision": self.trainer.precision,
+            "planned_env_steps": self._planned_env_steps,
             "env_steps": self.env_steps,
             "policy_version": self.policy_version,
+            "skipped_updates": self._skipped_updates,
             "ranks": gather_ranks(of_this_rank),
         }
 
@@ -269,12 +283,16 @@ class OnPolicyAlgorithm(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network.
+            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version.
         """
+        upgrade(checkpoint)
         check_fits(checkpoint, self)
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
         if self._trainer is not None and self._trainer.state.fn == "fit":
-            check_resumable(checkpoint, self)
-            keep_learning_rate(checkpoint, self.learning_rate, self.anneal_learning_rate)
-            self._restored_ranks = state["ranks"]
+            check_resumable(checkpoint)
+            for sentence in changes(checkpoint, self):
+                rank_zero_info(sentence)
+            adopt_settings(checkpoint, self)
+            self._skipped_updates = state["skipped_updates"]
+            self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

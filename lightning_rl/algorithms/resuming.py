@@ -1,14 +1,21 @@
-"""What a module checks and changes in a checkpoint before it takes over its state."""
+"""What a module checks and changes in a checkpoint before it takes over its state.
+
+The settings of a resumed run are those it is given, not those of the checkpoint: whatever differs is said, and the
+stored state of optimiser and schedule is made to follow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import lightning
 from lightning.pytorch import LightningModule
 
+from lightning_rl.__about__ import __version__
+from lightning_rl.checkpoint import CHECKPOINT_KEY
 from lightning_rl.spaces import space_from_dict
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
 _OF_THE_NETWORK = ("network", "hidden_sizes", "shared_encoder", "normalize_observations", "normalize_rewards")
 
@@ -41,40 +48,104 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x.shape for name, x in state.items()}
 
 
-def check_resumable(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
-    """Raise unless training can go on from a checkpoint with the optimiser and scheduler of `module`.
+def check_resumable(checkpoint: Mapping[str, Any]) -> None:
+    """Raise unless training can go on from a checkpoint.
 
     Raises:
-        ConfigurationError: It holds weights only, or the state of another optimiser or scheduler.
+        ConfigurationError: It holds weights only.
     """
     if "optimizer_states" not in checkpoint:
         raise ConfigurationError(
             "ckpt_path names a checkpoint of weights only (save_weights_only=True): expected one with the state of the "
-            "optimiser to resume from"
+            "optimiser to resume from; init_from begins a new run with its weights"
         )
-    for name in ("optimizer", "lr_scheduler"):
-        stored, own = checkpoint["hyper_parameters"].get(name), module.hparams.get(name)
-        if stored != own:
-            raise ConfigurationError(f"{name}={own!r} does not fit the checkpoint: expected {stored!r}, as before")
 
 
-def keep_learning_rate(checkpoint: dict[str, Any], learning_rate: float, anneal: bool = True) -> None:
-    """Make optimisers and schedulers in a checkpoint go on with `learning_rate` in place of the one they had.
+def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]:
+    """Return a sentence for everything about a resumed run that is not what it was.
 
-    Where a schedule has lowered it, it stays lowered by the same factor, unless it was annealed and no longer is.
+    Args:
+        checkpoint: What is resumed from.
+        module: The algorithm, with the settings and the Trainer that the run goes on with.
     """
-    before = checkpoint["hyper_parameters"]["learning_rate"]
-    if checkpoint["hyper_parameters"].get("anneal_learning_rate") and not anneal:
+    trainer = module.trainer
+    stored, own, state = checkpoint["hyper_parameters"], module.hparams, checkpoint[CHECKPOINT_KEY]
+    after = {name: own.get(name) for name in sorted({*stored, *own} - {"_class_path", "_instantiator"})}
+    pairs = [(name, stored.get(name), value) for name, value in after.items()]
+    pairs += [
+        ("algorithm", state["algorithm"] or type(module).__name__, type(module).__name__),
+        ("precision", state["precision"] or trainer.precision, trainer.precision),
+        ("world_size", len(state["ranks"]), trainer.world_size),
+        ("lightning_rl", state["version"] or __version__, __version__),
+        ("lightning", checkpoint.get("pytorch-lightning_version", lightning.__version__), lightning.__version__),
+    ]
+    effects = {
+        "learning_rate": "; a schedule goes on in proportion",
+        "world_size": "; ranks that there were before go on from where they were",
+        "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
+        "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),
+    }
+    differ = [(name, old, new) for name, old, new in pairs if old != new]
+    return [f"Resuming with {name}={new!r} (before: {old!r}){effects.get(name, '')}" for name, old, new in differ]
+
+
+def _class_effect(stored: ClassSpec | None, own: ClassSpec | None) -> str:
+    return ", with the state it had" if _same_class(stored, own) else ", which begins anew"
+
+
+def _same_class(stored: ClassSpec | None, own: ClassSpec | None) -> bool:
+    if stored is None or own is None:
+        return stored is own
+    return import_class("class_path", stored["class_path"]) is import_class("class_path", own["class_path"])
+
+
+def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
+    """Make the stored states of optimiser and schedule follow the settings of `module`.
+
+    Another class begins with a state of its own. The same class with other arguments keeps its state and takes the new
+    arguments. Another learning rate takes the place of the old one; where a schedule has lowered that, the new one is
+    lowered by the same factor.
+    """
+    stored, own = checkpoint["hyper_parameters"], module.hparams
+    if not _same_class(stored.get("optimizer"), own["optimizer"]):
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+        return
+    keeps_schedule = _same_class(stored.get("lr_scheduler"), own["lr_scheduler"])
+    if keeps_schedule:
+        _adopt_learning_rate(checkpoint, module)
+    if all(stored.get(name) == own[name] for name in ("optimizer", "lr_scheduler")):
+        return
+    made: Any = module.configure_optimizers()
+    optimizers, schedulers = made if isinstance(made, tuple) else ([made], [])
+    names = _arguments(stored.get("optimizer")) | _arguments(own["optimizer"])
+    for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=True):
+        for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            # A schedule that begins anew has already put its first learning rate, and notes of its own, into the group.
+            taken = names if keeps_schedule else new.keys() - {"params"}
+            group |= {name: new[name] for name in taken if name in new}
+    if not keeps_schedule:
+        checkpoint["lr_schedulers"] = []
+    for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
+        new = scheduler.state_dict()
+        state |= {name: new[name] for name in _arguments(own["lr_scheduler"]) if name in new and name != "last_epoch"}
+
+
+def _arguments(spec: ClassSpec | None) -> set[str]:
+    return set() if spec is None else set(spec["init_args"])
+
+
+def _adopt_learning_rate(checkpoint: dict[str, Any], module: LightningModule) -> None:
+    stored, learning_rate = checkpoint["hyper_parameters"], module.hparams["learning_rate"]
+    before = stored["learning_rate"]
+    if stored.get("anneal_learning_rate") and not module.hparams["anneal_learning_rate"]:
         for optimizer in checkpoint["optimizer_states"]:
             for group in optimizer["param_groups"]:
                 group["lr"] = learning_rate
-        return
-    if learning_rate == before:
-        return
-    for optimizer in checkpoint.get("optimizer_states", ()):
-        for group in optimizer["param_groups"]:
-            group |= {name: group[name] / before * learning_rate for name in ("lr", "initial_lr") if name in group}
-    for scheduler in checkpoint.get("lr_schedulers", ()):
-        for name in ("base_lrs", "_last_lr"):
-            if name in scheduler:
-                scheduler[name] = [rate / before * learning_rate for rate in scheduler[name]]
+    elif learning_rate != before:
+        for optimizer in checkpoint["optimizer_states"]:
+            for group in optimizer["param_groups"]:
+                group |= {name: group[name] / before * learning_rate for name in ("lr", "initial_lr") if name in group}
+        for scheduler in checkpoint["lr_schedulers"]:
+            for name in ("base_lrs", "_last_lr"):
+                if name in scheduler:
+                    scheduler[name] = [rate / before * learning_rate for rate in scheduler[name]]

@@ -1,0 +1,164 @@
+"""What a resumed run does otherwise than before: the new setting wins, and is said once."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl import PPO
+from lightning_rl.checkpoint import FORMAT, upgrade
+from lightning_rl.validation import ConfigurationError
+from tests.test_resume import fit
+
+
+@pytest.fixture
+def resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Train for 4 rollouts, change something, and train for 2 more."""
+
+    def run(name: str, stop: int = 6, **changes: Any) -> tuple[PPO, list[str]]:
+        fit(name, tmp_path / "first", 4)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+            model = fit(name, tmp_path / "second", stop, str(tmp_path / "first/after_4.ckpt"), **changes)
+        return model, [message for message in caplog.messages if message.startswith("Resuming with ")]
+
+    return run
+
+
+def optimizer_state(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)["optimizer_states"][0]
+
+
+def test_a_run_that_goes_on_as_it_was_says_nothing(resume):
+    model, messages = resume("scheduler")
+    assert model.policy_version == 6
+    assert messages == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_range", 0.1), ("gamma", 0.9), ("num_epochs", 1)])
+def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, value, resume):
+    model, (message,) = resume("scheduler", model={name: value})
+    assert getattr(model, name) == value
+    before = {"clip_range": 0.2, "gamma": 0.99, "num_epochs": 4}[name]
+    assert message == f"Resuming with {name}={value!r} (before: {before!r})"
+
+
+def test_another_optimizer_begins_anew(resume, tmp_path):
+    model, (message,) = resume("discrete", stop=5, model={"optimizer": "torch.optim.SGD"})
+    assert message.endswith("(before: None), which begins anew")
+    assert isinstance(model.optimizer.optimizer, torch.optim.SGD)
+    assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
+
+
+def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume, tmp_path):
+    changed = {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.5}}
+    _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
+    assert message.endswith(", with the state it had")
+    before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
+    assert [(s["param_groups"][0]["alpha"], s["param_groups"][0]["momentum"]) for s in (before, after)] == [
+        (0.99, 0.5),
+        (0.5, 0),
+    ]
+    assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
+
+
+def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
+    changed = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
+    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
+    assert message.endswith(", with the state it had")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
+
+
+def test_another_schedule_begins_anew(resume):
+    changed = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.1}}
+    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
+    assert message.endswith(", which begins anew")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed"), [("scheduler", {"lr_scheduler": None}), ("discrete", {"anneal_learning_rate": False})]
+)
+def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, resume):
+    model, messages = resume(setting, model=changed)
+    assert len(messages) == 1
+    assert model.optimizer.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
+def test_another_learning_rate_keeps_its_place_in_the_schedule(setting, factor, resume):
+    model, (message,) = resume(setting, model={"learning_rate": 1e-2})
+    assert message == "Resuming with learning_rate=0.01 (before: 0.0003); a schedule goes on in proportion"
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
+
+
+def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
+    model, (message,) = resume("discrete", max_epochs=8)
+    assert message == (
+        f"Resuming with a learning rate that reaches 0 at {24 * 72} environment steps (before: {12 * 72}): it goes on "
+        f"from {4 * 72} of them on the new line"
+    )
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_another_precision_takes_over_weights_statistics_and_episodes(precision, resume):
+    model, (message,) = resume("continuous", precision=precision)
+    assert message == f"Resuming with precision={precision!r} (before: '32-true')"
+    assert model.policy_version == 6
+    expected = torch.float64 if precision == "64-true" else torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    assert model.policy.observation_normalizer.moments.count == 6 * 72
+
+
+@pytest.mark.parametrize(("name", "value", "steps"), [("rollout_length", 12, 36), ("rollouts_per_epoch", 4, 72)])
+def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps, resume, recwarn):
+    model, (message,) = resume("continuous", data={name: value})
+    assert message == f"Resuming with {name}={value} (before: {dict(rollout_length=24, rollouts_per_epoch=3)[name]})"
+    assert (model.policy_version, model.env_steps) == (6, 4 * 72 + 2 * steps)
+    assert not [w for w in recwarn if "could not be taken back" in str(w.message)]
+
+
+def test_a_checkpoint_of_the_first_format_is_brought_up_to_date(tmp_path):
+    fit("discrete", tmp_path / "first", 4)
+    path = tmp_path / "first/after_4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    ours = checkpoint["lightning_rl"]
+    for name in ("version", "algorithm", "precision", "planned_env_steps", "skipped_updates"):
+        del ours[name]
+    del checkpoint["RolloutDataModule"]["settings"]
+    ours["format"] = 1
+    torch.save(checkpoint, path)
+    fit("discrete", tmp_path / "whole", 6)
+    resumed = fit("discrete", tmp_path / "second", 6, str(path))
+    expected = torch.load(tmp_path / "whole/after_6.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(x, expected[name]) for name, x in resumed.state_dict().items())
+    upgrade(checkpoint)
+    assert ours["format"] == FORMAT
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
+    fit("discrete", tmp_path / "first", 2)
+    path = tmp_path / "first/after_2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"] |= {"format": FORMAT + 1, "version": "9.1.0"}
+    torch.save(checkpoint, path)
+    expected = rf"format {FORMAT + 1}, written by lightning_rl 9.1.0: expected format {FORMAT} or older"
+    with pytest.raises(ConfigurationError, match=expected):
+        fit("discrete", tmp_path / "second", 4, str(path))
+    with pytest.raises(ConfigurationError, match=expected):
+        PPO.load_from_checkpoint(path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    fit("discrete", tmp_path / "first", 2)
+    path = tmp_path / "first/after_2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["lightning_rl"]
+    torch.save(checkpoint, path)
+    with pytest.raises(ConfigurationError, match="was not written by lightning_rl"):
+        fit("discrete", tmp_path / "second", 4, str(path))
