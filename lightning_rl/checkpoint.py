@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_rl.validation import ConfigurationError
 
@@ -14,18 +17,46 @@ FORMAT = 2
 """Number of the format that is written. Any change to what is stored takes the next one, and a migration."""
 
 
-def upgrade(checkpoint: dict[str, Any]) -> None:
+def read_checkpoint(path: str | Path, field: str = "ckpt_path") -> dict[str, Any]:
+    """Read a checkpoint of this package, and bring it to the present format.
+
+    Args:
+        path: The file.
+        field: The option that named it, for errors.
+
+    Raises:
+        ConfigurationError: There is no such file, it is something else, or a newer version of this package wrote it.
+    """
+    named = f"{field}={str(path)!r}"
+    if not Path(path).is_file():
+        names = ", 'last' or 'best'" if field == "ckpt_path" else ""
+        raise ConfigurationError(f"{named} does not exist: expected a checkpoint file{names}")
+    try:
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{named} cannot be read ({type(error).__name__}): expected a checkpoint of lightning_rl"
+        ) from error
+    upgrade(checkpoint, named)
+    return checkpoint
+
+
+def upgrade(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
     """Bring a checkpoint to the present format, in place.
+
+    Args:
+        checkpoint: As it was read.
+        named: What to call it in errors.
 
     Raises:
         ConfigurationError: It was written by something else, or by a newer version of this package.
     """
-    if CHECKPOINT_KEY not in checkpoint:
-        raise ConfigurationError("the checkpoint was not written by lightning_rl: expected one that was")
+    if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint:
+        raise ConfigurationError(f"{named} was not written by lightning_rl: expected a checkpoint that was")
     state = checkpoint[CHECKPOINT_KEY]
     if state["format"] > FORMAT:
         raise ConfigurationError(
-            f"the checkpoint has format {state['format']}, written by lightning_rl {state['version']}: expected format "
+            f"{named} has format {state['format']}, written by lightning_rl {state['version']}: expected format "
             f"{FORMAT} or older; install that version of lightning_rl or a newer one"
         )
     while state["format"] < FORMAT:

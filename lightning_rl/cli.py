@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits
+from lightning_rl.algorithms.warm_start import Part
 from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
-from lightning_rl.checkpoint import CHECKPOINT_KEY, upgrade
+from lightning_rl.checkpoint import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, read_checkpoint, run_dir_of, run_root
+from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
@@ -59,6 +60,20 @@ class OnPolicyCLI(LightningCLI):
             help="Number of threads that PyTorch computes with on the CPU; 1 is fastest for small networks.",
         )
 
+        parser.add_argument(
+            "--init_from",
+            type=str | None,
+            default=None,
+            help="Checkpoint of any algorithm and environment whose parameters a new run begins with, as far as they "
+            "fit, at step 0 and with a fresh optimiser. A run that is resumed takes no notice of it.",
+        )
+        parser.add_argument(
+            "--init_parts",
+            type=list[Part] | None,
+            default=None,
+            help="What to take from it: policy, critic, normalizers; null takes all that is there.",
+        )
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         for action in parser._actions:
@@ -85,10 +100,9 @@ class OnPolicyCLI(LightningCLI):
             _say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
-            self.checkpoint = read_checkpoint(path, CHECKPOINT_KEY)
-            upgrade(self.checkpoint)
+            self.checkpoint = read_checkpoint(path)
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
-            self.run_dir = run_dir_of(Path(path), steps, CHECKPOINT_KEY)
+            self.run_dir = run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""
             _say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
         self._root = root
@@ -100,9 +114,11 @@ class OnPolicyCLI(LightningCLI):
             torch.set_num_threads(num_threads)
 
     def after_instantiate_classes(self) -> None:
-        """Refuse a checkpoint that does not fit before anything is written beside it."""
+        """Refuse a checkpoint that does not fit before anything is written beside it; begin with other parameters."""
         if self.checkpoint is not None:
             check_fits(self.checkpoint, self.model)
+        elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
+            self.model.init_from(path, self._get(self.config_init, "init_parts"))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""

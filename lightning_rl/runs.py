@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
-import torch
-
+from lightning_rl.checkpoint import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINTS = "checkpoints"
@@ -61,7 +59,7 @@ def find_checkpoint(root: Path, name: str) -> Path | None:
     return max(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), default=None)
 
 
-def run_dir_of(checkpoint: Path, env_steps: int, key: str) -> Path | None:
+def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     """Return the run folder in which training goes on from a checkpoint; None if it takes a new one.
 
     It goes on in the folder that the checkpoint lies in, unless a newer one lies there too: that is not overwritten.
@@ -69,7 +67,6 @@ def run_dir_of(checkpoint: Path, env_steps: int, key: str) -> Path | None:
     Args:
         checkpoint: Where it lies.
         env_steps: Its number of environment steps.
-        key: As in `read_checkpoint`.
     """
     run_dir = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS:
@@ -78,31 +75,7 @@ def run_dir_of(checkpoint: Path, env_steps: int, key: str) -> Path | None:
     if newest == checkpoint:
         return run_dir
     try:
-        later = read_checkpoint(newest, key)[key]["env_steps"] > env_steps
+        later = read_checkpoint(newest)[CHECKPOINT_KEY]["env_steps"] > env_steps
     except ConfigurationError:  # it was damaged, which is why another one was chosen
         later = True
     return None if later else run_dir
-
-
-def read_checkpoint(path: str | Path, key: str) -> dict[str, Any]:
-    """Read a checkpoint of this package.
-
-    Args:
-        path: The file.
-        key: What a checkpoint of this package has and others have not.
-
-    Raises:
-        ConfigurationError: There is no such file, or it is something else.
-    """
-    field = f"ckpt_path={str(path)!r}"
-    if not Path(path).is_file():
-        raise ConfigurationError(f"{field} does not exist: expected a checkpoint file, 'last' or 'best'")
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{field} cannot be read ({type(error).__name__}): expected a checkpoint of lightning_rl"
-        ) from error
-    if not isinstance(checkpoint, dict) or key not in checkpoint:
-        raise ConfigurationError(f"{field} was not written by lightning_rl: expected a checkpoint that was")
-    return checkpoint

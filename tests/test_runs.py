@@ -5,7 +5,8 @@ import os
 import pytest
 import torch
 
-from lightning_rl.runs import find_checkpoint, new_run_dir, read_checkpoint, run_dir_of, run_root
+from lightning_rl.checkpoint import FORMAT, read_checkpoint
+from lightning_rl.runs import find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 
 
@@ -81,20 +82,22 @@ def test_of_checkpoints_of_the_same_moment_the_one_with_the_name_is_meant(tmp_pa
 
 def test_a_run_goes_on_in_its_folder_unless_that_would_overwrite_a_later_state(tmp_path):
     folder = tmp_path / "version_0/checkpoints"
-    best = write(folder / "best.ckpt", 100, key={"env_steps": 10})
-    last = write(folder / "last.ckpt", 200, key={"env_steps": 50})
-    assert run_dir_of(last, 50, "key") == tmp_path / "version_0"
-    assert run_dir_of(best, 10, "key") is None
-    write(folder / "best.ckpt", 100, key={"env_steps": 50})  # of the same moment as the last one
-    assert run_dir_of(best, 50, "key") == tmp_path / "version_0"
-    assert run_dir_of(write(tmp_path / "my.ckpt", 100), 10, "key") is None
+    best = write(folder / "best.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 10})
+    last = write(folder / "last.ckpt", 200, lightning_rl={"format": FORMAT, "env_steps": 50})
+    assert run_dir_of(last, 50) == tmp_path / "version_0"
+    assert run_dir_of(best, 10) is None
+    write(
+        folder / "best.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 50}
+    )  # of the same moment as the last one
+    assert run_dir_of(best, 50) == tmp_path / "version_0"
+    assert run_dir_of(write(tmp_path / "my.ckpt", 100), 10) is None
 
 
 def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_path):
     folder = tmp_path / "version_0/checkpoints"
-    older = write(folder / "step=10.ckpt", 100, key={"env_steps": 10})
+    older = write(folder / "step=10.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 10})
     (folder / "last.ckpt").write_bytes(b"half a file")
-    assert run_dir_of(older, 10, "key") is None
+    assert run_dir_of(older, 10) is None
 
 
 @pytest.mark.parametrize(
@@ -114,4 +117,4 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path, content, mess
     elif content is not None:
         torch.save(content, path)
     with pytest.raises(ConfigurationError, match=f"ckpt_path='{path}' {message}"):
-        read_checkpoint(path, "key")
+        read_checkpoint(path)

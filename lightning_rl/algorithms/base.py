@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, upgrade
+from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
+from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
 from lightning_rl.clock import planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -152,6 +154,27 @@ class OnPolicyAlgorithm(Reports):
         )
         options = {name: self.hparams[name] for name in names}
         return ActorCritic(self.observation_space, self.action_space, **options)
+
+    def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
+        """Take over parameters from a checkpoint of any algorithm, to begin a new run with; say what fits and what not.
+
+        Unlike `ckpt_path` this does not go on with optimiser and clock, and network and spaces may differ.
+
+        Args:
+            path: The checkpoint.
+            parts: Some of `policy` (with an encoder that actor and critic share), `critic` and `normalizers`; None
+                takes all of them, as far as they are there.
+
+        Returns:
+            What became of each tensor of these parts.
+
+        Raises:
+            ConfigurationError: It is no checkpoint of this package, or nothing of a part that was asked for fits.
+        """
+        checkpoint = read_checkpoint(path, "init_from")
+        result = warm_start(self, checkpoint["state_dict"], parts, str(path))
+        rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
+        return result
 
     def forward(self, observations: Tensor, deterministic: bool = True) -> Tensor:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
