@@ -98,8 +98,8 @@ def test_a_shared_encoder_leaves_the_critic_of_another_one_unfilled(path):
 
 def test_nothing_that_fits_is_an_error(path):
     model = make_model(make_data("Acrobot-v1"), hidden_sizes=(5,))
-    with pytest.raises(ConfigurationError, match="nothing of the part 'policy' fits. 0 tensors were taken over"):
-        model.init_from(path, ["critic", "policy"])
+    with pytest.raises(ConfigurationError, match="nothing of the part 'policy' fits"):
+        model.init_from(path, ["critic", "policy"])  # the bias of the value head is a number in any network
     with pytest.raises(ConfigurationError, match="nothing of the part 'normalizers' fits"):
         model.init_from(path, ["normalizers"])
     with pytest.raises(ConfigurationError, match=r"init_parts='actor' is not valid: expected some of policy, critic"):
