@@ -3,6 +3,7 @@
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import PPO, OnPolicyAlgorithm
+from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
@@ -20,6 +21,7 @@ __all__ = [
     "EnvStepProgressBar",
     "EnvStepRichProgressBar",
     "EnvStepValidation",
+    "FailedUpdate",
     "LastCheckpoint",
     "OnPolicyAlgorithm",
     "PolicyOutput",

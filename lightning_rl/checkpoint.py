@@ -27,18 +27,26 @@ def read_checkpoint(path: str | Path, field: str = "ckpt_path") -> dict[str, Any
     Raises:
         ConfigurationError: There is no such file, it is something else, or a newer version of this package wrote it.
     """
+    names = ", 'last' or 'best'" if field == "ckpt_path" else ""
+    checkpoint = load_plain(path, field, f"a checkpoint of lightning_rl{names}")
+    upgrade(checkpoint, f"{field}={str(path)!r}")
+    return checkpoint
+
+
+def load_plain(path: str | Path, field: str, expected: str) -> dict[str, Any]:
+    """Read a file of tensors and plain values; nothing in it is executed.
+
+    Raises:
+        ConfigurationError: There is no such file, or it holds something else.
+    """
     named = f"{field}={str(path)!r}"
     if not Path(path).is_file():
-        names = ", 'last' or 'best'" if field == "ckpt_path" else ""
-        raise ConfigurationError(f"{named} does not exist: expected a checkpoint file{names}")
+        raise ConfigurationError(f"{named} does not exist: expected {expected}")
     try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ConfigurationError(
-            f"{named} cannot be read ({type(error).__name__}): expected a checkpoint of lightning_rl"
-        ) from error
-    upgrade(checkpoint, named)
-    return checkpoint
+        raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
+    return content
 
 
 def upgrade(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:

@@ -23,6 +23,8 @@ class Diagnostics:
         self.open = torch.ones((), dtype=torch.bool, device=device)
         """Whether further updates are made: false from the first loss or gradient that is not finite, or an early
         stop, on."""
+        self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
+        """Number of updates that were made."""
         self.observed: set[str] = set()
         """Names of the terms that describe an update but take no part in it."""
         self._sums: dict[str, Tensor] = {}

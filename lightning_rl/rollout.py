@@ -95,6 +95,12 @@ class Rollout:
                 setattr(self, name, value.to(device, non_blocking=True))
         return self
 
+    def state_dict(self) -> dict[str, Tensor | int | None]:
+        """Return copies of the tensors on the CPU and the version, which make another rollout."""
+        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) or name == "valid"}
+        copies = {name: None if x is None else x.detach().to("cpu", copy=True) for name, x in fields.items()}
+        return {**copies, "policy_version": self.policy_version}
+
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
         """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
 

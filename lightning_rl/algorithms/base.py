@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.__about__ import __version__
+from lightning_rl.algorithms.failures import save_failed_update
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
+from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
 from lightning_rl.clock import planned_env_steps
@@ -36,6 +38,7 @@ from lightning_rl.validation import (
     check_number,
     import_class,
     instantiate,
+    is_int,
     to_class_spec,
     to_plain_data,
 )
@@ -69,6 +72,9 @@ class OnPolicyAlgorithm(Reports):
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
+        max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
+            there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
+            names a file that `FailedUpdate.load` reads.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
@@ -94,10 +100,13 @@ class OnPolicyAlgorithm(Reports):
         normalize_observations: bool = False,
         normalize_rewards: bool = False,
         check_numerics: bool = False,
+        max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
         check_number("learning_rate", learning_rate, above=0)
         check_number("gamma", gamma, at_least=0, at_most=1)
+        valid = is_int(max_skipped_updates) and max_skipped_updates >= 0
+        check(valid, "max_skipped_updates", max_skipped_updates, "an integer of at least 0")
         if max_grad_norm is not None:
             check_number("max_grad_norm", max_grad_norm, above=0)
         check(
@@ -136,6 +145,7 @@ class OnPolicyAlgorithm(Reports):
         self.anneal_learning_rate = anneal_learning_rate
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
+        self.max_skipped_updates = max_skipped_updates
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         self._restored_ranks: list[dict[str, Any]] = []
@@ -203,15 +213,40 @@ class OnPolicyAlgorithm(Reports):
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
         self._hooks_around_backward = self._find_hooks_around_backward()
-        yield
+        generator_state = self.generator.get_state()
+        with suppress(NotFiniteError):
+            yield
         means = self.diagnostics.means()
-        self._raise_unless_finite(means)
-        self._update_normalizers(rollout)
+        if not_finite := self.diagnostics.not_finite(means):
+            self._skip_or_raise(rollout, not_finite, generator_state)
+        else:
+            self._skipped_updates = 0
+            self._update_normalizers(rollout)
+        if self.max_skipped_updates:
+            means["skipped_updates"] = float(bool(not_finite))
         if schedulers := self.lr_schedulers():
             cast(LRScheduler, schedulers).step()
         self.policy_version += 1
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
+
+    def _skip_or_raise(self, rollout: Rollout, terms: dict[str, float], generator_state: Tensor) -> None:
+        """Go on without the rest of the updates from a rollout, if that is allowed once more in a row."""
+        name, value = next(iter(terms.items()))
+        what = f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps})"
+        if self._skipped_updates < self.max_skipped_updates:
+            self._skipped_updates += 1
+            rank_zero_warn(
+                f"{what}: this and the later updates from it were left out, {self._skipped_updates} of at most "
+                f"max_skipped_updates={self.max_skipped_updates} times in a row"
+            )
+            return
+        path = save_failed_update(self, rollout, terms, generator_state)
+        saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
+        raise FloatingPointError(
+            f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
+            f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
+        )
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
@@ -294,7 +329,7 @@ class OnPolicyAlgorithm(Reports):
             "format": FORMAT,
             "version": __version__,
             "algorithm": type(self).__name__,
-            "precision": self.trainer.precision,
+            "precision": None if self._trainer is None else self._trainer.precision,
             "planned_env_steps": self._planned_env_steps,
             "env_steps": self.env_steps,
             "policy_version": self.policy_version,

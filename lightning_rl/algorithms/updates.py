@@ -17,6 +17,10 @@ from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
 
+class NotFiniteError(Exception):
+    """Ends the updates from a rollout at the very minibatch; `learning` says which term it was."""
+
+
 class Updates(LightningModule):
     """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalize`, `optimize`.
 
@@ -73,13 +77,13 @@ class Updates(LightningModule):
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
         optimizer = self.optimizer
         optimizer.zero_grad()
-        # The factor is 1, or NaN where the loss is not finite: the gradient, and so every rank, gets to know.
-        self.manual_backward(loss * (1 + 0 * loss.detach()))
+        self.manual_backward(not_finite_throughout(loss))
         grad_norm = self._clip_gradients(optimizer)
         self.diagnostics.add(grad_norm=grad_norm)
         self.diagnostics.close_unless(torch.isfinite(grad_norm))
-        if self.check_numerics:
-            self._raise_unless_finite(self.diagnostics.means())
+        if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
+            raise NotFiniteError
+        self.diagnostics.num_updates += self.diagnostics.open
         self._step(optimizer)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's
@@ -126,11 +130,7 @@ class Updates(LightningModule):
         elif is_open:
             optimizer.step()
 
-    def _raise_unless_finite(self, means: dict[str, float]) -> None:
-        if bad := self.diagnostics.not_finite(means):
-            name, value = next(iter(bad.items()))
-            raise FloatingPointError(
-                f"{name} is {value} in the update from rollout {self.policy_version} (environment step "
-                f"{self.env_steps}); the parameters were left as they were before that minibatch. Look at the rewards "
-                "and observations, or lower learning_rate; check_numerics=True stops at the very minibatch"
-            )
+
+def not_finite_throughout(loss: Tensor) -> Tensor:
+    """Return `loss`, with a gradient of NaN where it is not finite: so every rank gets to know."""
+    return loss * (1 + 0 * loss.detach())

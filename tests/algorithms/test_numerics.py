@@ -18,7 +18,10 @@ from tests.helpers import (
     random_rollout,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    pytest.mark.usefixtures("in_tmp_path"),  # where a failed update is saved
+]
 NAN, INF = float("nan"), float("inf")
 
 

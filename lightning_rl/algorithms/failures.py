@@ -1,0 +1,161 @@
+"""Updates that met NaN or infinity: saved with all that it takes to make them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_rl.algorithms.updates import Updates, not_finite_throughout
+from lightning_rl.checkpoint import load_plain
+from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.validation import ConfigurationError, import_class
+
+
+class FailedUpdate:
+    """An update that was stopped because a loss term or gradient was not finite.
+
+    Parameters are only changed by updates before it, so from those that the run was left with, the same rollout and the
+    same order of minibatches, `replay` arrives at the same numbers.
+
+    Attributes:
+        module: The algorithm with the parameters that the update began with, on the CPU.
+        rollout: What it learned from: that of the rank that saved it.
+        minibatch: The rows of the update; None before `replay`.
+        terms: What was not finite, by name, as it was reported: means over the updates from the rollout.
+        number: How many updates were made from the rollout before it.
+        env_steps: The clock.
+        checkpoint_path: The newest checkpoint of the run at that time; None if there was none.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self.module: Updates = import_class("algorithm", content["algorithm"])(**content["hyper_parameters"])
+        # A real Trainer, for its precision: nothing is fitted.
+        self._trainer = Trainer(
+            accelerator="cpu", precision=content["precision"], logger=False, enable_checkpointing=False, barebones=True
+        )
+        self._trainer.precision_plugin.convert_module(self.module)
+        self.module.load_state_dict(content["state_dict"])
+        self.module.trainer = self._trainer
+        made: Any = self.module.configure_optimizers()
+        self._trainer.strategy.optimizers = made[0] if isinstance(made, tuple) else [made]
+        for optimizer, state in zip(self._trainer.optimizers, content["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+        self.rollout = Rollout(**content["rollout"])
+        self.minibatch: Batch | None = None
+        self.terms: dict[str, float] = content["terms"]
+        self.number: int = content["number"]
+        self.env_steps: int = content["env_steps"]
+        self.checkpoint_path: str | None = content["checkpoint_path"]
+        self._generator_state: Tensor = content["generator"]
+
+    @classmethod
+    def load(cls, path: str | Path) -> FailedUpdate:
+        """Load what a failed run has saved.
+
+        Args:
+            path: The file that the error names.
+
+        Raises:
+            ConfigurationError: There is no such file, it is something else, or the algorithm cannot be imported.
+        """
+        content = load_plain(path, "path", "a file that a failed update has left")
+        if not isinstance(content, dict) or "number" not in content:
+            raise ConfigurationError(f"path={str(path)!r} was not left by a failed update: expected a file that was")
+        return cls(content)
+
+    def replay(self) -> dict[str, float]:
+        """Make the update again, up to its gradient, and return its terms, `grad_norm` included.
+
+        Afterwards the gradient is in the parameters of `module`, and its rows are in `minibatch`.
+
+        Raises:
+            RuntimeError: `training_step` ended before it came to that update.
+        """
+        module, reached = self.module, 0
+        in_order = module.minibatches
+
+        def minibatches(batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+            for self.minibatch in in_order(batch, num_minibatches):
+                yield self.minibatch
+
+        def optimize(loss: Tensor) -> None:
+            nonlocal reached
+            if reached == self.number:
+                module.zero_grad()
+                not_finite_throughout(loss).backward()  # type: ignore[no-untyped-call]
+                norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+                module.diagnostics.add(grad_norm=norm)
+                raise _Reached
+            reached += 1
+            # The updates before were made with other parameters: what they report here says nothing.
+            module.diagnostics = Diagnostics(module.device)
+
+        module.policy_version, module.env_steps = self.rollout.policy_version, self.env_steps
+        module.generator.set_state(self._generator_state)
+        instead: dict[str, Any] = {"minibatches": minibatches, "optimize": optimize}
+        vars(module).update(instead)
+        try:
+            with self._trainer.precision_plugin.train_step_context():
+                module.training_step(self.rollout, 0)
+        except _Reached:
+            return module.diagnostics.means()
+        finally:
+            for name in instead:
+                del vars(module)[name]
+        raise RuntimeError(f"training_step made {reached} updates, and did not come to the one after {self.number}")
+
+
+def _on_cpu(state: Any) -> Any:  # noqa: ANN401 - any collection
+    return apply_to_collection(state, Tensor, Tensor.cpu)
+
+
+class _Reached(Exception):
+    """The update to look at has been made."""
+
+
+def save_failed_update(
+    module: Updates, rollout: Rollout, terms: Mapping[str, float], generator_state: Tensor
+) -> Path | None:
+    """Save an update that was not finite, for `FailedUpdate`, where the run keeps its files.
+
+    Args:
+        module: The algorithm, with the parameters that the update began with.
+        rollout: What it learned from.
+        terms: What was not finite.
+        generator_state: Of the generator that orders the minibatches, before the first of them.
+
+    Returns:
+        The file; None if it could not be written.
+    """
+    trainer = module.trainer
+    saved = [
+        getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
+    ]
+    content = {
+        "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
+        "hyper_parameters": dict(module.hparams),
+        "precision": trainer.precision,
+        "state_dict": _on_cpu(module.state_dict()),
+        "optimizer_states": [_on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers],
+        "rollout": rollout.state_dict(),
+        "terms": dict(terms),
+        "number": int(module.diagnostics.num_updates),
+        "env_steps": module.env_steps,
+        "generator": generator_state,
+        "checkpoint_path": next((str(path) for path in saved if path), None),
+    }
+    name = f"failed-update-{module.env_steps}" + (f"-rank{module.global_rank}" if trainer.world_size > 1 else "")
+    path = Path(trainer.default_root_dir) / f"{name}.pt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(content, path)
+    except (OSError, RuntimeError):  # torch reports a full disk as either; the failure itself is what matters
+        return None
+    return path
