@@ -97,19 +97,20 @@ class Failing(Counter):
     """A counter that fails in one episode.
 
     Args:
-        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …).
-        episode_seed: Fails in the episode that is reset with this seed.
+        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …): a
+            number, `none`, `text`, or an array with `few` or `many` entries.
+        episode_seed: Fails in the episode that is reset with this seed; None: in each.
         at: At which step; 0 is its reset.
         lengths: Of the episodes.
     """
 
-    def __init__(self, how: str, episode_seed: int, at: int, lengths: Sequence[int] = (5,)) -> None:
+    def __init__(self, how: str, episode_seed: int | None, at: int, lengths: Sequence[int] = (5,)) -> None:
         super().__init__(lengths, reward=1.0)
         self.how, self.episode_seed, self.at = how, episode_seed, at
         self.fails_here = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        self.fails_here = seed == self.episode_seed
+        self.fails_here = self.episode_seed in (None, seed)
         observation, info = super().reset(seed=seed)
         return self.fail(observation, 0.0)[0], info
 
@@ -117,7 +118,7 @@ class Failing(Counter):
         observation, reward, *rest = super().step(action)
         return *self.fail(observation, reward), *rest
 
-    def fail(self, observation: np.ndarray, reward: float) -> tuple[np.ndarray, float]:
+    def fail(self, observation: np.ndarray, reward: float) -> tuple[Any, Any]:
         if not self.fails_here or self.count != self.at:
             return observation, reward
         if self.how == "raise":
@@ -129,10 +130,20 @@ class Failing(Counter):
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         value, _, where = self.how.partition(" ")
+        strange = {"none": None, "text": "1.0", "few": np.ones(1, np.float32), "many": np.ones(3, np.float32)}
+        if value in strange:
+            return (strange[value], reward) if where == "observation" else (observation, strange[value])
         if where == "reward":
             return observation, float(value)
         observation[1] = float(value)
         return observation, reward
+
+
+class Words(Counter):
+    """A counter that returns words instead of numbers, the right number of them, from its first step."""
+
+    def step(self, action: Any):
+        return np.array(["one", "two"]), *super().step(action)[1:]
 
 
 class Tape(NamedTuple):
@@ -198,7 +209,7 @@ class DoubleVectorReward(gymnasium.vector.VectorRewardWrapper):
         return 2 * rewards
 
 
-for probe in (Counter, Random, Failing, Replay, Space):
+for probe in (Counter, Random, Failing, Words, Replay, Space):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

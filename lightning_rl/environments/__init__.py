@@ -3,7 +3,7 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.make import Backend, EnvironmentSpec, make_environments, spaces_of
+from lightning_rl.environments.make import Backend, EnvironmentSpec, OnEnvFailure, make_environments, spaces_of
 
 __all__ = [
     "AtariPreprocessing",
@@ -11,6 +11,7 @@ __all__ = [
     "EnvironmentBatch",
     "EnvironmentFailure",
     "EnvironmentSpec",
+    "OnEnvFailure",
     "Step",
     "make_environments",
     "spaces_of",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.finite import first_not_finite, surely_finite
+from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
+from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
+from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.validation import ConfigurationError
@@ -31,6 +34,8 @@ class Step(NamedTuple):
         valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
         final_observations: (environment, the observation it really reached) for each episode that this step ended.
         infos: Gymnasium's vector info.
+        lost: Environments that failed in this step and were replaced: the episode ended with the step before it, and
+            `observations` has the first one of the next. Not `valid`.
     """
 
     observations: Array
@@ -40,6 +45,7 @@ class Step(NamedTuple):
     valid: Array | None
     final_observations: list[tuple[int, Array]]
     infos: dict[str, Any]
+    lost: Sequence[int] = ()
 
 
 class EnvironmentBatch:
@@ -80,6 +86,10 @@ class EnvironmentBatch:
             ) from None
         space = self.single_observation_space
         self._is_float = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        self._failures: list[str] = []
+        base = getattr(env, "unwrapped", env)
+        if isinstance(base, RestartingProcesses):
+            base.where = self._where
         self._forget()
 
     def _forget(self) -> None:
@@ -88,6 +98,7 @@ class EnvironmentBatch:
         self._began = np.zeros(self.num_envs, np.int64)
         self._episodes = np.zeros(self.num_envs, np.int64)
         self._resets_next = np.zeros(self.num_envs, bool)
+        self._streams = list(self._seeds)
 
     def reset(self) -> Array:
         """Begin every environment's stream of episodes again, and return the first observations.
@@ -114,10 +125,14 @@ class EnvironmentBatch:
             raise
         except Exception as error:
             raise self._failure(error, "step") from error
+        lost = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows("reward", rewards)
         ended = terminated | truncated
         valid: Array | None = None
+        if lost:
+            valid = np.ones(self.num_envs, bool)
+            valid[lost] = False
         finals: list[tuple[int, Array]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next.any():
@@ -126,7 +141,7 @@ class EnvironmentBatch:
             self._resets_next = ended
         if not ended.any():
             self._check_observations(observations)
-            return Step(observations, rewards, terminated, truncated, valid, finals, infos)
+            return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
         if self.mode is AutoresetMode.SAME_STEP:
             reached = infos["final_obs"]
         else:
@@ -146,7 +161,12 @@ class EnvironmentBatch:
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
-        return Step(observations, rewards, terminated, truncated, valid, finals, infos)
+        return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
+
+    def take_failures(self) -> list[str]:
+        """Return what happened to the environments that were replaced since the last call, one entry each."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def info_values(self, step: Step, key: str) -> list[float]:
         """Return every number that a real step, not a reset, reported under `info[key]`.
@@ -161,7 +181,7 @@ class EnvironmentBatch:
         sources = [(step.infos, present)]
         if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
             ended = step.terminated | step.truncated
-            sources = [(step.infos, ~ended), (step.infos.get("final_info", {}), ended)]
+            sources = [(step.infos, present & ~ended), (step.infos.get("final_info", {}), ended)]
         found: list[float] = []
         for infos, mask in sources:
             if key in infos:
@@ -177,12 +197,26 @@ class EnvironmentBatch:
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
-        episode = int(self._episodes[index])
+        stream_seed, episode, step = self._where(index)
         if isinstance(self._reset_seed, list):
-            seed = derive_seed(self._seeds[index], episode)
+            seed = derive_seed(stream_seed, episode)
         else:
             seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
-        return describe(index, episode, seed, max(0, self._clock - int(self._began[index])))
+        return describe(index, episode, seed, step)
+
+    def _where(self, index: int) -> tuple[int, int, int]:
+        """Return the seed of an environment's stream, its episode and the step of it."""
+        step = max(0, self._clock - int(self._began[index]))
+        return self._streams[index], int(self._episodes[index]), step
+
+    def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
+        """Note which environments were replaced, and return those whose step had no outcome."""
+        for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
+            self._failures += infos[FAILURE][index]
+            # That of a step that did have one is counted with the ends of episodes.
+            self._episodes[index] = infos[EPISODE][index] - ended[index]
+            self._began[index] = self._clock
+        return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return where every environment is, as tensors and plain values; None where that cannot be known.
@@ -191,7 +225,13 @@ class EnvironmentBatch:
         """
         kind = self._kind_of_state
         if kind == "episodes":
-            environments: Any = [_to_tensors(record) for record in self._call("recorded")]
+            environments: Any = [
+                # A worker that was lost since the last step is only replaced in the next one.
+                {"stream_seed": self._streams[index], "episode": int(self._episodes[index])}
+                if record is None
+                else _to_tensors(record)
+                for index, record in enumerate(self._call("recorded"))
+            ]
         elif kind == "arrays":
             environments = _to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
         else:
@@ -223,8 +263,25 @@ class EnvironmentBatch:
             observations = load_cartpole_state(self.env, _to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations
         records = [_to_arrays(record) for record in state["environments"]]
-        exact, rows = zip(*self._call("restore", records), strict=True)
-        return np.array(exact), np.stack(rows)
+        self._streams = [record["stream_seed"] for record in records]
+        exact, rows = zip(*self._restore(records), strict=True)
+        fresh = ~np.array(exact)
+        self._episodes[fresh] += 1
+        self._began[fresh] = self._clock
+        return ~fresh, np.stack(rows)
+
+    def _restore(self, records: list[dict[str, Any]]) -> list[tuple[bool, Array]]:
+        """Give every environment its record, and return whether it is there and what it observes."""
+        base: Any = self.env.unwrapped
+        try:
+            if isinstance(base, SyncVectorEnv):
+                return [env.get_wrapper_attr("restore")(record) for env, record in zip(base.envs, records, strict=True)]
+            answers = base.call_each("restore", [(record,) for record in records])
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise self._failure(error, "restore") from error
+        return [(False, base.replace(index)[0]) if answer is None else answer for index, answer in enumerate(answers)]
 
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice."""
@@ -241,17 +298,22 @@ class EnvironmentBatch:
 
     def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
         try:
-            observations: Array = self.env.reset(**kwargs)[0]
-            return observations
+            observations, infos = self.env.reset(**kwargs)
         except EnvironmentFailure:
             raise
         except Exception as error:
             raise self._failure(error, "reset") from error
+        if FAILURE in infos:
+            self._note_failures(infos, np.zeros(self.num_envs, bool))
+        return observations  # type: ignore[no-any-return]
 
     def _failure(self, error: Exception, where: str) -> EnvironmentFailure:
         if isinstance(error, WorkerFailure):
             names = ", ".join(self.label(index) for index in error.indices) or "an environment"
-            return EnvironmentFailure(f"{names} {error.what}")
+            failure = EnvironmentFailure(f"{names} {error.what}")
+            for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
+                failure.add_note(note)
+            return failure
         return EnvironmentFailure(f"the environments raised in {where}: {type(error).__name__}: {error}")
 
     def _check_observations(self, observations: Array) -> None:
@@ -261,11 +323,7 @@ class EnvironmentBatch:
     def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
         """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
         if (bad := first_not_finite(rows)) is not None:
-            entry = f" (entry {', '.join(map(str, bad[1:]))})" if len(bad) > 1 else ""
-            raise EnvironmentFailure(
-                f"{self.label(first + bad[0])} returned {what}{entry} {rows[bad]}: expected a finite number that "
-                "float32 can hold"
-            )
+            raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(what, np.asarray(rows[bad[0]]))}")
 
 
 def _to_tensors(values: dict[str, Any]) -> dict[str, Any]:
