@@ -93,6 +93,27 @@ class Random(gymnasium.Env[np.ndarray, int]):
         return random.normal(size=3), random.normal() + action, bool(over[0]), bool(over[1]), {}
 
 
+class Fragile(Random):
+    """A random one that raises in the second step of one episode.
+
+    Args:
+        episode_seed: That the episode is reset with.
+    """
+
+    def __init__(self, episode_seed: int) -> None:
+        self.episode_seed = episode_seed
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.steps_left = 2 if seed == self.episode_seed else -1
+        return super().reset(seed=seed)
+
+    def step(self, action: int):
+        self.steps_left -= 1
+        if not self.steps_left:
+            raise ArithmeticError("the physics exploded")
+        return super().step(action)
+
+
 class Failing(Counter):
     """A counter that fails in one episode.
 
@@ -209,7 +230,7 @@ class DoubleVectorReward(gymnasium.vector.VectorRewardWrapper):
         return 2 * rewards
 
 
-for probe in (Counter, Random, Failing, Words, Replay, Space):
+for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 
