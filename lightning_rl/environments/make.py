@@ -19,6 +19,7 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.lives import NativeLives
+from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import check_envpool, find_spec, is_atari, missing_package, unknown_id
 from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
@@ -177,7 +178,7 @@ def _make_wrapped(
     spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], atari: AtariPreprocessing | None
 ) -> gymnasium.Env[Any, Any]:
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs() if atari else {}) | spec.env_kwargs
-    with _explained(spec, gym_spec):
+    with _explained(spec, gym_spec), quiet_loading(gym_spec, spec.env_kwargs):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
         if atari:
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
