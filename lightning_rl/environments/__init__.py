@@ -3,7 +3,8 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.make import Backend, EnvironmentSpec, OnEnvFailure, make_environments, spaces_of
+from lightning_rl.environments.make import make_environments, spaces_of
+from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
 
 __all__ = [
     "AtariPreprocessing",
