@@ -59,6 +59,8 @@ class Collector:
         self._rows = torch.from_numpy(self._observations).unbind()
         self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
+        # Of steps that an environment failed in; the episodes before them have no end of their own.
+        self._lost = np.zeros(shape, bool)
         self._started = False
         # Of the episodes that go on into the next rollout.
         self._returns = np.zeros(shape[1])
@@ -86,6 +88,7 @@ class Collector:
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
         self._valid.fill(True)
+        self._lost.fill(False)
         with torch.inference_mode():
             for t in range(self.length):
                 output = policy.act(self._rows[t].to(device), self.generator)
@@ -100,9 +103,12 @@ class Collector:
                         finals.append((t, index, observation))
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
+        episodes = self._finished_episodes()
+        if self._lost.any():
+            finals += self._cut_off_episodes()
         rollout = self._evaluate(policy, actions, log_probs, values, finals)
         rollout.policy_version = policy_version
-        rollout.episodes = self._finished_episodes()
+        rollout.episodes = episodes
         rollout.infos = infos
         rollout.seconds = time.perf_counter() - start
         return rollout
@@ -142,6 +148,14 @@ class Collector:
         self._truncated[t] = step.truncated
         if step.valid is not None:
             self._valid[t] = step.valid
+            self._lost[t, list(step.lost)] = True
+
+    def _cut_off_episodes(self) -> list[tuple[int, int, Any]]:
+        """Truncate the episodes that a failure cut off at their last real step, and return where that led to."""
+        # One that was cut off in the first step goes on from the last rollout, which has been learned from.
+        cut = self._lost[1:] & ~self._terminated[:-1] & ~self._truncated[:-1] & self._valid[:-1]
+        self._truncated[:-1] |= cut
+        return [(int(t), int(index), self._observations[t + 1, index]) for t, index in np.argwhere(cut)]
 
     def _evaluate(
         self,
@@ -194,14 +208,18 @@ class Collector:
         return torch.split(x, max(1, rows // (width or self._rewards.shape[1]))) if len(x) else ()
 
     def _finished_episodes(self) -> EpisodeSummary:
-        """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts."""
+        """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
+
+        Those that a failure cut off are left out: they say more about the failure than about the policy.
+        """
         summary = EpisodeSummary([], [])
         ends = self._terminated | self._truncated
         first = np.zeros(len(self._returns), np.int64)
-        for t, index in np.argwhere(ends):
+        for t, index in np.argwhere(ends | self._lost):
             span = slice(first[index], t + 1)
-            summary.returns.append(float(self._returns[index] + self._rewards[span, index].sum()))
-            summary.lengths.append(int(self._lengths[index] + self._valid[span, index].sum()))
+            if not self._lost[t, index]:
+                summary.returns.append(float(self._returns[index] + self._rewards[span, index].sum()))
+                summary.lengths.append(int(self._lengths[index] + self._valid[span, index].sum()))
             self._returns[index], self._lengths[index], first[index] = 0.0, 0, t + 1
         for index, begin in enumerate(first):
             self._returns[index] += self._rewards[begin:, index].sum()

@@ -17,6 +17,7 @@ from lightning_rl.environments import (
     Backend,
     EnvironmentBatch,
     EnvironmentSpec,
+    OnEnvFailure,
     make_environments,
     spaces_of,
 )
@@ -51,6 +52,11 @@ class RolloutDataModule(LightningDataModule):
         atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
         step_timeout: Seconds a worker process may take for one step or reset before it counts as hung (`async` only);
             None: 120.
+        on_env_failure: What becomes of a run in which an environment raises, returns NaN, infinity, a wrong shape or a
+            reward that is not a number, or whose worker process dies or hangs: `raise` ends it with an error that names
+            environment, episode, seed and step; `restart` (`sync` and `async` only) makes the environment anew, which
+            goes on with its next episode. The episode that was cut off counts as truncated, the step that failed is
+            not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the run.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -75,6 +81,7 @@ class RolloutDataModule(LightningDataModule):
         training_wrappers: list[str | ClassSpec] | None = None,
         atari: AtariPreprocessing | None = None,
         step_timeout: float | None = None,
+        on_env_failure: OnEnvFailure = "raise",
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
         eval_deterministic: bool = True,
@@ -90,7 +97,9 @@ class RolloutDataModule(LightningDataModule):
         check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
-        self.spec = EnvironmentSpec(env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout)
+        self.spec = EnvironmentSpec(
+            env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout, on_env_failure
+        )
         self.eval_spec = self.spec.for_evaluation(always)
         self.num_envs = num_envs
         self.rollout_length = rollout_length
@@ -109,6 +118,7 @@ class RolloutDataModule(LightningDataModule):
         self._seed_given = seed is not None
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
+        self._told_of_failure = False
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
@@ -199,7 +209,21 @@ class RolloutDataModule(LightningDataModule):
             self._collector = self._start(dtype, device)
         assert self.trainer is not None
         with self.trainer.precision_plugin.forward_context():
-            return self._collector.collect(policy, version)
+            rollout = self._collector.collect(policy, version)
+        if self.spec.on_env_failure == "restart":
+            rollout.failures = self._take_failures(self._collector.environments)
+        return rollout
+
+    def _take_failures(self, environments: EnvironmentBatch) -> list[str]:
+        """Return what happened to environments that were replaced, and tell of the first."""
+        failures = environments.take_failures()
+        if failures and not self._told_of_failure:
+            self._told_of_failure = True
+            rank_zero_warn(
+                f"{failures[0]}. It was made anew and begins a new episode, as will others that fail "
+                "(on_env_failure='restart'); rollout/env_restarts counts them"
+            )
+        return failures
 
     def _start(self, dtype: torch.dtype, device: torch.device) -> Collector:
         """Make the training environments: at the first rollout, when it is known what is resumed from."""
@@ -249,7 +273,7 @@ class RolloutDataModule(LightningDataModule):
             seeds = [derive_seed(seed, role, self._rank, index) for index in range(num_envs)]
             self._eval_environments = make_environments(self.eval_spec, num_envs, seeds)
         with self.trainer.precision_plugin.forward_context():
-            return play(
+            episodes = play(
                 self._eval_environments,
                 policy,
                 self.observation_space,
@@ -260,6 +284,8 @@ class RolloutDataModule(LightningDataModule):
                 deterministic=self.eval_deterministic,
                 record=record,
             )
+        self._take_failures(self._eval_environments)
+        return episodes
 
     @property
     def _rank(self) -> int:

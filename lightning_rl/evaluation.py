@@ -10,7 +10,8 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.distributions import to_environment
-from lightning_rl.environments import EnvironmentBatch
+from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
+from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.policy import Policy, observation_dtype
 
 Array = np.ndarray[Any, Any]
@@ -46,6 +47,7 @@ class _Slot:
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
         self.finished: list[Episode] = []
+        self.failures_in_a_row = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -65,6 +67,12 @@ class _Slot:
         self.actions.append(action.copy())
         self.rewards.append(reward)
 
+    def begin_again(self) -> bool:
+        """Forget the episode: the environment failed. Return whether to play another one instead."""
+        self._begin()
+        self.failures_in_a_row += 1
+        return self.failures_in_a_row <= MAX_RESTARTS_IN_A_ROW
+
     def finish(self, terminated: bool, final_observation: Array) -> None:
         """Close the episode."""
         episode = Episode(self.episode_return, self.length, terminated)
@@ -73,6 +81,7 @@ class _Slot:
             episode.actions, episode.rewards = np.stack(self.actions), np.asarray(self.rewards)
         self.finished.append(episode)
         self.remaining -= 1
+        self.failures_in_a_row = 0
         self._begin()
 
 
@@ -90,7 +99,8 @@ def play(
 ) -> list[Episode]:
     """Play whole episodes from a fresh start.
 
-    How many episodes each environment plays is fixed beforehand, so that short ones are not favoured.
+    How many episodes each environment plays is fixed beforehand, so that short ones are not favoured. An episode in
+    which an environment failed and was replaced is left out, and the next one played for it.
 
     Args:
         environments: Reset first.
@@ -107,7 +117,7 @@ def play(
         The episodes, in the order of environments and, within one, of time.
 
     Raises:
-        EnvironmentFailure: An environment failed.
+        EnvironmentFailure: An environment failed; where it is replaced, in one episode after the other.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
     stored_dtype = observation_dtype(observation_space, dtype)
@@ -129,5 +139,11 @@ def play(
                 slot.record(observations[index], actions[index], reward)
             if index in finals:
                 slot.finish(bool(step.terminated[index]), finals[index].astype(stored_dtype))
+        for index in step.lost:
+            if not slots[index].begin_again():
+                raise EnvironmentFailure(
+                    f"{environments.take_failures()[-1]}; so did the {MAX_RESTARTS_IN_A_ROW} episodes before this one, "
+                    "and none was played to its end in between"
+                )
         observations = step.observations
     return [episode for slot in slots for episode in slot.finished]

@@ -80,6 +80,24 @@ class EpisodeStatistics(_Window):
         return result | {"episodes": count}
 
 
+class Total(_Window):
+    """A sum over all ranks."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
+
+    def update(self, value: float) -> None:
+        """Add a number."""
+        self.total = self.total + value
+
+    def compute(self) -> float:
+        """Return the sum."""
+        return float(self.total)
+
+
 class ScalarMeans(_Window):
     """Means of named scalars over all ranks; a name that nothing was reported for is left out.
 

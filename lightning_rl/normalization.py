@@ -154,6 +154,7 @@ class RewardNormalizer(_Statistics):
         rewards = rewards.to(before.dtype)
         if valid is not None:
             rewards = rewards.where(valid, 0)
+            ends = ends | ~valid  # nothing goes on over a reset, nor over a failure in the first step of a rollout
         keep = self.gamma * (~ends).to(rewards.dtype)
         decay = torch.cat([torch.ones_like(keep[:1]), keep[:-1]])
         returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)

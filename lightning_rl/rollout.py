@@ -28,7 +28,8 @@ class Rollout:
         rewards: Raw rewards, `[T, B]`.
         terminated: The episode ended in a terminal state with this step, `[T, B]`.
         truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
-        valid: False where an environment was only being reset, `[T, B]`; None if every entry is a real step.
+        valid: False where an environment was only being reset, or failed and was replaced, `[T, B]`; None if every
+            entry is a real step.
         log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
         values: Its value estimate of each observation, `[T, B]`.
         next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was
@@ -38,6 +39,7 @@ class Rollout:
         policy_version: Number of updates the policy had seen.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
+        failures: What happened to each environment that was replaced; None where a failure ends the run instead.
         seconds: Wall time of collecting.
     """
 
@@ -74,6 +76,7 @@ class Rollout:
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos = dict(infos or {})
+        self.failures: list[str] | None = None
         self.seconds = seconds
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""

@@ -129,12 +129,24 @@ def fail_on_one_rank(rank: int) -> str:
     return "nothing was raised"
 
 
+def count_restarts(rank: int) -> list[float]:
+    """Two rollouts in which environments were replaced, more of them on one rank than on the other."""
+    model, logger = fixed_model(), MemoryLogger()
+    rollouts = fixed_rollouts(rank)
+    for rollout in rollouts:
+        rollout.failures = ["it broke"] * (1 + 2 * rank)
+    trainer = make_trainer(precision="64-true", logger=logger, log_every_n_steps=1, **DDP)
+    trainer.fit(model, FixedRollouts(rollouts, model))
+    return [value for _, value in logger.rows("rollout/env_restarts")]
+
+
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
     learned = {name: learn(options, fixed_rollouts(rank), **DDP) for name, options in OPTIONS.items()}
     failed = fail_on_one_rank(rank)
-    torch.save({"ran": ran, "learned": learned, "failed": failed}, folder / f"rank_{rank}.pt")
+    restarts = count_restarts(rank)
+    torch.save({"ran": ran, "learned": learned, "failed": failed, "restarts": restarts}, folder / f"rank_{rank}.pt")
 
 
 if __name__ == "__main__":

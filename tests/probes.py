@@ -93,23 +93,45 @@ class Random(gymnasium.Env[np.ndarray, int]):
         return random.normal(size=3), random.normal() + action, bool(over[0]), bool(over[1]), {}
 
 
+class Fragile(Random):
+    """A random one that raises in the second step of one episode.
+
+    Args:
+        episode_seed: That the episode is reset with.
+    """
+
+    def __init__(self, episode_seed: int) -> None:
+        self.episode_seed = episode_seed
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.steps_left = 2 if seed == self.episode_seed else -1
+        return super().reset(seed=seed)
+
+    def step(self, action: int):
+        self.steps_left -= 1
+        if not self.steps_left:
+            raise ArithmeticError("the physics exploded")
+        return super().step(action)
+
+
 class Failing(Counter):
     """A counter that fails in one episode.
 
     Args:
-        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …).
-        episode_seed: Fails in the episode that is reset with this seed.
+        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …): a
+            number, `none`, `text`, or an array with `few` or `many` entries.
+        episode_seed: Fails in the episode that is reset with this seed; None: in each.
         at: At which step; 0 is its reset.
         lengths: Of the episodes.
     """
 
-    def __init__(self, how: str, episode_seed: int, at: int, lengths: Sequence[int] = (5,)) -> None:
+    def __init__(self, how: str, episode_seed: int | None, at: int, lengths: Sequence[int] = (5,)) -> None:
         super().__init__(lengths, reward=1.0)
         self.how, self.episode_seed, self.at = how, episode_seed, at
         self.fails_here = False
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-        self.fails_here = seed == self.episode_seed
+        self.fails_here = self.episode_seed in (None, seed)
         observation, info = super().reset(seed=seed)
         return self.fail(observation, 0.0)[0], info
 
@@ -117,7 +139,7 @@ class Failing(Counter):
         observation, reward, *rest = super().step(action)
         return *self.fail(observation, reward), *rest
 
-    def fail(self, observation: np.ndarray, reward: float) -> tuple[np.ndarray, float]:
+    def fail(self, observation: np.ndarray, reward: float) -> tuple[Any, Any]:
         if not self.fails_here or self.count != self.at:
             return observation, reward
         if self.how == "raise":
@@ -129,10 +151,20 @@ class Failing(Counter):
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         value, _, where = self.how.partition(" ")
+        strange = {"none": None, "text": "1.0", "few": np.ones(1, np.float32), "many": np.ones(3, np.float32)}
+        if value in strange:
+            return (strange[value], reward) if where == "observation" else (observation, strange[value])
         if where == "reward":
             return observation, float(value)
         observation[1] = float(value)
         return observation, reward
+
+
+class Words(Counter):
+    """A counter that returns words instead of numbers, the right number of them, from its first step."""
+
+    def step(self, action: Any):
+        return np.array(["one", "two"]), *super().step(action)[1:]
 
 
 class Tape(NamedTuple):
@@ -198,7 +230,7 @@ class DoubleVectorReward(gymnasium.vector.VectorRewardWrapper):
         return 2 * rewards
 
 
-for probe in (Counter, Random, Failing, Replay, Space):
+for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

@@ -131,6 +131,10 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
         assert "is nan in the update from rollout 0" in rank["failed"]
 
 
+def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
+    assert [rank["restarts"] for rank in ranks] == [[4, 4], []]
+
+
 def test_times_are_those_of_all_ranks_too(ranks):
     logged = ranks[0]["ran"]["logged"][0]
     assert all(math.isfinite(logged[name]) and logged[name] > 0 for name in OWN_TO_A_RANK)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.diagnostics import Diagnostics
-from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
 
 
 def test_episode_statistics_are_those_of_every_episode_since_the_reset():
@@ -46,6 +46,19 @@ def test_names_may_be_reported_now_and_then_and_join_later():
     metric.reset()
     metric.update({"b": [1.0]})
     assert metric.compute() == {"b": 1.0}
+
+
+def test_total_is_the_sum_since_the_reset():
+    metric, twin = Total(), Total()
+    metric.update(2)
+    metric.update(3)
+    assert metric.compute() == 5
+    twin.restore(metric.snapshot())
+    twin.update(1)
+    assert twin.compute() == 6
+    metric.reset()
+    metric.update(7)
+    assert metric.compute() == 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

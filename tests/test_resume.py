@@ -14,6 +14,15 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.environments.seeding import TRAINING, derive_seed
+
+# Environment 1 fails in the second step of its second episode: in the first of the rollouts.
+_FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
+FRAGILE: dict[str, Any] = {
+    "env_id": "tests.probes:Probe/Fragile-v0",
+    "env_kwargs": {"episode_seed": _FAILS},
+    "on_env_failure": "restart",
+}
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
@@ -32,6 +41,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
+    "restarts": (FRAGILE, {"normalize_rewards": True}),
+    "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }
 
 _LONG_EPISODES = ("ALE/Breakout-v5", "Hopper-v5", "LunarLander-v3")
@@ -142,6 +153,26 @@ def test_a_stopped_run_alone_does_not_end_where_the_whole_one_does(tmp_path: Pat
     fit("discrete", tmp_path / "whole", 8)
     fit("discrete", tmp_path / "first", 4)
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "first/after_4.ckpt"))
+
+
+def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^environment 1 \(episode 1, seed \d+, step 2\) raised in step"):
+        model = fit("restarts", tmp_path, 1)
+    assert model.env_steps == 3 * 24 - 1
+    state = torch.load(tmp_path / "after_1.ckpt", weights_only=True)
+    window = state["lightning_rl"]["ranks"][0]["window"]
+    assert window["restarts"]["states"]["total"] == 1
+
+
+def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> None:
+    """The observations of such a one are what they were, its rewards are not."""
+    SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "wrappers": ["gymnasium.wrappers.NormalizeReward"]}, {})
+    try:
+        fit("remembers", tmp_path / "first", 2)
+        with pytest.warns(UserWarning, match=r"environments 0, 1, 2 of CartPole-v1 .* could not be taken back"):
+            fit("remembers", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+    finally:
+        del SETTINGS["remembers"]
 
 
 def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.evaluation import Episode
-from lightning_rl.metrics import EpisodeStatistics, ScalarMeans
+from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
 from lightning_rl.rollout import Rollout
 
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
@@ -23,6 +23,7 @@ class Reports(Updates):
         super().__init__()
         self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
         self.train_means: ScalarMeans | None = None
+        self.env_restarts: Total | None = None
         self._logged_env_steps = 0
         self._planned_env_steps: int | None = None
         self._logged_clock = False
@@ -72,6 +73,9 @@ class Reports(Updates):
         scalars["train/learning_rate"] = [self.optimizer.param_groups[0]["lr"]]
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
+        if rollout.failures is not None:
+            self.env_restarts = Total().to(self.device) if self.env_restarts is None else self.env_restarts
+            self.env_restarts.update(len(rollout.failures))
         if self.train_means is None:
             self.train_means = ScalarMeans(list(scalars)).to(self.device)
         self.train_means.update(scalars)
@@ -88,6 +92,9 @@ class Reports(Updates):
         logged |= {f"rollout/{name}": value for name, value in episodes.items()}
         seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * train_means.update_count
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
+        if self.env_restarts is not None:
+            logged["rollout/env_restarts"] = self.env_restarts.compute()
+            self.env_restarts.reset()
         self._log_reduced(logged)
         self.train_episodes.reset()
         train_means.reset()
@@ -108,12 +115,13 @@ class Reports(Updates):
 
     def window_state(self) -> dict[str, Any]:
         """Return, as plain data, what this rank has taken in since the last log."""
-        means = self.train_means
+        means, restarts = self.train_means, self.env_restarts
         return {
             "since": self._logged_env_steps,
             "episodes": self.train_episodes.snapshot(),
             "names": [] if means is None else means.names,
             "means": None if means is None else means.snapshot(),
+            "restarts": None if restarts is None else restarts.snapshot(),
         }
 
     def load_window_state(self, state: dict[str, Any]) -> None:
@@ -123,3 +131,6 @@ class Reports(Updates):
         if state["means"] is not None:
             self.train_means = ScalarMeans(state["names"]).to(self.device)
             self.train_means.restore(state["means"])
+        if state["restarts"] is not None:
+            self.env_restarts = Total().to(self.device)
+            self.env_restarts.restore(state["restarts"])

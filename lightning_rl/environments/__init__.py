@@ -3,7 +3,8 @@
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.make import Backend, EnvironmentSpec, make_environments, spaces_of
+from lightning_rl.environments.make import make_environments, spaces_of
+from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
 
 __all__ = [
     "AtariPreprocessing",
@@ -11,6 +12,7 @@ __all__ = [
     "EnvironmentBatch",
     "EnvironmentFailure",
     "EnvironmentSpec",
+    "OnEnvFailure",
     "Step",
     "make_environments",
     "spaces_of",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 import torch
@@ -11,9 +13,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.finite import first_not_finite, surely_finite
+from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
-from lightning_rl.environments.seeding import derive_seed, describe
+from lightning_rl.environments.places import Places
+from lightning_rl.environments.records import recorded, restore, to_arrays, to_tensors
+from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
+from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.validation import ConfigurationError
 
@@ -31,6 +36,8 @@ class Step(NamedTuple):
         valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
         final_observations: (environment, the observation it really reached) for each episode that this step ended.
         infos: Gymnasium's vector info.
+        lost: Environments that failed in this step and were replaced: the episode ended with the step before it, and
+            `observations` has the first one of the next. Not `valid`.
     """
 
     observations: Array
@@ -40,6 +47,7 @@ class Step(NamedTuple):
     valid: Array | None
     final_observations: list[tuple[int, Array]]
     infos: dict[str, Any]
+    lost: Sequence[int] = ()
 
 
 class EnvironmentBatch:
@@ -68,7 +76,7 @@ class EnvironmentBatch:
         # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.
         self.single_observation_space = getattr(env, "single_observation_space", env.observation_space)
         self.single_action_space = getattr(env, "single_action_space", env.action_space)
-        self._seeds = seeds
+        self._places = Places(seeds, reset_seed)
         self._reset_seed = reset_seed
         mode = (env.metadata or {}).get("autoreset_mode")
         try:
@@ -80,13 +88,10 @@ class EnvironmentBatch:
             ) from None
         space = self.single_observation_space
         self._is_float = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Count episodes and steps, for error messages, from here on."""
-        self._clock = 0
-        self._began = np.zeros(self.num_envs, np.int64)
-        self._episodes = np.zeros(self.num_envs, np.int64)
+        self._failures: list[str] = []
+        base = getattr(env, "unwrapped", env)
+        if isinstance(base, RestartingProcesses):
+            base.where = self._places.where
         self._resets_next = np.zeros(self.num_envs, bool)
 
     def reset(self) -> Array:
@@ -95,7 +100,8 @@ class EnvironmentBatch:
         Raises:
             EnvironmentFailure: As `step`.
         """
-        self._forget()
+        self._places.forget()
+        self._resets_next[:] = False
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
         return observations
@@ -107,17 +113,19 @@ class EnvironmentBatch:
             EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
                 worker process died or took longer than the limit.
         """
-        self._clock += 1
+        self._places.clock += 1
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        except EnvironmentFailure:
-            raise
-        except Exception as error:
-            raise self._failure(error, "step") from error
+        except Exception as error:  # not `_named`, which would cost every step a microsecond
+            self._raise_named(error, "step")
+        lost = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows("reward", rewards)
         ended = terminated | truncated
         valid: Array | None = None
+        if lost:
+            valid = np.ones(self.num_envs, bool)
+            valid[lost] = False
         finals: list[tuple[int, Array]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next.any():
@@ -126,7 +134,7 @@ class EnvironmentBatch:
             self._resets_next = ended
         if not ended.any():
             self._check_observations(observations)
-            return Step(observations, rewards, terminated, truncated, valid, finals, infos)
+            return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
         if self.mode is AutoresetMode.SAME_STEP:
             reached = infos["final_obs"]
         else:
@@ -138,15 +146,19 @@ class EnvironmentBatch:
                 self._check_rows("observation", final[None], index)
             finals.append((index, final))
         # In NEXT_STEP mode the step to come is the new episode's step 0.
-        self._began[ended] = self._clock + (self.mode is AutoresetMode.NEXT_STEP)
-        self._episodes += ended
+        self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
         if self.mode is AutoresetMode.DISABLED:
             # The flags may be the environment's own arrays, which its reset clears.
             terminated, truncated = terminated.copy(), truncated.copy()
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
-        return Step(observations, rewards, terminated, truncated, valid, finals, infos)
+        return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
+
+    def take_failures(self) -> list[str]:
+        """Return what happened to the environments that were replaced since the last call, one entry each."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def info_values(self, step: Step, key: str) -> list[float]:
         """Return every number that a real step, not a reset, reported under `info[key]`.
@@ -161,7 +173,7 @@ class EnvironmentBatch:
         sources = [(step.infos, present)]
         if self.mode is AutoresetMode.SAME_STEP and step.final_observations:
             ended = step.terminated | step.truncated
-            sources = [(step.infos, ~ended), (step.infos.get("final_info", {}), ended)]
+            sources = [(step.infos, present & ~ended), (step.infos.get("final_info", {}), ended)]
         found: list[float] = []
         for infos, mask in sources:
             if key in infos:
@@ -177,12 +189,15 @@ class EnvironmentBatch:
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
-        episode = int(self._episodes[index])
-        if isinstance(self._reset_seed, list):
-            seed = derive_seed(self._seeds[index], episode)
-        else:
-            seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
-        return describe(index, episode, seed, max(0, self._clock - int(self._began[index])))
+        return self._places.label(index)
+
+    def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
+        """Note which environments were replaced, and return those whose step had no outcome."""
+        for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
+            self._failures += infos[FAILURE][index]
+            # That of a step that did have one is counted with the ends of episodes.
+            self._places.begin_at(index, int(infos[EPISODE][index]) - int(ended[index]))
+        return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return where every environment is, as tensors and plain values; None where that cannot be known.
@@ -191,13 +206,14 @@ class EnvironmentBatch:
         """
         kind = self._kind_of_state
         if kind == "episodes":
-            environments: Any = [_to_tensors(record) for record in self._call("recorded")]
+            with self._named("recorded"):
+                environments: Any = recorded(self.env, self._places)
         elif kind == "arrays":
-            environments = _to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
+            environments = to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
         else:
             return None
-        counts = {"began": self._began, "episodes": self._episodes, "resets_next": self._resets_next}
-        return {"kind": kind, "environments": environments, "clock": self._clock, **_to_tensors(counts)}
+        resets_next = torch.from_numpy(self._resets_next.copy())
+        return {"kind": kind, "environments": environments, "resets_next": resets_next, **self._places.state_dict()}
 
     @property
     def _kind_of_state(self) -> str | None:
@@ -215,44 +231,43 @@ class EnvironmentBatch:
         """
         if state["kind"] != self._kind_of_state:
             return None
-        self._forget()
-        self._clock = state["clock"]
-        for name in ("began", "episodes", "resets_next"):
-            getattr(self, f"_{name}")[:] = state[name].numpy()
+        self._places.load_state_dict(state)
+        self._resets_next[:] = state["resets_next"].numpy()
         if isinstance(self.env, CartPoleVectorEnv):
-            observations = load_cartpole_state(self.env, _to_arrays(state["environments"]))
+            observations = load_cartpole_state(self.env, to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations
-        records = [_to_arrays(record) for record in state["environments"]]
-        exact, rows = zip(*self._call("restore", records), strict=True)
-        return np.array(exact), np.stack(rows)
+        with self._named("restore"):
+            return restore(self.env, self._places, state["environments"])
 
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice."""
         self.env.close()
 
-    def _call(self, name: str, *args: object) -> Any:  # noqa: ANN401
-        env: Any = self.env  # only vector environments made of single ones have `call`
-        try:
-            return env.call(name, *args)
-        except EnvironmentFailure:
-            raise
-        except Exception as error:
-            raise self._failure(error, name) from error
-
     def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
-        try:
-            observations: Array = self.env.reset(**kwargs)[0]
-            return observations
-        except EnvironmentFailure:
-            raise
-        except Exception as error:
-            raise self._failure(error, "reset") from error
+        with self._named("reset"):
+            observations, infos = self.env.reset(**kwargs)
+        if FAILURE in infos:
+            self._note_failures(infos, np.zeros(self.num_envs, bool))
+        return observations  # type: ignore[no-any-return]
 
-    def _failure(self, error: Exception, where: str) -> EnvironmentFailure:
-        if isinstance(error, WorkerFailure):
-            names = ", ".join(self.label(index) for index in error.indices) or "an environment"
-            return EnvironmentFailure(f"{names} {error.what}")
-        return EnvironmentFailure(f"the environments raised in {where}: {type(error).__name__}: {error}")
+    @contextlib.contextmanager
+    def _named(self, where: str) -> Iterator[None]:
+        """Make an error that says which environment failed of whatever is raised."""
+        try:
+            yield
+        except Exception as error:
+            self._raise_named(error, where)
+
+    def _raise_named(self, error: Exception, where: str) -> NoReturn:
+        if isinstance(error, EnvironmentFailure):
+            raise error
+        if not isinstance(error, WorkerFailure):
+            what = f"{type(error).__name__}: {error}"
+            raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
+        failure = EnvironmentFailure(f"{self._places.labels(error.indices)} {error.what}")
+        for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
+            failure.add_note(note)
+        raise failure from error
 
     def _check_observations(self, observations: Array) -> None:
         if self._is_float and not surely_finite(observations):
@@ -261,17 +276,4 @@ class EnvironmentBatch:
     def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
         """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
         if (bad := first_not_finite(rows)) is not None:
-            entry = f" (entry {', '.join(map(str, bad[1:]))})" if len(bad) > 1 else ""
-            raise EnvironmentFailure(
-                f"{self.label(first + bad[0])} returned {what}{entry} {rows[bad]}: expected a finite number that "
-                "float32 can hold"
-            )
-
-
-def _to_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}
-
-
-def _to_arrays(values: dict[str, Any]) -> dict[str, Any]:
-    # Worker processes get arrays: tensors would be shared memory, which does not outlive the process that made it.
-    return {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in values.items()}
+            raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(what, np.asarray(rows[bad[0]]))}")

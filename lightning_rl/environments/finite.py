@@ -21,3 +21,11 @@ def first_not_finite(x: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
     """Return the place of the first entry that float32 cannot hold as a finite number, None if there is none."""
     places = np.argwhere(~(np.abs(x) <= _LARGEST))
     return tuple(int(i) for i in places[0]) if len(places) else None
+
+
+def complaint(what: str, x: np.ndarray[Any, Any]) -> str | None:
+    """Say what is wrong with an observation or reward that float32 cannot hold as finite numbers, None if nothing."""
+    if surely_finite(x) or (bad := first_not_finite(x)) is None:
+        return None
+    entry = f" (entry {', '.join(map(str, bad))})" if bad else ""
+    return f"returned {what}{entry} {x[bad]}: expected a finite number that float32 can hold"

@@ -17,17 +17,18 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     Attributes:
         score: Of the game so far.
+        last_score: Of the game before it.
         games: Number of games begun.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self.score, self.games = 0.0, 0
+        self.score, self.last_score, self.games = 0.0, 0.0, 0
         self._length = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin a game."""
-        self.score, self._length = 0.0, 0
+        self.last_score, self.score, self._length = self.score, 0.0, 0
         self.games += 1
         return self.env.reset(seed=seed, options=options)
 
@@ -128,13 +129,14 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             observation, info = self.env.reset()
             terminated = self._game.games > games  # lost in what the reset did
             if terminated:
-                return observation, 0.0, True, truncated, info
+                return observation, self._game.last_score - self._score, True, truncated, info
         reward = self._game.score - self._score
         self._score = self._game.score
         return observation, reward, terminated, truncated, info
 
 
-class NativeLives(VectorWrapper):  # before Gymnasium 1.4 it takes no type arguments
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class NativeLives(VectorWrapper):
     """Give the observation that was reached where ale-py's own vector environment reports a lost life.
 
     Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -19,63 +19,17 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.lives import NativeLives
+from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import check_envpool, find_spec, is_atari, missing_package, unknown_id
+from lightning_rl.environments.restarting import RestartingEpisodes
+from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.spec import EnvironmentSpec
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, check_number, import_class, instantiate
-
-Backend = Literal["sync", "async", "native", "envpool"]
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
 # Far longer than any step should take; long enough for an environment that loads a world in its first reset.
 DEFAULT_STEP_TIMEOUT = 120.0
-
-
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """Everything needed to make an environment, as plain data.
-
-    Args:
-        env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
-        env_kwargs: Arguments of the environment's constructor.
-        wrappers: Applied in this order; classes of `gymnasium.Wrapper`, or of `gymnasium.vector.VectorWrapper`.
-        backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
-            vectorised version) or `envpool`.
-        atari: Preprocessing of Atari games; None means the defaults for Atari games and nothing for others.
-        step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
-        evaluation: Leave the environment's own rewards and episodes alone.
-    """
-
-    env_id: str
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: tuple[ClassSpec, ...] = ()
-    backend: Backend = "sync"
-    atari: AtariPreprocessing | None = None
-    step_timeout: float | None = None
-    evaluation: bool = False
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without making an environment."""
-        choices = get_args(Backend)
-        check(self.backend in choices, "backend", self.backend, f"one of {', '.join(choices)}")
-        if self.step_timeout is not None:
-            check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
-            # The system call that waits counts milliseconds in 32 bits.
-            check_number("step_timeout", self.step_timeout, above=0, at_most=1e6)
-
-    def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
-        """Return the spec of the evaluation environments, with only the given wrappers."""
-        return replace(self, wrappers=tuple(wrappers), evaluation=True)
-
-    def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
-        """Return the preprocessing to apply, None where the environment is no Atari game.
-
-        Raises:
-            ConfigurationError: Options were given for an environment that is none.
-        """
-        if is_game:
-            return self.atari or AtariPreprocessing()
-        check(self.atari is None, "atari", self.atari, f"None, since {self.env_id} is no Atari game with frames")
-        return None
 
 
 def make_environments(
@@ -91,7 +45,7 @@ def make_environments(
         num_envs: How many.
         seeds: A seed for each: of its stream of episodes, whatever the others are. Environments that come vectorised
             with one random generator for all (`native`, other than Atari) are seeded by the first.
-        autoreset_mode: For the backends `sync` and `async`.
+        autoreset_mode: For the backends `sync` and `async`; failures restart environments in `SAME_STEP` mode only.
 
     Raises:
         ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
@@ -107,12 +61,14 @@ def make_environments(
     if spec.backend == "native":
         env, reset_seed = _make_native(spec, gym_spec, num_envs, seeds)
         return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, reset_seed)
+    assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     if spec.backend == "sync":
         env = SyncVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
         return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds)
     try:
-        env = ProcessVectorEnv(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT)
+        kind = RestartingProcesses if spec.on_env_failure == "restart" else ProcessVectorEnv
+        env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT)
     except WorkerFailure as error:
         raise EnvironmentFailure(f"{error}, before its first step") from error
     return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds)
@@ -151,15 +107,25 @@ def make_single(
             check(
                 name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead"
             )
+    # A stream of episodes does not begin in the middle of a game.
+    first_options = {"new_game": True} if atari and atari.episodic_life else None
+    make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
+    if spec.on_env_failure == "restart":
+        return RestartingEpisodes(make, index, first_options)
+    return SeededEpisodes(make(), index, first_options)
+
+
+def _make_wrapped(
+    spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], atari: AtariPreprocessing | None
+) -> gymnasium.Env[Any, Any]:
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs() if atari else {}) | spec.env_kwargs
-    with _explained(spec, gym_spec):
+    with _explained(spec, gym_spec), quiet_loading(gym_spec, spec.env_kwargs):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
         if atari:
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
     for wrapper in env_wrappers:
         env = instantiate("wrappers", wrapper, env)
-    # A stream of episodes does not begin in the middle of a game.
-    return SeededEpisodes(env, index, {"new_game": True} if atari and atari.episodic_life else None)
+    return env
 
 
 def _make_native(

@@ -1,12 +1,14 @@
 """Seeds as a tree, run → role → rank → environment → episode, and episodes that can be played again from them.
 
 Simulators cannot be copied in general, but the same seed and the same actions lead to the same state. Whether they did
-is seen by comparing the last observation.
+is seen by comparing the last observation, the sum of the rewards and the ends of episodes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections import deque
 from typing import Any
 
 import gymnasium
@@ -16,6 +18,9 @@ from lightning_rl.environments.errors import EnvironmentFailure
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
 """Roles, the first branch of the tree."""
+
+MAX_LOGGED_ACTIONS = 1_000_000
+"""An episode that is longer cannot be played again: its actions would fill the memory, and take minutes."""
 
 _RESET = None
 """In a log of actions: a reset that went on with what was before (a game between two lives)."""
@@ -38,14 +43,19 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     episode. What an environment does therefore depends on (seed, number of the episode, actions) and not on how many
     other environments there are.
 
-    The actions since the last true reset are logged, so that another process can go to the same place (`recorded`,
-    `restore`). An environment that has `state_dict()` and `load_state_dict(state)` is asked for its state instead; what
-    it returns must be tensors and plain Python values.
+    The actions since the last true reset are logged, up to `MAX_LOGGED_ACTIONS`, so that another process can go to the
+    same place (`recorded`, `restore`); that they give the same rewards again is checked, since a wrapper may remember
+    earlier episodes, which are not played again. An environment that has `state_dict()` and `load_state_dict(state)` is
+    asked for its state instead; what it returns must be tensors and plain Python values.
 
     Args:
         env: The environment.
         index: Its place among the environments of this process, for error messages.
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
+
+    Raises:
+        EnvironmentFailure: In `reset` and `step`: the environment raised, returned an observation of another shape than
+            its space has, or a reward that is not a number.
     """
 
     def __init__(
@@ -57,9 +67,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
-        self._log: list[Any] = []
+        self._shape = env.observation_space.shape
         self._first_episode = 0
         self._observation: Any = None
+        self._begin_log()
         self._may_go_on = env.has_wrapper_attr("went_on")
         self._has_own_state = hasattr(env.unwrapped, "state_dict") and hasattr(env.unwrapped, "load_state_dict")
 
@@ -75,10 +86,12 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             self._observation, info = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
         except Exception as error:
             raise self._failure("reset", error) from error
+        if type(self._observation) is not np.ndarray or self._observation.shape != self._shape:
+            self._check_shape(self._observation)
         if self._may_go_on and self.env.get_wrapper_attr("went_on"):
             self._log.append(_RESET)
         else:
-            self._log, self._first_episode = [], self.episode
+            self._begin_log()
         return self._observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
@@ -86,19 +99,28 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
+            over = bool(terminated or truncated)
         except Exception as error:
             raise self._failure("step", error) from error
-        if terminated or truncated:
+        if type(reward) is not float:
+            reward = self._to_number(reward)
+        if type(observation) is not np.ndarray or observation.shape != self._shape:
+            self._check_shape(observation)
+        self._log.append(action)
+        self._reward_sum += reward
+        if over:
             # The reset that follows must not write over it, even if the environment always returns the same array.
             observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
-        self._log.append(action)
+            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
         self._observation = observation
         return observation, reward, terminated, truncated, info
 
     def recorded(self) -> dict[str, Any]:
         """Return where the environment is, as arrays and plain values."""
-        actions = [np.asarray(action) for action in self._log if action is not _RESET]
         own: Any = self.env.unwrapped
+        if len(self._log) == self._log.maxlen and not self._has_own_state:  # the first actions may be forgotten
+            return {"stream_seed": self.stream_seed, "episode": self.episode}
+        actions = [np.asarray(action) for action in self._log if action is not _RESET]
         return {
             "stream_seed": self.stream_seed,
             "first_episode": self._first_episode,
@@ -107,46 +129,78 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "resets": [place for place, action in enumerate(self._log) if action is _RESET],
             "actions": np.stack(actions) if actions else np.zeros(0),
             "observation": np.array(self._observation),
+            "reward_sum": self._reward_sum,
+            "ends": [list(end) for end in self._ends],
             "own": own.state_dict() if self._has_own_state else None,
         }
 
-    def restore(self, records: list[dict[str, Any]]) -> tuple[bool, Any]:
+    def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
         """Go to where an environment was.
 
         Args:
-            records: Those of all environments; this one takes the one at its own index.
+            record: What `recorded` returned there; one of `stream_seed` and `episode` alone leads to a new episode.
 
         Returns:
-            Whether that led to the very observation that was recorded, and the observation where the environment now
-            is: if it did not, the stream's next episode has begun.
+            Whether that led to the very observation, rewards and ends that were recorded, and the observation where the
+            environment now is: if it did not, the stream's next episode has begun.
         """
-        record = records[self.index]
-        expected = record["observation"]
-        self.stream_seed, self.episode = record["stream_seed"], record["first_episode"]
-        if record["own"] is not None and self._has_own_state:
+        self.stream_seed, self.episode = record["stream_seed"], record["episode"]
+        if record.get("own") is not None and self._has_own_state:
             own: Any = self.env.unwrapped
-            self.env.reset(seed=derive_seed(self.stream_seed, record["episode"]), options=self.first_options)
+            self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
             own.load_state_dict(record["own"])
-            self._log, self._observation = [], expected
-            self.episode, self.step_count = record["episode"], record["step_count"]
-            return True, expected
-        self._replay(record["actions"], set(record["resets"]))
-        exact = np.array_equal(np.asarray(self._observation), expected)
+            self._begin_log()
+            self._observation, self.step_count = record["observation"], record["step_count"]
+            return True, self._observation
+        exact = "actions" in record and self._replay(record)
         if not exact:
             self.episode = record["episode"]
             self.reset(options=self.first_options)
         return exact, self._observation
 
-    def _replay(self, actions: np.ndarray[Any, Any], resets: set[int]) -> None:
-        self.episode -= 1  # the reset goes on to the one that was recorded
+    def _replay(self, record: dict[str, Any]) -> bool:
+        """Play an episode again, and return whether it went as it did."""
+        self.episode = record["first_episode"] - 1  # the reset goes on to the one that was recorded
         self.reset(options=self.first_options)
-        remaining = iter(actions)
-        for place in range(len(actions) + len(resets)):
+        resets, remaining = set(record["resets"]), iter(record["actions"])
+        for place in range(len(record["actions"]) + len(resets)):
             if place in resets:
                 self.reset()
             else:
                 self.step(next(remaining))
+        return (
+            np.array_equal(np.asarray(self._observation), record["observation"])
+            # Bit for bit: not even NaN can be in a reward that was learned from.
+            and self._reward_sum == record["reward_sum"]
+            and self._ends == record["ends"]
+        )
+
+    def _begin_log(self) -> None:
+        self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)
+        self._first_episode = self.episode
+        self._reward_sum = 0.0
+        self._ends: list[list[Any]] = []  # of lives: place in the log, terminated, truncated
+
+    def _to_number(self, reward: Any) -> float:  # noqa: ANN401 - whatever an environment returns
+        """Return the reward as a Python number, unless it is none or more than one."""
+        with contextlib.suppress(TypeError, ValueError):
+            if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
+                return float(reward)
+        raise self._complain(f"returned reward {reward!r}: expected a number")
+
+    def _check_shape(self, observation: Any) -> None:  # noqa: ANN401
+        if self._shape is None:  # a nested space
+            return
+        try:
+            shape = str(np.shape(observation))
+        except ValueError:  # rows of different lengths
+            shape = "unknown"
+        if shape != str(self._shape):
+            raise self._complain(f"returned an observation of shape {shape}: expected {self._shape}")
 
     def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
+        return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
+
+    def _complain(self, what: str) -> EnvironmentFailure:
         label = describe(self.index, self.episode, derive_seed(self.stream_seed, self.episode), self.step_count)
-        return EnvironmentFailure(f"{label} raised in {where}: {type(error).__name__}: {error}")
+        return EnvironmentFailure(f"{label} {what}")

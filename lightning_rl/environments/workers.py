@@ -14,6 +14,7 @@ from typing import Any
 
 import gymnasium
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
 
 from lightning_rl.environments.errors import EnvironmentFailure
 
@@ -24,7 +25,7 @@ Factory = Callable[[], gymnasium.Env[Any, Any]]
 
 
 class WorkerFailure(Exception):
-    """Workers died or hung: which, and what happened; `EnvironmentBatch` adds episode, seed and step."""
+    """Workers died, hung or raised: which, and what happened; `EnvironmentBatch` adds episode, seed and step."""
 
     def __init__(self, indices: Sequence[int], what: str) -> None:
         super().__init__(f"environment {', '.join(map(str, indices)) or '(unknown)'} {what}")
@@ -39,18 +40,21 @@ class ProcessVectorEnv(AsyncVectorEnv):
         factories: One for each environment.
         autoreset_mode: As in `AsyncVectorEnv`.
         timeout: Seconds that the workers may take to make an environment, for a step or a reset.
+        shared_memory: Pass observations through shared memory.
     """
 
-    def __init__(self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float) -> None:
+    def __init__(
+        self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float, shared_memory: bool = True
+    ) -> None:
         self.timeout = timeout
         in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
-        super().__init__(in_workers, copy=False, autoreset_mode=autoreset_mode)
+        super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
         """Step every environment.
 
         Raises:
-            WorkerFailure: A worker died or took longer than the limit.
+            WorkerFailure: A worker died, took longer than the limit, or raised outside its environment.
             EnvironmentFailure: An environment raised.
         """
         with self._guarded():
@@ -69,6 +73,14 @@ class ProcessVectorEnv(AsyncVectorEnv):
         """Call a method of every environment; raises as `step` does."""
         with self._guarded():
             self.call_async(name, *args, **kwargs)
+            return tuple(self.call_wait(self.timeout))
+
+    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a method of every environment with arguments of its own; raises as `step` does."""
+        with self._guarded():
+            for pipe, args in zip(self.parent_pipes, arguments, strict=True):
+                pipe.send(("_call", (name, args, {})))
+            self._state = AsyncState.WAITING_CALL
             return tuple(self.call_wait(self.timeout))
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
@@ -126,9 +138,11 @@ class ProcessVectorEnv(AsyncVectorEnv):
             raise EOFError from None  # it died before it could say why
         if issubclass(kind, KeyboardInterrupt):
             raise KeyboardInterrupt
-        if not issubclass(kind, EnvironmentFailure):
-            value = f"environment {index}: {kind.__name__}: {value}"
-        failure = EnvironmentFailure(value)
+        failure: Exception
+        if issubclass(kind, EnvironmentFailure):
+            failure = EnvironmentFailure(value)
+        else:
+            failure = WorkerFailure([index], f"raised in its worker process: {kind.__name__}: {value}")
         failure.add_note(f"In its worker process:\n{trace}")
         raise failure
 

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments.seeding import EVALUATION, derive_seed
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
 
@@ -171,6 +171,56 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     for pid in filter(is_running, workers):
         os.kill(pid, signal.SIGKILL)
     assert ended
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("none reward", "reward None: expected a number"),
+        ("text reward", "reward '1.0': expected a number"),
+        ("few reward", "reward array([1.], dtype=float32): expected a number"),
+        ("many reward", "reward array([1., 1., 1.], dtype=float32): expected a number"),
+        ("few observation", "an observation of shape (1,): expected (2,)"),  # which shared memory would take
+        ("many observation", "an observation of shape (3,): expected (2,)"),
+        ("none observation", "an observation of shape (): expected (2,)"),
+    ],
+)
+def test_what_is_no_number_or_has_another_shape_is_named(how, what, backend):
+    error, step, _ = run_until_failure(failing(how, backend=backend))
+    assert step == 5 + 3
+    assert str(error) == f"environment 2 (episode 1, seed {SEED}, step 3) returned {what}"
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_wrong_shape_from_a_reset_is_named(backend):
+    error, step, _ = run_until_failure(failing("few observation", at=0, backend=backend))
+    assert step == 5
+    assert str(error) == (
+        f"environment 2 (episode 1, seed {SEED}, step 0) returned an observation of shape (1,): expected (2,)"
+    )
+
+
+def test_what_a_worker_cannot_send_is_named():
+    """Raised outside the environment: what it returned has the right shape but is not even made of numbers."""
+    environments = make_batch("Probe/Words-v0", backend="async")
+    environments.reset()
+    with pytest.raises(
+        EnvironmentFailure,
+        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: ValueError: could not",
+    ):
+        environments.step(np.zeros(1, np.int64))
+    environments.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "none reward", "few observation", "nan observation"])
+def test_failure_in_evaluation_is_named_too(how):
+    seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
+    options = {"how": how, "at": 2, "episode_seed": seed}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=2)
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    with pytest.raises(EnvironmentFailure, match=rf"^environment 1 \(episode 0, seed {seed}, step 2\) r"):
+        make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

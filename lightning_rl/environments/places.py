@@ -1,0 +1,78 @@
+"""Where in their streams of episodes the environments of a batch are, so that a failure can be named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_rl.environments.seeding import derive_seed, describe
+
+Array = np.ndarray[Any, Any]
+
+
+class Places:
+    """Counts the episodes and steps of `B` environments.
+
+    Args:
+        seeds: Seed of each environment's stream of episodes.
+        reset_seed: What the vector environment is reset with: a list where each environment makes its own episodes of
+            the seeds, something else where they come vectorised.
+
+    Attributes:
+        clock: Steps since the first reset.
+        streams: Seed of each environment's stream: after resuming, that of the run before.
+        episodes: Episode each environment is in, `[B]`.
+        began: When on the clock that began, `[B]`.
+    """
+
+    def __init__(self, seeds: list[int], reset_seed: list[int] | Array | int | None) -> None:
+        self._seeds = seeds
+        self._reset_seed = reset_seed
+        self.forget()
+
+    def forget(self) -> None:
+        """Count from here on."""
+        self.clock = 0
+        self.streams = list(self._seeds)
+        self.episodes = np.zeros(len(self._seeds), np.int64)
+        self.began = np.zeros(len(self._seeds), np.int64)
+
+    def begin(self, which: Array, in_steps: int = 0) -> None:
+        """Begin the next episode of some environments, `which` being a mask `[B]`."""
+        self.episodes += which
+        self.began[which] = self.clock + in_steps
+
+    def begin_at(self, index: int, episode: int) -> None:
+        """Begin a given episode of one environment."""
+        self.episodes[index] = episode
+        self.began[index] = self.clock
+
+    def where(self, index: int) -> tuple[int, int, int]:
+        """Return the seed of an environment's stream, its episode and the step of it."""
+        return self.streams[index], int(self.episodes[index]), max(0, self.clock - int(self.began[index]))
+
+    def label(self, index: int) -> str:
+        """Say where an environment is: episode, seed and step."""
+        stream_seed, episode, step = self.where(index)
+        if isinstance(self._reset_seed, list):
+            seed = derive_seed(stream_seed, episode)
+        else:
+            seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
+        return describe(index, episode, seed, step)
+
+    def labels(self, indices: Sequence[int]) -> str:
+        """Say where some environments are."""
+        return ", ".join(map(self.label, indices)) or "an environment"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts as tensors and plain values."""
+        counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}
+        return {"clock": self.clock, **counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self.clock = state["clock"]
+        self.began[:], self.episodes[:] = state["began"].numpy(), state["episodes"].numpy()

@@ -1,0 +1,54 @@
+"""The state of all environments of a batch, as tensors and plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv
+
+from lightning_rl.environments.places import Places
+
+Array = np.ndarray[Any, Any]
+
+
+def recorded(env: Any, places: Places) -> list[dict[str, Any]]:  # noqa: ANN401 - a vector environment of single ones
+    """Return the record of every environment (see `SeededEpisodes.recorded`)."""
+    records = []
+    for index, record in enumerate(env.call("recorded")):
+        # A worker that was lost since the last step is only replaced in the next one.
+        lost = {"stream_seed": places.streams[index], "episode": int(places.episodes[index])}
+        records.append(lost if record is None else to_tensors(record))
+    return records
+
+
+def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Array]:  # noqa: ANN401
+    """Give every environment its own record.
+
+    Returns:
+        Which environments are where they were, `[B]`, and the observations, `[B, ...]`; the others have begun new
+        episodes.
+    """
+    records = [to_arrays(state) for state in states]
+    places.streams = [record["stream_seed"] for record in records]
+    base = env.unwrapped
+    if isinstance(base, SyncVectorEnv):
+        answers: Any = [one.get_wrapper_attr("restore")(record) for one, record in zip(base.envs, records, strict=True)]
+    else:
+        answers = base.call_each("restore", [(record,) for record in records])
+        # None comes from a worker that was lost while it played the episode again.
+        answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
+    exact, rows = zip(*answers, strict=True)
+    places.begin(~np.array(exact))
+    return np.array(exact), np.stack(rows)
+
+
+def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy arrays to tensors."""
+    return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}
+
+
+def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
+    """View tensors as arrays: worker processes would get them as shared memory, which does not outlive its maker."""
+    return {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in values.items()}

@@ -1,0 +1,70 @@
+"""What environments to make, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.validation import ClassSpec, check, check_number
+
+Backend = Literal["sync", "async", "native", "envpool"]
+OnEnvFailure = Literal["raise", "restart"]
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Everything needed to make an environment, as plain data.
+
+    Args:
+        env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
+        env_kwargs: Arguments of the environment's constructor.
+        wrappers: Applied in this order; classes of `gymnasium.Wrapper`, or of `gymnasium.vector.VectorWrapper`.
+        backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
+            vectorised version) or `envpool`.
+        atari: Preprocessing of Atari games; None means the defaults for Atari games and nothing for others.
+        step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
+        on_env_failure: `raise`, or `restart`: replace an environment that fails (`sync` and `async` only).
+        evaluation: Leave the environment's own rewards and episodes alone.
+    """
+
+    env_id: str
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    wrappers: tuple[ClassSpec, ...] = ()
+    backend: Backend = "sync"
+    atari: AtariPreprocessing | None = None
+    step_timeout: float | None = None
+    on_env_failure: OnEnvFailure = "raise"
+    evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without making an environment."""
+        choices = get_args(Backend)
+        check(self.backend in choices, "backend", self.backend, f"one of {', '.join(choices)}")
+        if self.step_timeout is not None:
+            check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
+            # The system call that waits counts milliseconds in 32 bits.
+            check_number("step_timeout", self.step_timeout, above=0, at_most=1e6)
+        check(self.on_env_failure in get_args(OnEnvFailure), "on_env_failure", self.on_env_failure, "raise or restart")
+        check(
+            self.on_env_failure == "raise" or self.backend in ("sync", "async"),
+            "on_env_failure",
+            self.on_env_failure,
+            f"'raise' with backend={self.backend!r}, whose environments cannot be replaced one by one",
+        )
+
+    def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
+        """Return the spec of the evaluation environments, with only the given wrappers."""
+        return replace(self, wrappers=tuple(wrappers), evaluation=True)
+
+    def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
+        """Return the preprocessing to apply, None where the environment is no Atari game.
+
+        Raises:
+            ConfigurationError: Options were given for an environment that is none.
+        """
+        if is_game:
+            return self.atari or AtariPreprocessing()
+        check(self.atari is None, "atari", self.atari, f"None, since {self.env_id} is no Atari game with frames")
+        return None

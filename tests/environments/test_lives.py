@@ -1,0 +1,67 @@
+"""Lives and scores, on a game whose every point is scripted."""
+
+from types import SimpleNamespace
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from lightning_rl.environments.lives import EpisodicLife, GameScore, WholeGame
+
+
+class Script(gymnasium.Env):
+    """Games of which each step is given: points, lives left."""
+
+    observation_space = spaces.Box(0, 99, (1,), np.float32)
+    action_space = spaces.Discrete(4)
+
+    def __init__(self, *steps):
+        self.steps = steps
+        self.ale = SimpleNamespace(lives=lambda: self.left)
+
+    def reset(self, *, seed=None, options=None):
+        self.count, self.left = 0, 3
+        return self.observe(), {}
+
+    def step(self, action):
+        points, self.left = self.steps[self.count]
+        self.count += 1
+        return self.observe(), points, self.left == 0, False, {}
+
+    def observe(self):
+        return np.array([self.count], np.float32)
+
+
+def whole_game(*steps):
+    game = GameScore(Script(*steps))
+    return WholeGame(EpisodicLife(game), game)
+
+
+def rewards_of(env):
+    """Of the steps of one game."""
+    env.reset(seed=0)
+    rewards = []
+    for _ in range(20):
+        _, reward, terminated, truncated, _ = env.step(0)
+        rewards.append(reward)
+        if terminated or truncated:
+            return rewards
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize(
+    ("steps", "rewards"),
+    [
+        # A life is lost with 10 points, 5 are scored in the no-op step after it, which the player does not see.
+        ([(1, 3), (10, 2), (5, 2), (3, 0)], [1, 10 + 5, 3]),
+        # The last life is lost in that no-op step: the points of both belong to the game.
+        ([(1, 3), (10, 2), (5, 0)], [1, 10 + 5]),
+        ([(1, 3), (10, 1), (0, 0)], [1, 10]),
+        ([(7, 0)], [7]),
+    ],
+)
+def test_no_point_is_lost_between_two_lives(steps, rewards):
+    env = whole_game(*steps)
+    assert rewards_of(env) == rewards
+    assert rewards_of(env) == rewards  # nor carried into the next game

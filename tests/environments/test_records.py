@@ -1,0 +1,148 @@
+"""What a checkpoint keeps of an environment, and how it is told whether playing it again led to the same place."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from lightning_rl.environments import seeding
+from lightning_rl.environments.seeding import SeededEpisodes
+from tests.probes import Counter, Random, make_batch
+
+
+class Drifting(gymnasium.Wrapper):
+    """Remembers earlier episodes in what it returns, but not in what is observed."""
+
+    def __init__(self, env, what):
+        super().__init__(env)
+        self.what, self.resets = what, 0
+
+    def reset(self, **kwargs):
+        self.resets += 1
+        return self.env.reset(**kwargs)
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if self.what == "reward":
+            reward += 2.0**-40 * self.resets
+        elif self.what == "terminated":
+            terminated = self.resets > 1
+        return observation, reward, terminated, truncated, info
+
+
+class Owner(Counter):
+    """One that knows its own state."""
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def played(env, steps=3):
+    """An environment in the middle of its second episode."""
+    env = SeededEpisodes(env)
+    env.reset(seed=7)
+    env.step(1)
+    env.reset()
+    for _ in range(steps):
+        env.step(0)
+    return env
+
+
+@pytest.mark.parametrize(("what", "exact"), [("nothing", True), ("reward", False), ("terminated", False)])
+def test_wrapper_that_remembers_earlier_episodes_is_noticed(what, exact):
+    env = played(Drifting(Counter(lengths=(9,)), what))
+    again = SeededEpisodes(Drifting(Counter(lengths=(9,)), what))
+    again.env.env.episode = 0  # the counter shows its episodes, of which one is over
+    assert again.restore(env.recorded())[0] == exact
+    # One that is elsewhere begins the next episode.
+    assert (again.episode, again.step_count) == ((1, 3) if exact else (2, 0))
+
+
+def test_record_says_where_and_what_for():
+    record = played(Random()).recorded()
+    again = played(Random())
+    assert record["episode"] == record["first_episode"] == 1 and record["step_count"] == 3
+    assert record["actions"].tolist() == [0, 0, 0] and record["resets"] == []
+    rewards = []
+    twin = SeededEpisodes(Random())
+    twin.reset(seed=7)
+    twin.reset()
+    for _ in range(3):
+        rewards.append(twin.step(0)[1])
+    assert record["reward_sum"] == 0.0 + rewards[0] + rewards[1] + rewards[2]
+    assert type(record["reward_sum"]) is float
+    assert again.recorded()["reward_sum"] == record["reward_sum"]
+
+
+def test_ends_are_recorded():
+    env = SeededEpisodes(Counter(lengths=(2,), ends=("both",)))
+    env.reset(seed=0)
+    env.step(0)
+    assert env.recorded()["ends"] == []
+    env.step(0)
+    assert env.recorded()["ends"] == [[2, True, True]]
+    env.reset()
+    assert env.recorded()["ends"] == []
+
+
+def test_log_of_an_episode_that_never_ends_is_bounded(monkeypatch):
+    monkeypatch.setattr(seeding, "MAX_LOGGED_ACTIONS", 5)
+    assert played(Random(), 4).recorded()["actions"].tolist() == [0] * 4
+    env = played(Random(), 50)
+    assert env.recorded() == {"stream_seed": 7, "episode": 1}
+    again = SeededEpisodes(Random())
+    exact, observation = again.restore(env.recorded())
+    assert not exact
+    env.reset()
+    env.step(0)
+    # The next episode of the same stream, in both.
+    assert again.episode == 2
+    np.testing.assert_array_equal(again.step(0)[0], env.recorded()["observation"])
+    assert not np.array_equal(observation, env.recorded()["observation"])
+    assert env.recorded()["actions"].tolist() == [0]
+
+
+def test_environment_that_knows_its_own_state_needs_no_log(monkeypatch):
+    monkeypatch.setattr(seeding, "MAX_LOGGED_ACTIONS", 2)
+    record = played(Owner(lengths=(9,))).recorded()
+    assert record["own"] == {"count": 3}
+    exact, observation = SeededEpisodes(Owner(lengths=(9,))).restore(record)
+    assert exact and observation.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_each_environment_gets_its_own_record_and_no_other(backend, monkeypatch):
+    environments, again = (make_batch("Probe/Random-v0", 3, backend=backend) for _ in range(2))
+    environments.reset()
+    for _ in range(4):
+        observations = environments.step(np.zeros(3, np.int64)).observations.copy()
+    if backend == "async":
+        sent = []
+        for pipe in again.env.parent_pipes:
+            monkeypatch.setattr(pipe, "send", lambda message, send=pipe.send: (sent.append(message), send(message)))
+    exact, rows = again.load_state_dict(environments.state_dict())
+    assert exact.all()
+    np.testing.assert_array_equal(rows, observations)
+    if backend == "async":
+        assert [len(args) for _, (_, args, _) in sent] == [1, 1, 1]
+        seeds = [args[0]["stream_seed"] for _, (_, args, _) in sent]
+        assert seeds == [record["stream_seed"] for record in environments.state_dict()["environments"]]
+        monkeypatch.undo()
+    assert [again.label(index) for index in range(3)] == [environments.label(index) for index in range(3)]
+    for batch in (environments, again):
+        batch.close()
+
+
+def test_label_names_the_seed_that_was_restored():
+    """Not that of the stream which the new process would have begun."""
+    environments, again = make_batch("Probe/Counter-v0"), make_batch("Probe/Counter-v0", seed=1)
+    environments.reset()
+    environments.step(np.zeros(1, np.int64))
+    expected = environments.label(0)
+    assert again.label(0) != expected
+    again.load_state_dict(environments.state_dict())
+    assert again.label(0) == expected
+    assert torch.tensor(again.step(np.zeros(1, np.int64)).rewards).tolist() == [2.0]
