@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,7 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rl.diagnostics import Diagnostics
-from lightning_rl.functional import normalize
+from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
@@ -67,6 +67,16 @@ class Updates(LightningModule):
         standardized: Tensor = centered / (variance.sqrt() + 1e-8)
         return standardized.to(x.dtype)
 
+    def explained_variance(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
+        if self.trainer.world_size == 1:
+            return explained_variance(predictions, targets)
+        pair = torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device))
+        totals = self.all_reduce(torch.cat([pair.sum(1), pair.new_tensor([pair.shape[1]])]))
+        means = totals[:2] / totals[2].clamp(min=1)
+        unexplained, total = self.all_reduce((pair - means.unsqueeze(1)).square().sum(1))
+        return torch.where(total > 0, 1 - unexplained / total, torch.nan)
+
     def optimize(self, loss: Tensor) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
         optimizer = self.optimizer
@@ -80,11 +90,11 @@ class Updates(LightningModule):
             self._raise_unless_finite(self.diagnostics.means())
         self._step(optimizer)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks."""
+    def all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
+        """Return the sum of `x` over all ranks, or the largest."""
         if self.trainer.world_size == 1:
             return x
-        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op="sum"))
+        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op=operation))
 
     def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
         """Clip, and return the norm before clipping."""
