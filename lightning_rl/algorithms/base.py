@@ -9,25 +9,27 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import check_fits, check_resumable, keep_learning_rate
-from lightning_rl.clock import planned_env_steps
+from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.normalization import RewardNormalizer
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
     ClassSpec,
-    ConfigurationError,
     check,
+    check_arguments,
+    check_bool,
     check_number,
     import_class,
     instantiate,
@@ -48,7 +50,9 @@ class OnPolicyAlgorithm(Reports):
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
         learning_rate: Step size of the optimiser.
-        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run.
+        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
+            spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
+            above 0 as they took.
         optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
             one; None is Adam with epsilon 1e-5, fused where that exists.
         lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
@@ -93,6 +97,16 @@ class OnPolicyAlgorithm(Reports):
         check_numerics: bool = False,
     ) -> None:
         super().__init__()
+        switches = {
+            "anneal_learning_rate": anneal_learning_rate,
+            "normalize_observations": normalize_observations,
+            "normalize_rewards": normalize_rewards,
+            "check_numerics": check_numerics,
+        }
+        for name, value in switches.items():
+            check_bool(name, value)
+        if shared_encoder is not None:
+            check_bool("shared_encoder", shared_encoder)
         check_number("learning_rate", learning_rate, above=0)
         check_number("gamma", gamma, at_least=0, at_most=1)
         if max_grad_norm is not None:
@@ -108,6 +122,12 @@ class OnPolicyAlgorithm(Reports):
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
             plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
             check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
+            check_arguments("lr_scheduler", lr_scheduler, LRScheduler, "optimizer")
+        if optimizer is not None:
+            optimizer = to_class_spec("optimizer", optimizer)
+            given = optimizer["init_args"]
+            check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
+            check_arguments("optimizer", optimizer, Optimizer, "params", "lr")
         is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
         check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
@@ -118,7 +138,7 @@ class OnPolicyAlgorithm(Reports):
             "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:
-            plain["optimizer"] = to_class_spec("optimizer", optimizer)
+            plain["optimizer"] = optimizer
         if lr_scheduler is not None:
             plain["lr_scheduler"] = lr_scheduler
         if not isinstance(network, str):
@@ -213,20 +233,32 @@ class OnPolicyAlgorithm(Reports):
         if spec is None:
             fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
             spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": fused}}
-        given = spec["init_args"]
-        check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
         return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
 
-    def on_fit_start(self) -> None:
-        """Refuse what cannot work before anything is collected."""
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
+
+        Args:
+            trainer: Will run it.
+            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
+
+        Raises:
+            ConfigurationError: A setting does not go with that.
+        """
         # float16 needs loss scaling, which hides gradient norms.
         precisions = ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(
-            self.trainer.precision in precisions, "precision", self.trainer.precision, "one of " + ", ".join(precisions)
-        )
+        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        check_modes_agree(self.policy)
+        ends = not self.anneal_learning_rate or is_bounded(trainer)
+        check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
+
+    def on_fit_start(self) -> None:
+        """Refuse what cannot work."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.check_run(self.trainer, getattr(data, "rollout_shape", None))
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""
@@ -243,10 +275,8 @@ class OnPolicyAlgorithm(Reports):
             self._logged_env_steps = self.env_steps
         self._restored_ranks = []
         self._planned_env_steps = planned_env_steps(self.trainer)
-        if self.anneal_learning_rate and self._planned_env_steps is None:
-            raise ConfigurationError(
-                "anneal_learning_rate=True needs to know how long the run is: expected max_env_steps or max_epochs"
-            )
+        known = not self.anneal_learning_rate or self._planned_env_steps is not None
+        check(known, "anneal_learning_rate", True, "a run whose length is known: set max_env_steps")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -80,11 +81,11 @@ class PPO(OnPolicyAlgorithm):
         self.normalize_advantages = normalize_advantages
         self.target_kl = target_kl
 
-    def on_fit_start(self) -> None:
-        """Check that the rollouts to come can be cut into minibatches."""
-        super().on_fit_start()
-        length, num_envs = getattr(self.trainer.datamodule, "rollout_shape", (0, 0))  # type: ignore[attr-defined]
-        check_minibatches(length * num_envs, self.num_minibatches)
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""

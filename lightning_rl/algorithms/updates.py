@@ -53,7 +53,9 @@ class Updates(LightningModule):
             totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
             for part, total in zip(parts, totals, strict=True):
                 part.weight = self.trainer.world_size / max(total, 1)
-        yield from parts
+        for part in parts:
+            self.diagnostics.next_minibatch()
+            yield part
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
