@@ -1,7 +1,11 @@
-"""The command line on two ranks of which one fails, as `FAIL="<how> <rank>"` says; run by `test_rank_errors`."""
+"""Two ranks of which one fails, as `FAIL="<how> <rank>"` says: the command line, or with `script` a Trainer.
+
+Run by `test_rank_errors`.
+"""
 
 import os
 import signal
+import sys
 from typing import Any
 
 import gymnasium
@@ -9,6 +13,7 @@ import numpy as np
 
 from lightning_rl import PPO, Rollout
 from lightning_rl.cli import main
+from tests.helpers import make_data, make_trainer
 from tests.probes import Counter
 
 HOW, RANK = os.environ["FAIL"].split()
@@ -43,7 +48,8 @@ class FailingPPO(PPO):
 
 gymnasium.register("Probe/Exploding-v0", Exploding)
 
-if __name__ == "__main__":
+
+def command_line() -> None:
     arguments = ["--data.env_id=Probe/Exploding-v0", "--data.num_envs=2", "--data.rollout_length=16"]
     arguments += ["--model=__main__.FailingPPO", "--model.num_minibatches=2", "--model.hidden_sizes=[8]"]
     arguments += [
@@ -55,3 +61,13 @@ if __name__ == "__main__":
     arguments += ["--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
     arguments += ["--trainer.enable_model_summary=false", "--trainer.limit_val_batches=0", "--trainer.max_epochs=1"]
     main(["fit", *arguments])
+
+
+def script() -> None:
+    data = make_data("Probe/Exploding-v0", rollouts_per_epoch=10)
+    model = FailingPPO(data.observation_space, data.action_space, hidden_sizes=(8,), num_minibatches=2)
+    make_trainer(devices=2, strategy="ddp").fit(model, data)
+
+
+if __name__ == "__main__":
+    script() if "script" in sys.argv else command_line()

@@ -1,4 +1,4 @@
-"""A rank that fails ends the others, and what happened is said once: the command line on two processes."""
+"""A rank that fails ends the others, and on the command line what happened is said once: on two processes."""
 
 import os
 import re
@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[1]
 NOISE = r"Seed set to|\[rank: 1\] Seed set|[GTH]PU available|Initializing distributed|distributed_backend=|All dist|---"
 
 
-def run(folder: Path, how: str, rank: int) -> tuple[int, list[str]]:
+def run(folder: Path, how: str, rank: int, *arguments: str) -> tuple[int, list[str]]:
     """Exit status, and what was said besides Lightning's announcements; fails if a process outlives the first."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.failing_ranks"],
+        [sys.executable, "-m", "tests.failing_ranks", *arguments],
         cwd=folder,
         env=kept | {"PYTHONPATH": path, "FAIL": f"{how} {rank}"},
         stdout=subprocess.PIPE,
@@ -84,3 +84,14 @@ def test_a_first_rank_that_is_killed_ends_the_others(tmp_path):
     assert status == -signal.SIGKILL
     assert [line for line in lines if line.startswith("lightning-rl: error: the connection to another rank")] == lines
     assert len(lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "rank"), [("kill", 1), ("raise", 0), ("raise", 1), ("environment", 1)])
+def test_a_script_ends_on_every_rank_too(tmp_path, how, rank):
+    status, lines = run(tmp_path, how, rank, "script")
+    assert status == 1
+    errors = [line for line in lines if re.match(r"\[rank\d\]: [\w.]+(Error|Failure): ", line)]
+    other = [line for line in errors if line.startswith(f"[rank{1 - rank}]: ")]
+    assert all("Connection" in line for line in other)
+    assert how == "kill" or "boom" in "".join(errors) or "exploded" in "".join(errors)
