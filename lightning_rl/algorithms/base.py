@@ -12,8 +12,9 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import check_fits, check_resumable, keep_learning_rate
 from lightning_rl.clock import is_bounded, planned_env_steps
@@ -28,10 +29,8 @@ from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
     ClassSpec,
     check,
-    check_arguments,
     check_bool,
     check_number,
-    import_class,
     instantiate,
     to_class_spec,
     to_plain_data,
@@ -97,14 +96,8 @@ class OnPolicyAlgorithm(Reports):
         check_numerics: bool = False,
     ) -> None:
         super().__init__()
-        switches = {
-            "anneal_learning_rate": anneal_learning_rate,
-            "normalize_observations": normalize_observations,
-            "normalize_rewards": normalize_rewards,
-            "check_numerics": check_numerics,
-        }
-        for name, value in switches.items():
-            check_bool(name, value)
+        for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
+            check_bool(name, locals()[name])
         if shared_encoder is not None:
             check_bool("shared_encoder", shared_encoder)
         check_number("learning_rate", learning_rate, above=0)
@@ -118,16 +111,7 @@ class OnPolicyAlgorithm(Reports):
             "bootstrap or terminal",
         )
         if lr_scheduler is not None:
-            lr_scheduler = to_class_spec("lr_scheduler", lr_scheduler)
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
-            plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
-            check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
-            check_arguments("lr_scheduler", lr_scheduler, LRScheduler, "optimizer")
-        if optimizer is not None:
-            optimizer = to_class_spec("optimizer", optimizer)
-            given = optimizer["init_args"]
-            check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
-            check_arguments("optimizer", optimizer, Optimizer, "params", "lr")
         is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
         check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
@@ -138,9 +122,9 @@ class OnPolicyAlgorithm(Reports):
             "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:
-            plain["optimizer"] = optimizer
+            plain["optimizer"] = optimizer_spec(optimizer)
         if lr_scheduler is not None:
-            plain["lr_scheduler"] = lr_scheduler
+            plain["lr_scheduler"] = scheduler_spec(lr_scheduler)
         if not isinstance(network, str):
             plain["network"] = to_class_spec("network", network)
         plain = {name: to_plain_data(name, value) for name, value in (dict(self.hparams) | plain).items()}
