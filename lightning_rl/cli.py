@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lightning_rl.checkpoint import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
+from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
@@ -113,12 +116,27 @@ class OnPolicyCLI(LightningCLI):
             check_positive_int("num_threads", num_threads)
             torch.set_num_threads(num_threads)
 
-    def after_instantiate_classes(self) -> None:
-        """Refuse a checkpoint that does not fit before anything is written beside it; begin with other parameters."""
-        if self.checkpoint is not None:
-            check_fits(self.checkpoint, self.model)
-        elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
-            self.model.init_from(path, self._get(self.config_init, "init_parts"))
+    def instantiate_classes(self) -> None:
+        """Refuse what cannot be trained, or does not fit the checkpoint, before anything is written."""
+        with self._no_empty_run_dir():
+            super().instantiate_classes()
+            if self.subcommand == "fit":
+                self.model.check_run(self.trainer, self.datamodule.rollout_shape)
+            if self.checkpoint is not None:
+                check_fits(self.checkpoint, self.model)
+            elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
+                self.model.init_from(path, self._get(self.config_init, "init_parts"))
+
+    @contextlib.contextmanager
+    def _no_empty_run_dir(self) -> Iterator[None]:
+        """Leave no folder behind for a run that did not begin."""
+        try:
+            yield
+        except BaseException:
+            if self.run_dir is not None:
+                with contextlib.suppress(OSError):  # there is something in it
+                    self.run_dir.rmdir()
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
@@ -150,6 +168,16 @@ class OnPolicyCLI(LightningCLI):
         # What an interrupted run logged after its last checkpoint will be logged again.
         purge = {} if self.checkpoint is None else {"purge_step": self.checkpoint[CHECKPOINT_KEY]["env_steps"] + 1}
         return TensorBoardLogger(folder, name="", version="", default_hp_metric=False, **purge)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run it; where it fails on one of several ranks, end them all."""
+        try:
+            with self._no_empty_run_dir():
+                super()._run_subcommand(subcommand)
+        except Exception as error:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
+            raise
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Train; say how to go on if that is interrupted."""

@@ -14,10 +14,19 @@ def planned_env_steps(trainer: Trainer) -> int | None:
     The smallest of every callback's `max_env_steps` and what `max_epochs` allows, where each epoch has
     ranks · environments · rollout length · rollouts steps. Known from the start of training on.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    limits = [limit for callback in callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None]
+    limits = _limits(trainer)
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
     rollouts = trainer.num_training_batches
     if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):
         limits.append(trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
     return min(limits, default=None)
+
+
+def is_bounded(trainer: Trainer) -> bool:
+    """Whether anything that the clock knows of ends the run."""
+    return bool(_limits(trainer)) or trainer.max_epochs not in (None, -1)
+
+
+def _limits(trainer: Trainer) -> list[int]:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return [limit for callback in callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None]

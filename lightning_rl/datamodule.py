@@ -27,7 +27,15 @@ from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy import Policy
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Rollout
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, check_positive_int, is_int, to_class_spec
+from lightning_rl.validation import (
+    ClassSpec,
+    ConfigurationError,
+    check,
+    check_bool,
+    check_positive_int,
+    is_int,
+    to_class_spec,
+)
 
 
 class RolloutDataModule(LightningDataModule):
@@ -93,6 +101,7 @@ class RolloutDataModule(LightningDataModule):
             check_positive_int(name, locals()[name])
         if num_eval_envs is not None:
             check_positive_int("num_eval_envs", num_eval_envs)
+        check_bool("eval_deterministic", eval_deterministic)
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
         check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
@@ -238,18 +247,24 @@ class RolloutDataModule(LightningDataModule):
         self._environments = make_environments(self.spec, self.num_envs, seeds)
         spaces_ = self.observation_space, self.action_space
         collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
-        restored, self._restored = self._restored, []
-        if restored:
-            fresh: list[int] | None = None
-            if self._rank < len(restored) and restored[self._rank] is not None:
-                fresh = collector.load_state_dict(restored[self._rank])
-            if fresh is None or fresh:
-                which = "the environments" if fresh is None else f"environments {', '.join(map(str, fresh))}"
-                rank_zero_warn(
-                    f"{which} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to where "
-                    "they were: they begin new episodes, so this run is not bit for bit what it would have been"
-                )
+        if self._restored:
+            self._restore(collector)
         return collector
+
+    def _restore(self, collector: Collector) -> None:
+        """Take the environments back to where a checkpoint left them; say once for all ranks what could not be."""
+        assert self.trainer is not None
+        restored, self._restored = self._restored, []
+        fresh: list[int] | None = None
+        if self._rank < len(restored) and restored[self._rank] is not None:
+            fresh = collector.load_state_dict(restored[self._rank])
+        ranks = gather_ranks(fresh)
+        lost = [_which(indices, rank, len(ranks)) for rank, indices in enumerate(ranks) if indices is None or indices]
+        if lost:
+            rank_zero_warn(
+                f"{', '.join(lost)} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to "
+                "where they were: they begin new episodes, so this run is not bit for bit what it would have been"
+            )
 
     def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
@@ -305,3 +320,9 @@ class RolloutDataModule(LightningDataModule):
             next(policy.parameters()).dtype,
             module.device,
         )
+
+
+def _which(indices: list[int] | None, rank: int, num_ranks: int) -> str:
+    """Name environments of a rank; None stands for all."""
+    which = "the environments" if indices is None else f"environments {', '.join(map(str, indices))}"
+    return which if num_ranks == 1 else f"{which} on rank {rank}"

@@ -12,7 +12,7 @@ from torch import Tensor
 class Diagnostics:
     """Scalars of the updates from one rollout, and whether updates still go on.
 
-    Everything stays on the device: sums of the recorded terms, and a flag that gates each step of the optimiser. The
+    Everything stays on the device: the recorded terms, and a flag that gates each step of the optimiser. The
     host reads them once per rollout.
 
     Args:
@@ -27,16 +27,20 @@ class Diagnostics:
         """Number of updates that were made."""
         self.observed: set[str] = set()
         """Names of the terms that describe an update but take no part in it."""
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
+        self._terms: dict[str, list[Tensor]] = {}
+        # Whether each entry was recorded by a minibatch that was still to be learned from.
+        self._counted: dict[str, list[Tensor]] = {}
+        self._counts = self.open
+
+    def next_minibatch(self) -> None:
+        """Begin a minibatch: what it records counts if updates still go on; where the device knows better, too."""
+        self._counts = self.open
 
     def add(self, **terms: Tensor) -> None:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in terms.items():
-            # In bfloat16 a sum over minibatches would soon stop growing.
-            term = term.detach().to(torch.promote_types(term.dtype, torch.float32))
-            self._sums[name] = self._sums[name] + term if name in self._sums else term
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._terms.setdefault(name, []).append(term.detach())
+            self._counted.setdefault(name, []).append(self._counts)
 
     def observe(self, **terms: Tensor) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
@@ -45,7 +49,7 @@ class Diagnostics:
 
     def observe_first(self, name: str, term: Callable[[], Tensor]) -> None:
         """Observe a scalar once, at the first call for this rollout."""
-        if name not in self._sums:
+        if name not in self._terms:
             self.observe(**{name: term()})
 
     def close_unless(self, condition: Tensor) -> None:
@@ -59,11 +63,21 @@ class Diagnostics:
 
     def means(self) -> dict[str, float]:
         """Return the mean of every term: the one point at which the host waits for the device."""
-        if not self._sums:
+        if not self._terms:
             return {}
-        values = torch.stack(list(self._sums.values())).tolist()
-        return {name: value / self._counts[name] for name, value in zip(self._sums, values, strict=True)}
+        counted = {name: torch.stack(flags) for name, flags in self._counted.items()}
+        sums = [torch.where(counted[name], _stack(terms), 0).sum() for name, terms in self._terms.items()]
+        counts = [flags.sum() for flags in counted.values()]
+        values = torch.stack([*sums, *counts]).tolist()
+        pairs = zip(self._terms, values[: len(sums)], values[len(sums) :], strict=True)
+        return {name: total / count for name, total, count in pairs if count}
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         """Return those of the means that no update may come from."""
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
+
+
+def _stack(terms: list[Tensor]) -> Tensor:
+    """Return scalars as a vector in at least float32: in bfloat16 a sum over minibatches would soon stop growing."""
+    stacked = torch.stack(terms)
+    return stacked.to(torch.promote_types(stacked.dtype, torch.float32))

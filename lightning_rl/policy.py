@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
@@ -148,6 +150,18 @@ class ActorCritic(nn.Module):
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def check_modes_agree(policy: nn.Module) -> None:
+    """Raise if a policy acts otherwise than it learns: rollouts would not be those of the policy that is updated.
+
+    Raises:
+        ConfigurationError: It has a layer of dropout or batch normalisation; names it.
+    """
+    for name, module in policy.named_modules():
+        differs = isinstance(module, _BatchNorm | nn.RReLU) or (isinstance(module, _DropoutNd) and module.p > 0)
+        expected = "no dropout or batch normalisation, which act otherwise than they learn; LayerNorm does not"
+        check(not differs, f"policy: {name}", module, expected)
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:

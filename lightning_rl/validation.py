@@ -30,6 +30,11 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def check_bool(field: str, value: object) -> None:
+    """Raise unless `value` is True or False."""
+    check(isinstance(value, bool), field, value, "true or false")
+
+
 def check_positive_int(field: str, value: object) -> None:
     """Raise unless `value` is an integer of at least 1."""
     check(is_int(value) and value >= 1, field, value, "an integer of at least 1")
@@ -119,6 +124,24 @@ def import_class(field: str, class_path: str) -> type[Any]:
     return found  # type: ignore[no-any-return]
 
 
+def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -> None:
+    """Raise unless `spec` is a subclass of `base` that can be called with the arguments `given` and its own.
+
+    Raises:
+        ConfigurationError: It is another class, lacks an argument or has one that the class does not take.
+    """
+    cls = import_class(field, spec["class_path"])
+    check(issubclass(cls, base), f"{field}: class_path", spec["class_path"], f"a subclass of {base.__name__}")
+    try:
+        inspect.signature(cls).bind(**dict.fromkeys(given), **spec["init_args"])
+    except TypeError as error:
+        raise _refused(field, spec, error) from error
+
+
+def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationError:
+    return ConfigurationError(f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {error}")
+
+
 def instantiate(field: str, spec: ClassSpec, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
     """Call the class of `spec` with `args`, `kwargs` and the spec's own `init_args`.
 
@@ -129,6 +152,4 @@ def instantiate(field: str, spec: ClassSpec, *args: object, **kwargs: object) ->
     try:
         return cls(*args, **kwargs, **spec["init_args"])
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {error}"
-        ) from error
+        raise _refused(field, spec, error) from error

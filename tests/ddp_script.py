@@ -1,4 +1,7 @@
-"""Run by `test_ddp` on two processes: `python -m tests.ddp_script <folder>`; each rank leaves there what it saw."""
+"""Run by `test_ddp` on two processes: `python -m tests.ddp_script <folder>`; each rank leaves there what it saw.
+
+The folder holds the rollouts that one process recorded, for the ranks to learn from too.
+"""
 
 import sys
 import warnings
@@ -6,12 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_rl import PPO, Rollout
 from tests.helpers import (
-    DISCRETE,
-    VECTOR,
     FixedRollouts,
     MemoryLogger,
     Recorder,
@@ -21,8 +20,8 @@ from tests.helpers import (
     parameters_of,
     random_rollout,
 )
+from tests.recorded import NORMALIZED, fixed_model, learn_as_rank
 
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 DDP = {"devices": 2, "strategy": "ddp"}
 
 
@@ -63,66 +62,15 @@ def train_on_environments() -> dict[str, Any]:
     }
 
 
-def fixed_model(**options: Any) -> PPO:
-    torch.manual_seed(0)
-    model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=3, num_minibatches=1, **NORMALIZED | options)
-    return model.double()
-
-
-def fixed_rollouts(rank: int) -> list[Rollout]:
-    """Two rollouts, with another number of real steps on each rank."""
-    policy = fixed_model().policy
-    return [random_rollout(policy, seed=10 * rank + i, num_envs=3 + rank, valid=rank == 1) for i in range(2)]
-
-
-def side_by_side(one: Rollout, other: Rollout) -> Rollout:
-    """The environments of two rollouts in one."""
-
-    def together(name: str) -> Tensor:
-        return torch.cat([getattr(one, name), getattr(other, name)], 1)
-
-    names = ["observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "next_values"]
-    valid = [torch.ones(r.shape, dtype=torch.bool) if r.valid is None else r.valid for r in (one, other)]
-    shift = torch.tensor([0, one.shape[1]])
-    return Rollout(
-        **{name: together(name) for name in names},
-        valid=torch.cat(valid, 1),
-        final_indices=torch.cat([one.final_indices, other.final_indices + shift]),
-        final_observations=torch.cat([one.final_observations, other.final_observations]),
-    )
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "minibatch": {},
-    "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
-    "none": {"normalize_advantages": "none", "max_grad_norm": None, "target_kl": 0.02},
-}
-
-
-def learn(options: dict[str, Any], rollouts: list[Rollout], **trainer_options: Any) -> dict[str, Any]:
-    """Learn from fixed rollouts in float64."""
-    model, recorder = fixed_model(**options), Recorder()
-    trainer = make_trainer(precision="64-true", callbacks=[recorder], **trainer_options)
-    trainer.fit(model, FixedRollouts(rollouts, model))
-    return {
-        "parameters": parameters_of(model),
-        "updates": trainer.global_step,
-        "env_steps": model.env_steps,
-        "grad_norm": recorder.column("grad_norm"),
-        "moments": dict(model.policy.observation_normalizer.moments.named_buffers()),
-        "reward_moments": dict(model.reward_normalizer.moments.named_buffers()),
-    }
-
-
-def fail_on_one_rank(rank: int) -> str:
+def fail_on_one_rank(rank: int, folder: Path) -> str:
     """One rank's rollout is not finite: both must say so, and neither may wait for the other."""
-    model = fixed_model()
-    rollouts = fixed_rollouts(rank)
+    model = fixed_model("rollout")
+    rollout = random_rollout(model.policy, seed=rank)
     if rank == 1:
-        rollouts[0].rewards[0, 0] = float("nan")
+        rollout.rewards[0, 0] = float("nan")
     before = parameters_of(model)
     try:
-        make_trainer(precision="64-true", **DDP).fit(model, FixedRollouts(rollouts, model))
+        make_trainer(precision="64-true", default_root_dir=folder, **DDP).fit(model, FixedRollouts([rollout], model))
     except FloatingPointError as error:
         same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
         return f"{'unchanged' if same else 'changed'}: {error}"
@@ -132,7 +80,7 @@ def fail_on_one_rank(rank: int) -> str:
 def count_restarts(rank: int) -> list[float]:
     """Two rollouts in which environments were replaced, more of them on one rank than on the other."""
     model, logger = fixed_model(), MemoryLogger()
-    rollouts = fixed_rollouts(rank)
+    rollouts = [random_rollout(model.policy, seed=10 * rank + index, num_envs=3 + rank) for index in range(2)]
     for rollout in rollouts:
         rollout.failures = ["it broke"] * (1 + 2 * rank)
     trainer = make_trainer(precision="64-true", logger=logger, log_every_n_steps=1, **DDP)
@@ -143,8 +91,9 @@ def count_restarts(rank: int) -> list[float]:
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
-    learned = {name: learn(options, fixed_rollouts(rank), **DDP) for name, options in OPTIONS.items()}
-    failed = fail_on_one_rank(rank)
+    recorded = torch.load(folder / "recorded.pt", weights_only=False)
+    learned = {case: learn_as_rank(*case, [pair[rank] for pair in pairs]) for case, pairs in recorded.items()}
+    failed = fail_on_one_rank(rank, folder)
     restarts = count_restarts(rank)
     torch.save({"ran": ran, "learned": learned, "failed": failed, "restarts": restarts}, folder / f"rank_{rank}.pt")
 

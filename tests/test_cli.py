@@ -364,15 +364,20 @@ def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
         (["--data.atari.frame_skip=2"], "atari=.* expected None, since CartPole-v1 is no Atari game"),
         (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
         (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
-        (["--ckpt_path=nowhere.ckpt"], "ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint file"),
+        (
+            ["--ckpt_path=nowhere.ckpt"],
+            "ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint of lightning_rl",
+        ),
         (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
         (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
-        (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True needs to know how long the run is"),
+        (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True is not valid: .* with an end"),
+        (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_bad_setting_is_one_message_and_status_1(capsys, arguments, message):
+def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(capsys, arguments, message):
     assert re.match(message, refused(capsys, "fit", *SMALL, *arguments))
+    assert list(Path().rglob("version_*")) == []
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,7 @@ def test_asking_for_the_spaces_starts_no_process(monkeypatch):
         ({"num_eval_envs": 0}, "^num_eval_envs=0 is not valid"),
         ({"seed": -1}, "^seed=-1 is not valid: expected an integer of at least 0, or None$"),
         ({"seed": 1.5}, "^seed=1.5 is not valid"),
+        ({"eval_deterministic": "no"}, "^eval_deterministic='no' is not valid: expected true or false$"),
         ({"info_keys": "score"}, "^info_keys='score' is not valid: expected a list of keys$"),
         ({"backend": "threads"}, "^backend='threads' is not valid"),
         ({"step_timeout": -1.0, "backend": "async"}, "^step_timeout=-1.0 is not valid"),

@@ -103,7 +103,7 @@ def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "does not exist: expected a checkpoint file, 'last' or 'best'"),
+        (None, "does not exist: expected a checkpoint of lightning_rl, 'last' or 'best'"),
         (b"", "cannot be read"),
         (b"junk", "cannot be read"),
         ({"state_dict": {}}, "was not written by lightning_rl"),

@@ -10,33 +10,34 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.failures import save_failed_update
+from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
-from lightning_rl.clock import planned_env_steps
+from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.normalization import RewardNormalizer
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
     ClassSpec,
-    ConfigurationError,
     check,
+    check_bool,
     check_number,
-    import_class,
     instantiate,
     is_int,
     to_class_spec,
@@ -54,7 +55,9 @@ class OnPolicyAlgorithm(Reports):
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
         learning_rate: Step size of the optimiser.
-        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run.
+        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
+            spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
+            above 0 as they took.
         optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
             one; None is Adam with epsilon 1e-5, fused where that exists.
         lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
@@ -103,6 +106,10 @@ class OnPolicyAlgorithm(Reports):
         max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
+        for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
+            check_bool(name, locals()[name])
+        if shared_encoder is not None:
+            check_bool("shared_encoder", shared_encoder)
         check_number("learning_rate", learning_rate, above=0)
         check_number("gamma", gamma, at_least=0, at_most=1)
         valid = is_int(max_skipped_updates) and max_skipped_updates >= 0
@@ -116,10 +123,7 @@ class OnPolicyAlgorithm(Reports):
             "bootstrap or terminal",
         )
         if lr_scheduler is not None:
-            lr_scheduler = to_class_spec("lr_scheduler", lr_scheduler)
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
-            plateau = issubclass(import_class("lr_scheduler", lr_scheduler["class_path"]), ReduceLROnPlateau)
-            check(not plateau, "lr_scheduler", lr_scheduler, "a scheduler that needs no metric")
         is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
         check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
@@ -130,9 +134,9 @@ class OnPolicyAlgorithm(Reports):
             "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:
-            plain["optimizer"] = to_class_spec("optimizer", optimizer)
+            plain["optimizer"] = optimizer_spec(optimizer)
         if lr_scheduler is not None:
-            plain["lr_scheduler"] = lr_scheduler
+            plain["lr_scheduler"] = scheduler_spec(lr_scheduler)
         if not isinstance(network, str):
             plain["network"] = to_class_spec("network", network)
         plain = {name: to_plain_data(name, value) for name, value in (dict(self.hparams) | plain).items()}
@@ -275,20 +279,32 @@ class OnPolicyAlgorithm(Reports):
         if spec is None:
             fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
             spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": fused}}
-        given = spec["init_args"]
-        check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
         return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
 
-    def on_fit_start(self) -> None:
-        """Refuse what cannot work before anything is collected."""
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
+
+        Args:
+            trainer: Will run it.
+            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
+
+        Raises:
+            ConfigurationError: A setting does not go with that.
+        """
         # float16 needs loss scaling, which hides gradient norms.
         precisions = ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(
-            self.trainer.precision in precisions, "precision", self.trainer.precision, "one of " + ", ".join(precisions)
-        )
+        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        check_modes_agree(self.policy)
+        ends = not self.anneal_learning_rate or is_bounded(trainer)
+        check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
+
+    def on_fit_start(self) -> None:
+        """Refuse what cannot work."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.check_run(self.trainer, getattr(data, "rollout_shape", None))
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""
@@ -311,10 +327,8 @@ class OnPolicyAlgorithm(Reports):
                 f"{self._restored_plan}): it goes on from {self.env_steps} of them on the new line"
             )
         self._restored_plan = None
-        if self.anneal_learning_rate and self._planned_env_steps is None:
-            raise ConfigurationError(
-                "anneal_learning_rate=True needs to know how long the run is: expected max_env_steps or max_epochs"
-            )
+        known = not self.anneal_learning_rate or self._planned_env_steps is not None
+        check(known, "anneal_learning_rate", True, "a run whose length is known: set max_env_steps")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""

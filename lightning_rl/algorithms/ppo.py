@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -80,18 +81,18 @@ class PPO(OnPolicyAlgorithm):
         self.normalize_advantages = normalize_advantages
         self.target_kl = target_kl
 
-    def on_fit_start(self) -> None:
-        """Check that the rollouts to come can be cut into minibatches."""
-        super().on_fit_start()
-        length, num_envs = getattr(self.trainer.datamodule, "rollout_shape", (0, 0))  # type: ignore[attr-defined]
-        check_minibatches(length * num_envs, self.num_minibatches)
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
             advantages = self.gae(rollout, self.gae_lambda)
             batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
-            self.diagnostics.observe(explained_variance=rl.explained_variance(batch.values, batch.returns))
+            self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
             if self.normalize_advantages == "rollout":
                 batch = batch.replace(advantages=self.normalize(batch.advantages))
             for _ in range(self.num_epochs):
@@ -126,8 +127,12 @@ class PPO(OnPolicyAlgorithm):
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
             clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
         )
-        if len(batch):
-            self.diagnostics.observe_first("first_ratio_error", lambda: log_ratios.expm1().abs().max())
+        self.diagnostics.observe_first("first_ratio_error", lambda: self._ratio_error(log_ratios))
         if self.target_kl is not None:
             mean_kl = self.all_reduce(approx_kl.clone()) / self.trainer.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)
+
+    def _ratio_error(self, log_ratios: Tensor) -> Tensor:
+        """Return the largest distance of a ratio from 1 on any rank; one may have no row in a minibatch."""
+        errors = log_ratios.expm1().abs()
+        return self.all_reduce(errors.max() if len(errors) else errors.sum(), "max")

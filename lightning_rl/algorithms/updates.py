@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_rl.diagnostics import Diagnostics
-from lightning_rl.functional import normalize
+from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
@@ -59,7 +59,9 @@ class Updates(LightningModule):
             totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
             for part, total in zip(parts, totals, strict=True):
                 part.weight = self.trainer.world_size / max(total, 1)
-        yield from parts
+        for part in parts:
+            self.diagnostics.next_minibatch()
+            yield part
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
@@ -72,6 +74,16 @@ class Updates(LightningModule):
         variance = self.all_reduce(centered.square().sum()) / (count - 1).clamp(min=1)
         standardized: Tensor = centered / (variance.sqrt() + 1e-8)
         return standardized.to(x.dtype)
+
+    def explained_variance(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
+        if self.trainer.world_size == 1:
+            return explained_variance(predictions, targets)
+        pair = torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device))
+        totals = self.all_reduce(torch.cat([pair.sum(1), pair.new_tensor([pair.shape[1]])]))
+        means = totals[:2] / totals[2].clamp(min=1)
+        unexplained, total = self.all_reduce((pair - means.unsqueeze(1)).square().sum(1))
+        return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
     def optimize(self, loss: Tensor) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
@@ -107,11 +119,11 @@ class Updates(LightningModule):
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return scaled or any(is_overridden(hook, one) for one in (self, *callbacks) for hook in hooks)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over all ranks."""
+    def all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
+        """Return the sum of `x` over all ranks, or the largest."""
         if self.trainer.world_size == 1:
             return x
-        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op="sum"))
+        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op=operation))
 
     def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
         """Clip, and return the norm before clipping."""

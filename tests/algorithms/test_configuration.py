@@ -8,6 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
 
 from lightning_rl import PPO
 from lightning_rl.spaces import space_to_dict
@@ -61,17 +62,6 @@ SGD = {"class_path": "torch.optim.SGD"}
             {"anneal_learning_rate": True, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
             r"anneal_learning_rate=True .* False, since lr_scheduler is given",
         ),
-    ],
-)
-def test_bad_value_is_refused_when_the_model_is_made(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        PPO(VECTOR, DISCRETE, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_minibatches": 5}, r"num_minibatches=5 does not divide the 32 steps of a rollout"),
         ({"optimizer": "torch.optim.Adamant"}, r"optimizer: class_path='torch\.optim\.Adamant' cannot be imported"),
         (
             {"optimizer": "torch.optim.lr_scheduler"},
@@ -86,6 +76,27 @@ def test_bad_value_is_refused_when_the_model_is_made(options, message):
             r"optimizer: torch\.optim\.SGD refused init_args=\{'speed': 1\}",
         ),
         ({"optimizer": functools.partial(torch.optim.SGD, lr=1)}, r"optimizer: init_args=\{'lr': 1\}"),
+        ({"optimizer": "torch.nn.Linear"}, r"optimizer: class_path='torch\.nn\.Linear' .* a subclass of Optimizer"),
+        (
+            {"lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
+            r"lr_scheduler: .*StepLR refused init_args=\{\}: missing a required argument: 'step_size'",
+        ),
+        ({"anneal_learning_rate": 1}, r"anneal_learning_rate=1 is not valid: expected true or false"),
+        ({"shared_encoder": "x"}, r"shared_encoder='x' is not valid: expected true or false"),
+        ({"normalize_rewards": "maybe"}, r"normalize_rewards='maybe' .* true or false"),
+        ({"normalize_observations": 0}, r"normalize_observations=0 .* true or false"),
+        ({"check_numerics": "yes"}, r"check_numerics='yes' .* true or false"),
+    ],
+)
+def test_bad_value_is_refused_when_the_model_is_made(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PPO(VECTOR, DISCRETE, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_minibatches": 5}, r"num_minibatches=5 does not divide the 32 steps of a rollout"),
     ],
 )
 def test_bad_value_is_refused_before_anything_is_collected(options, message, monkeypatch):
@@ -100,8 +111,49 @@ def test_bad_value_is_refused_before_anything_is_collected(options, message, mon
 
 def test_annealing_without_an_end_is_refused():
     data = make_data()
-    with pytest.raises(ConfigurationError, match=r"anneal_learning_rate=True .* expected max_env_steps or max_epochs"):
+    with pytest.raises(ConfigurationError, match=r"anneal_learning_rate=True .* set max_env_steps or max_epochs"):
         make_trainer(max_epochs=-1).fit(make_model(data, anneal_learning_rate=True), data)
+
+
+class Sometimes(nn.Module):
+    """An encoder with a layer that acts otherwise than it learns, if it is told so.
+
+    Args:
+        space: Of the observations.
+        kind: Name of the layer's class in `torch.nn`.
+        argument: Of the layer.
+    """
+
+    def __init__(self, space: spaces.Space[Any], kind: str, argument: float) -> None:
+        super().__init__()
+        self.out_features = 4
+        self.layer = getattr(nn, kind)(argument)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.layer(observations)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "refused"),
+    [
+        ("Dropout", 0.1, True),
+        ("AlphaDropout", 0.1, True),
+        ("BatchNorm1d", 4, True),
+        ("RReLU", 0.1, True),
+        ("Dropout", 0.0, False),
+        ("LayerNorm", 4, False),
+    ],
+)
+def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, refused):
+    data = make_data()
+    network = {"class_path": f"{__name__}.Sometimes", "init_args": {"kind": kind, "argument": argument}}
+    model, trainer = make_model(data, network=network), make_trainer()
+    if not refused:
+        trainer.fit(model, data)
+        return
+    with pytest.raises(ConfigurationError, match=rf"policy: actor_encoder\.layer={kind}\(.* no dropout or batch"):
+        trainer.fit(model, data)
+    assert model.env_steps == 0
 
 
 def test_precision_that_needs_loss_scaling_is_refused():

@@ -1,0 +1,34 @@
+"""Optimisers and schedulers as plain data, looked at before a run needs them."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_rl.validation import ClassSpec, check, check_arguments, import_class, to_class_spec
+
+
+def optimizer_spec(optimizer: ClassSpec | type[Optimizer]) -> ClassSpec:
+    """Return an optimiser's class and arguments as plain data.
+
+    Raises:
+        ConfigurationError: It is none, or does not take its arguments; the learning rate is not one of them.
+    """
+    spec = to_class_spec("optimizer", optimizer)
+    given = spec["init_args"]
+    check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
+    check_arguments("optimizer", spec, Optimizer, "params", "lr")
+    return spec
+
+
+def scheduler_spec(lr_scheduler: ClassSpec | type[LRScheduler]) -> ClassSpec:
+    """Return a scheduler's class and arguments as plain data.
+
+    Raises:
+        ConfigurationError: It is none, does not take its arguments, or needs a metric.
+    """
+    spec = to_class_spec("lr_scheduler", lr_scheduler)
+    plateau = issubclass(import_class("lr_scheduler", spec["class_path"]), ReduceLROnPlateau)
+    check(not plateau, "lr_scheduler", spec, "a scheduler that needs no metric")
+    check_arguments("lr_scheduler", spec, LRScheduler, "optimizer")
+    return spec

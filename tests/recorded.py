@@ -1,0 +1,135 @@
+"""One process with all environments, and ranks with a half of them each, on the same recorded rollouts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_rl import PPO, Rollout
+from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.rollout import Batch, EpisodeSummary
+from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
+
+NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 10, 3, 4
+FEW_STEPS = {3: 2, 5: 0}
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
+    "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
+    "none": {"normalize_advantages": "none", "max_grad_norm": None},
+}
+PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
+CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
+
+
+def fixed_model(option: str = "minibatch", precision: str = "64-true", cls: type[PPO] = PPO) -> PPO:
+    """PPO with the same initial weights each time."""
+    torch.manual_seed(0)
+    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
+    return cls(VECTOR, DISCRETE, **small | NORMALIZED | OPTIONS[option]).to(PRECISIONS[precision])
+
+
+class Alone(PPO):
+    """One process whose minibatches are the unions of those that two ranks draw from their halves."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        seeds = [derive_seed(torch.initial_seed(), MINIBATCHES, rank, 0) for rank in range(2)]
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        assert rollout.valid is not None
+        rank = torch.arange(2 * NUM_ENVS).div(NUM_ENVS, rounding_mode="floor")
+        self.rank_of_row = rank.expand(rollout.shape)[rollout.valid]
+        super().training_step(rollout, batch_idx)
+
+    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+        of_ranks = []
+        for rank, generator in enumerate(self.generators):
+            rows = Batch({name: x[self.rank_of_row == rank] for name, x in batch.fields.items()})
+            of_ranks.append(rows.shuffled(generator).split(num_minibatches))
+        for parts in zip(*of_ranks, strict=True):
+            yield Batch({name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields})
+
+
+class Recording:
+    """A train loader that makes rollouts up with the parameters of the moment, and keeps the halves of the ranks.
+
+    All steps of the first rank are real; of the second those of a backend that resets on a step of its own, and in
+    two rollouts fewer than a pass has minibatches, or none.
+    """
+
+    def __init__(self, model: PPO) -> None:
+        self.model = model
+        self.pairs: list[list[Rollout]] = []
+
+    def __len__(self) -> int:
+        return ROLLOUTS
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for number in range(ROLLOUTS):
+            self.pairs.append([self._half(number, rank) for rank in range(2)])
+            rollout = side_by_side(*self.pairs[-1])
+            rollout.policy_version = self.model.policy_version
+            yield rollout
+
+    def _half(self, number: int, rank: int) -> Rollout:
+        options: dict[str, Any] = {"num_envs": NUM_ENVS, "off_policy": 0.0, "valid": rank == 1}
+        rollout = random_rollout(self.model.policy, seed=2 * number + rank, **options)
+        if rank == 1 and number in FEW_STEPS:
+            assert rollout.valid is not None
+            rollout.valid[:] = False
+            rollout.valid[0, : FEW_STEPS[number]] = True
+            rollout.num_steps = FEW_STEPS[number]
+        rollout.episodes = EpisodeSummary([float(number)] * (1 + rank), [number + rank] * (1 + rank))
+        return rollout
+
+
+def side_by_side(one: Rollout, other: Rollout) -> Rollout:
+    """The environments of two rollouts in one."""
+
+    def together(name: str) -> Tensor:
+        return torch.cat([getattr(one, name), getattr(other, name)], 1)
+
+    names = ["observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "next_values"]
+    valid = [torch.ones(r.shape, dtype=torch.bool) if r.valid is None else r.valid for r in (one, other)]
+    shift = torch.tensor([0, one.shape[1]])
+    return Rollout(
+        **{name: together(name) for name in names},
+        valid=torch.cat(valid, 1),
+        final_indices=torch.cat([one.final_indices, other.final_indices + shift]),
+        final_observations=torch.cat([one.final_observations, other.final_observations]),
+        episodes=EpisodeSummary(
+            one.episodes.returns + other.episodes.returns, one.episodes.lengths + other.episodes.lengths
+        ),
+    )
+
+
+def learn(model: PPO, loader: FixedRollouts | Recording, precision: str, **trainer_options: Any) -> dict[str, Any]:
+    """Learn from the rollouts of a loader; return everything that ranks and one process should agree on."""
+    logger = MemoryLogger()
+    trainer = make_trainer(precision=precision, logger=logger, log_every_n_steps=1, **trainer_options)
+    trainer.fit(model, loader)
+    assert model.reward_normalizer is not None
+    return {
+        "parameters": parameters_of(model),
+        "moments": dict(model.policy.observation_normalizer.moments.named_buffers()),
+        "reward_moments": dict(model.reward_normalizer.moments.named_buffers()),
+        "updates": trainer.global_step,
+        "env_steps": model.env_steps,
+        "logged": [(step, row) for row, step in logger.calls if "train/policy_loss" in row],
+    }
+
+
+def learn_alone(option: str, precision: str) -> tuple[dict[str, Any], list[list[Rollout]]]:
+    """What one process learns, and the halves of the rollouts it learned from."""
+    model = fixed_model(option, precision, Alone)
+    loader = Recording(model)
+    return learn(model, loader, precision), loader.pairs
+
+
+def learn_as_rank(option: str, precision: str, rollouts: list[Rollout]) -> dict[str, Any]:
+    """What a rank learns from its halves."""
+    model = fixed_model(option, precision)
+    return learn(model, FixedRollouts(rollouts, model), precision, devices=2, strategy="ddp")
