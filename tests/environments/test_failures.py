@@ -213,13 +213,27 @@ def test_what_a_worker_cannot_send_is_named():
     environments.close()
 
 
-@pytest.mark.parametrize("how", ["raise", "none reward", "few observation", "nan observation"])
-def test_failure_in_evaluation_is_named_too(how):
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [
+        ("sync", "raise"),
+        ("sync", "none reward"),
+        ("sync", "few observation"),
+        ("sync", "nan observation"),
+        ("async", "raise"),
+        ("async", "kill"),
+        ("async", "hang"),
+    ],
+)
+def test_failure_in_evaluation_is_named_too(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
-    options = {"how": how, "at": 2, "episode_seed": seed}
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=2)
+    options = {"env_kwargs": {"how": how, "at": 2, "episode_seed": seed}, "seed": 0, "eval_episodes": 2}
+    timeout = 1.0 if backend == "async" else None
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, step_timeout=timeout, **options)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
-    with pytest.raises(EnvironmentFailure, match=rf"^environment 1 \(episode 0, seed {seed}, step 2\) r"):
+    with pytest.raises(
+        EnvironmentFailure, match=rf"^environment 1 \(episode 0, seed {seed}, step 2\) (r|is gone|gave no)"
+    ):
         make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
 
 
