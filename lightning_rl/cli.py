@@ -18,7 +18,8 @@ from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.base import CHECKPOINT_KEY
 from lightning_rl.algorithms.resuming import check_fits
-from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
+from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar

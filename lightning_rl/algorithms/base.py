@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -19,6 +20,7 @@ from lightning_rl.clock import planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
+from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
@@ -174,6 +176,7 @@ class OnPolicyAlgorithm(Reports):
                 f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
             )
         start = time.perf_counter()
+        self.updating = True
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
         yield
@@ -185,6 +188,7 @@ class OnPolicyAlgorithm(Reports):
         self.policy_version += 1
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
+        self.updating = False
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
@@ -219,6 +223,11 @@ class OnPolicyAlgorithm(Reports):
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
         return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
+        present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if present else [InterruptionGuard()]
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work before anything is collected."""
