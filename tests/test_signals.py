@@ -98,8 +98,7 @@ WORKERS = [
 ]
 
 
-@pytest.mark.parametrize("to", ["group", "process"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("signum", "to"), [(signal.SIGINT, "group"), (signal.SIGTERM, "process")])
 def test_the_first_signal_saves_and_a_second_is_not_needed(signum, to):
     with started(*WORKERS) as process:
         wait_for(LAST.exists)
@@ -149,7 +148,32 @@ def test_a_program_that_forgets_its_workers_ends_with_them():
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 3
 
 
-def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly():
+def test_slurm_sends_its_signal_to_the_workers_too_and_the_requeued_job_goes_on(monkeypatch):
+    values = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "17", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    Path("scontrol").write_text('#!/bin/sh\necho "$@" >> calls\n')
+    Path("scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path.cwd()}{os.pathsep}{os.environ['PATH']}")
+    with started(*WORKERS, "--ckpt_path=last") as process:
+        wait_for(LAST.exists)
+        os.killpg(process.pid, signal.SIGUSR1)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGUSR1, err
+    assert Path("calls").read_text() == "requeue 17\n"
+    saved = stored()
+    hpc = torch.load(RUN / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert hpc["lightning_rl"]["policy_version"] == saved
+    with started(*WORKERS, "--ckpt_path=last") as process:
+        wait_for(lambda: stored() > saved)
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    assert f"Resuming from {LAST}, at {saved * 32} environment steps" in out
+    assert process.returncode == 143
+
+
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly(goes_on):
     ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=640"]
     with started(*ranks, "--data.wrappers=[slow.Slow]") as process:
         wait_for(LAST.exists)
@@ -160,6 +184,8 @@ def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly():
     assert out.splitlines()[-1].startswith("Stopped. Go on with: ")
     assert 2 <= stored() < 10
     wait_for(lambda: not alive(others), 5)
+    if not goes_on:
+        return
     Path("slow.py").write_text(SLOW.format(seconds=0))
     with started(*ranks, "--data.wrappers=[slow.Slow]", "--ckpt_path=last") as process:
         assert process.wait(60) == 0, process.stderr.read()
