@@ -60,11 +60,20 @@ def whole_run(folder: Path, epochs: int) -> dict[str, Any]:
     return {"first_checkpoint": first, "end": time.monotonic() - begin}
 
 
-def killed_run(folder: Path, epochs: int, delays: list[float]) -> list[dict[str, Any]]:
-    """Kill a run after each of a number of seconds, as far as it lasts that long; then let it end."""
+def killed_run(folder: Path, epochs: int, moments: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Kill a run again and again, as long as it lasts; then let it end.
+
+    Args:
+        folder: Of the run.
+        epochs: Its length.
+        moments: What is waited for, `start` or the first `checkpoint` of the process, and for how many seconds more.
+    """
     kills: list[dict[str, Any]] = []
-    for delay in delays:
+    for after, delay in moments:
+        before, begin = steps_saved(folder), time.monotonic()
         process = start(folder, epochs)
+        while after == "checkpoint" and steps_saved(folder) == before and process.poll() is None:
+            time.sleep(0.05)
         try:
             status = process.wait(delay)
         except subprocess.TimeoutExpired:
@@ -73,8 +82,8 @@ def killed_run(folder: Path, epochs: int, delays: list[float]) -> list[dict[str,
         else:
             assert status == 0
             return kills
-        writing = any(folder.glob("runs/**/.unfinished-*"))
-        kills.append({"seconds": round(delay, 3), "env_steps_saved": steps_saved(folder), "while_writing": writing})
+        seconds, writing = time.monotonic() - begin, any(folder.glob("runs/**/.unfinished-*"))
+        kills.append({"seconds": round(seconds, 3), "env_steps_saved": steps_saved(folder), "while_writing": writing})
     assert start(folder, epochs).wait(300) == 0
     return kills
 
@@ -102,16 +111,21 @@ def test_a_killed_run_ends_as_the_whole_one_does(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
-    epochs, wanted, seed = 400, 24, int(time.time())
+    epochs, wanted, seed = 300, 22, int(time.time())
     seconds = whole_run(tmp_path / "whole", epochs)
     generator = random.Random(seed)
     kills: list[dict[str, Any]] = []
     runs = 0
     while len(kills) < wanted:
-        # From before the first checkpoint to some seconds of training.
-        delays = [seconds["first_checkpoint"] * generator.uniform(0.5, 1.6) for _ in range(wanted - len(kills))]
+        # Most while it trains, some while it starts or goes back to where it was.
+        moments = [
+            ("checkpoint", generator.uniform(0, 1))
+            if generator.random() < 0.8
+            else ("start", generator.uniform(0.5, 1.1) * seconds["first_checkpoint"])
+            for _ in range(wanted - len(kills))
+        ]
         killed = tmp_path / f"killed_{runs}"
-        kills += killed_run(killed, epochs, delays)
+        kills += killed_run(killed, epochs, moments)
         runs += 1
         assert compare(tmp_path / "whole", killed) == []
     record.write_json(
