@@ -4,7 +4,8 @@ from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import PPO, OnPolicyAlgorithm
 from lightning_rl.algorithms.failures import FailedUpdate
-from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint
+from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
+from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policy import ActorCritic, PolicyOutput

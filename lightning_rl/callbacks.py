@@ -1,4 +1,4 @@
-"""Callbacks that count in environment steps, and the checkpoint that a run goes on from."""
+"""Callbacks that count in environment steps."""
 
 from __future__ import annotations
 
@@ -168,16 +168,3 @@ class EnvStepCheckpoint(ModelCheckpoint):
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # The logged "step" may be some rollouts old.
         return super()._monitor_candidates(trainer) | {"step": torch.tensor(_env_steps(trainer.lightning_module))}
-
-
-class LastCheckpoint(ModelCheckpoint):
-    """Keep one checkpoint, `last.ckpt`, from the end of the newest epoch: what an interrupted run goes on from.
-
-    `ModelCheckpoint(monitor=..., save_last=True)` writes its `last.ckpt` only when it saves one of the best.
-
-    Args:
-        dirpath: Folder; by default `checkpoints` in that of the logger.
-    """
-
-    def __init__(self, dirpath: str | Path | None = None) -> None:
-        super().__init__(dirpath, "last", save_on_train_epoch_end=True, enable_version_counter=False)

@@ -20,8 +20,9 @@ from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits
 from lightning_rl.algorithms.warm_start import Part
-from lightning_rl.callbacks import EnvStepLimit, LastCheckpoint
-from lightning_rl.checkpoint import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
@@ -289,3 +290,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             raise
         print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
         sys.exit(1)
+    finally:
+        # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

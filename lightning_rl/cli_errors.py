@@ -10,11 +10,19 @@ from typing import NoReturn
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.rank_errors import RankFailure
 from lightning_rl.validation import ConfigurationError
 
-_OURS = (ConfigurationError, EnvironmentFailure, FloatingPointError, MisconfigurationException, RankFailure)
+_OURS = (
+    CheckpointFailure,
+    ConfigurationError,
+    EnvironmentFailure,
+    FloatingPointError,
+    MisconfigurationException,
+    RankFailure,
+)
 _UNION = "Does not validate against any of the Union subtypes"
 # What the parser says about each type of a union that an option could have had.
 _NOISE = re.compile(

@@ -128,6 +128,7 @@ class RolloutDataModule(LightningDataModule):
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
         self._told_of_failure = False
+        self._collected_version: int | None = None
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
@@ -143,6 +144,13 @@ class RolloutDataModule(LightningDataModule):
     def rollout_shape(self) -> tuple[int, int]:
         """`(T, B)`: steps and environments of one rank's rollout."""
         return self.rollout_length, self.num_envs
+
+    @property
+    def rollout_pending(self) -> bool:
+        """Whether a rollout was begun that the module has not learned from yet."""
+        module = self.trainer.lightning_module if self.trainer is not None else None
+        version = getattr(module, "policy_version", None)
+        return version is not None and version == self._collected_version
 
     def _probe(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Make one environment, once, to learn the spaces."""
@@ -175,6 +183,7 @@ class RolloutDataModule(LightningDataModule):
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
+        self._collected_version = None  # what an earlier fit left undone, this one does not go on from
         return OnDemandLoader(self.collect, self.rollouts_per_epoch)
 
     def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
@@ -214,6 +223,7 @@ class RolloutDataModule(LightningDataModule):
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""
         policy, version, dtype, device = self._policy()
+        self._collected_version = version
         if self._collector is None:
             self._collector = self._start(dtype, device)
         assert self.trainer is not None

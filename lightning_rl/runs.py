@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from lightning_rl.checkpoint import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINTS = "checkpoints"
@@ -27,6 +27,9 @@ def new_run_dir(root: Path) -> Path:
     """Make the next free `version_<n>` folder, and return it.
 
     The processes that the Trainer starts for further ranks on this machine share the folder of the first.
+
+    Raises:
+        ConfigurationError: It cannot be made.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and _SHARED in os.environ:
         return Path(os.environ[_SHARED])
@@ -37,6 +40,10 @@ def new_run_dir(root: Path) -> Path:
             run_dir.mkdir(parents=True)
         except FileExistsError:  # taken by a run that was started at the same moment
             version += 1
+        except OSError as error:
+            raise ConfigurationError(
+                f"default_root_dir={str(root)!r}: expected a folder that can be written: {error.strerror}"
+            ) from error
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_rl import PPO
-from lightning_rl.checkpoint import FORMAT, upgrade
+from lightning_rl.checkpoint_format import FORMAT, upgrade
 from lightning_rl.validation import ConfigurationError
 from tests.test_resume import fit
 

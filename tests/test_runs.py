@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_rl.checkpoint import FORMAT, read_checkpoint
+from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
 from lightning_rl.runs import find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 

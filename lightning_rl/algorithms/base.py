@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,11 +23,12 @@ from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
-from lightning_rl.checkpoint import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
+from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
@@ -214,6 +215,7 @@ class OnPolicyAlgorithm(Reports):
                 f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
             )
         start = time.perf_counter()
+        self.updating = True
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
         self._hooks_around_backward = self._find_hooks_around_backward()
@@ -233,6 +235,7 @@ class OnPolicyAlgorithm(Reports):
         self.policy_version += 1
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
+        self.updating = False
 
     def _skip_or_raise(self, rollout: Rollout, terms: dict[str, float], generator_state: Tensor) -> None:
         """Go on without the rest of the updates from a rollout, if that is allowed once more in a row."""
@@ -283,6 +286,11 @@ class OnPolicyAlgorithm(Reports):
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
         return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
+        present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        return [] if present else [InterruptionGuard()]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Refuse what cannot work before anything is collected; the command line asks before anything is written.

@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
-from lightning_rl.checkpoint import load_plain
+from lightning_rl.checkpoint_format import load_plain
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError, import_class

@@ -13,7 +13,7 @@ import lightning
 from lightning.pytorch import LightningModule
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.checkpoint import CHECKPOINT_KEY
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 

@@ -31,6 +31,7 @@ class Updates(LightningModule):
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
         policy_version: Number of rollouts that were learned from.
+        updating: Whether one is being learned from, or an exception has left that undone.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Updates(LightningModule):
         self.env_steps = 0
         self.policy_version = 0
         self._hooks_around_backward = True
+        self.updating = False
 
     @property
     def optimizer(self) -> LightningOptimizer:

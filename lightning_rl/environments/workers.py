@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +22,10 @@ from lightning_rl.environments.errors import EnvironmentFailure
 
 # Seconds that all workers together get to close their environments before they are ended by force.
 _GRACE = 5.0
+
+_LEFT_TO_PARENT = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+]
 
 Factory = Callable[[], gymnasium.Env[Any, Any]]
 
@@ -49,6 +55,9 @@ class ProcessVectorEnv(AsyncVectorEnv):
         self.timeout = timeout
         in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
         super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
+        # Before multiprocessing asks them to end, which they do not hear, and waits.
+        self._at_exit = functools.partial(_kill, self.processes)
+        atexit.register(self._at_exit)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
         """Step every environment.
@@ -92,12 +101,9 @@ class ProcessVectorEnv(AsyncVectorEnv):
             deadline = time.monotonic() + (_GRACE if timeout is None else timeout)
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-        for end in (multiprocessing.Process.terminate, multiprocessing.Process.kill):
-            alive = [process for process in self.processes if process.is_alive()]
-            for process in alive:
-                end(process)
-            for process in alive:
-                process.join(1.0)
+        _kill(self.processes)
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
         for pipe in self.parent_pipes:
             pipe.close()
 
@@ -148,15 +154,26 @@ class ProcessVectorEnv(AsyncVectorEnv):
 
 
 def _make_in_worker(parent_pid: int, factory: Factory) -> gymnasium.Env[Any, Any]:
-    """Make an environment; in a worker process, see to it that the process ends with its parent.
+    """Make an environment; in a worker process, see to it that the process ends with its parent, and not before.
 
     A daemon process is ended by a parent that exits, not by one that is killed; and a worker that is busy, or whose
     pipe a sibling holds open, does not notice on its own.
     """
     parent = multiprocessing.parent_process()
     if parent is not None and os.getpid() != parent_pid:
+        # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
+        for signum in _LEFT_TO_PARENT:
+            signal.signal(signum, signal.SIG_IGN)
         threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
     return factory()
+
+
+def _kill(processes: Iterable[Any]) -> None:
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.kill()
+    for process in alive:
+        process.join(1.0)
 
 
 def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public name for it

@@ -1,0 +1,128 @@
+"""How checkpoints get to the disk: whole or not at all, and the one that an interrupted run goes on from."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+# Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
+_PREFIX, _SUFFIX = ".unfinished-", ".tmp"
+
+
+class CheckpointFailure(Exception):
+    """A checkpoint could not be written: which, and why. The one that it would have replaced is as it was."""
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk.
+
+    Whatever cuts the writing short, at the place of the checkpoint is the earlier one or the new one, and nothing else.
+    Lightning's own writes into the folder for temporary files, and copies from there if that is on another disk. What a
+    killed process leaves behind is removed by the next that writes into the same folder. Paths that are URLs are left
+    to Lightning.
+    """
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        storage_options: Any | None = None,  # noqa: ANN401
+    ) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointFailure: The disk is full, or the folder cannot be written.
+        """
+        if storage_options is not None or "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        # In memory first: torch hides why a file cannot be written.
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        try:
+            _replace(Path(path), buffer.getbuffer())
+        except OSError as error:
+            kept = "the one before is unchanged" if Path(path).is_file() else "earlier ones are unchanged"
+            raise CheckpointFailure(
+                f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; {kept}. Make room, or "
+                "choose another folder, and go on from there"
+            ) from error
+
+
+def write_atomically(trainer: Trainer) -> None:
+    """Have a Trainer write through `AtomicCheckpointIO`, unless its strategy or its plugins have a way of their own."""
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def _replace(path: Path, content: memoryview) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_unfinished(path.parent)
+    unfinished = path.parent / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name survive a power failure, where folders can be opened."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what processes left behind that are no more."""
+    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        pid = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        if pid.isdecimal() and not (int(pid) != os.getpid() and _runs(int(pid))):
+            path.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    if os.name != "posix":  # asking would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keep one checkpoint, `last.ckpt`, from the end of the newest epoch: what an interrupted run goes on from.
+
+    `ModelCheckpoint(monitor=..., save_last=True)` writes its `last.ckpt` only when it saves one of the best. A run that
+    a signal stops between two epochs saves it once more; see `InterruptionGuard`.
+
+    Args:
+        dirpath: Folder; by default `checkpoints` in that of the logger.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None) -> None:
+        super().__init__(dirpath, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+
+    def save(self, trainer: Trainer) -> None:
+        """Save at once, between two rollouts; a collective call."""
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))

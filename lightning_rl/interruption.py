@@ -1,0 +1,158 @@
+"""Runs end, and are saved, between two rollouts only: signals, preemption and exceptions cannot make it otherwise."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment  # type: ignore[attr-defined]
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+
+from lightning_rl.checkpoints import LastCheckpoint, write_atomically
+
+# Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
+_SAME = 0.2
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class InterruptionGuard(Callback):
+    """Lets a run be interrupted at any moment; `OnPolicyAlgorithm` adds it to every Trainer by itself.
+
+    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish. The Trainer's
+      `LastCheckpoint` then saves, and `SystemExit` with status 130 or 143 leaves `Trainer.fit`. A second signal ends
+      the process at once. With several ranks all stop after the same rollout, whichever got the signal.
+    * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
+    * An exception in the middle of a rollout or its update is not saved by `ModelCheckpoint(save_on_exception=True)`,
+      and `Trainer.save_checkpoint` raises there.
+    * Checkpoints are written by `AtomicCheckpointIO`.
+
+    A signal that the program has a handler of its own for before `Trainer.fit` is left to that handler, and all of them
+    where `Trainer.fit` does not run in the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._received: dict[int, float] = {}
+        self._free: set[int] = set()
+        self._requeue_signal: int | None = None
+        self._requeue: Handler | None = None
+        self._silenced: list[Any] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out which signals nobody handles, before Lightning does."""
+        if stage != "fit":
+            return
+        write_atomically(trainer)
+        environment = trainer._accelerator_connector.cluster_environment
+        self._requeue_signal = None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue_signal = environment.requeue_signal
+        wanted = {signal.SIGINT, signal.SIGTERM} | ({self._requeue_signal} if self._requeue_signal else set())
+        defaults = (signal.SIG_DFL, signal.default_int_handler)
+        is_main = threading.current_thread() is threading.main_thread()
+        self._free = {signum for signum in wanted if signal.getsignal(signum) in defaults} if is_main else set()
+        self._received = {}
+        for callback in self._silenced:
+            callback.save_on_exception = True
+        self._silenced = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take the signals over from Lightning, which gives them back when the fit is over."""
+        if trainer.received_sigterm:  # since the Trainer was set up
+            self._received[signal.SIGTERM] = time.monotonic()
+        for signum in self._free:
+            if signum == self._requeue_signal and callable(requeue := signal.getsignal(signum)):
+                self._requeue = requeue
+            signal.signal(signum, partial(self._receive, trainer))
+
+    def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
+        """Take note of a signal; end the process if it is the second."""
+        now = time.monotonic()
+        earlier = [at for other, at in self._received.items() if other != self._requeue_signal]
+        if signum == self._requeue_signal or not earlier:
+            self._received.setdefault(signum, now)
+            if trainer.is_global_zero:
+                name = signal.Signals(signum).name
+                _write(f"\n{name}: stopping after the update from this rollout; a second signal stops at once\n")
+        elif now - earlier[0] > _SAME:
+            if (launcher := trainer.strategy.launcher) is not None:
+                launcher.kill(signal.SIGKILL)
+            os._exit(128 + signum)
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        batch_idx: int,
+    ) -> None:
+        """Save and leave if any rank was asked to."""
+        received = self._received_by_any(trainer, pl_module)
+        if not received:
+            return
+        # They come after this callback, and one may be due.
+        for callback in trainer.checkpoint_callbacks:
+            callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
+        for keeper in keepers:
+            keeper.save(trainer)
+        if self._requeue_signal in received and self._requeue is not None:
+            self._requeue(self._requeue_signal, None)
+        elif not keepers:
+            rank_zero_warn("stopped by a signal, and nothing was saved: the Trainer has no LastCheckpoint")
+        # A rank that Lightning started and that ends with another status would have the first one killed.
+        raise SystemExit(128 + received[0] if trainer.is_global_zero else 0)
+
+    def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
+        """Return the signals that any rank has received; a collective call."""
+        known = [signum for signum in (self._requeue_signal, signal.SIGTERM, signal.SIGINT) if signum is not None]
+        if trainer.world_size == 1:
+            return [signum for signum in known if signum in self._received]
+        flags = torch.tensor([float(signum in self._received) for signum in known], device=pl_module.device)
+        return [signum for signum, flag in zip(known, pl_module.all_reduce(flags).tolist(), strict=True) if flag]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Refuse what nothing can go on from.
+
+        Raises:
+            RuntimeError: A rollout is being collected or learned from.
+        """
+        if _is_between(trainer):
+            return
+        raise RuntimeError(
+            "a checkpoint was asked for in the middle of a rollout or its update, which no run can go on from: save in "
+            "on_train_batch_end or later"
+        )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Keep the `ModelCheckpoint`s, which come after this callback, from saving half an update."""
+        if _is_between(trainer):
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_on_exception", False):
+                callback.save_on_exception = False  # type: ignore[attr-defined]
+                self._silenced.append(callback)
+                rank_zero_warn(
+                    f"save_on_exception: {type(exception).__name__} came in the middle of a rollout or its update, so "
+                    "nothing was saved; go on from the last checkpoint"
+                )
+
+
+def _is_between(trainer: Trainer) -> bool:
+    """Whether everything that was collected has been learned from, and no more."""
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    return not (getattr(trainer.lightning_module, "updating", False) or getattr(datamodule, "rollout_pending", False))
+
+
+def _write(message: str) -> None:
+    # Not `print`: the handler may have interrupted one.
+    os.write(2, message.encode())
