@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.failures import save_failed_update
 from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
+from lightning_rl.algorithms.run_state import restore_rank, run_state
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, FORMAT, read_checkpoint, upgrade
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -31,7 +31,6 @@ from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
-from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.validation import (
@@ -317,12 +316,7 @@ class OnPolicyAlgorithm(Reports):
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""
         if self.global_rank < len(self._restored_ranks):
-            state = self._restored_ranks[self.global_rank]
-            self.generator.set_state(state["generator"].cpu())
-            set_random_state(state["random"])
-            self.load_window_state(state["window"])
-            if self.reward_normalizer is not None and state["discounted_return"] is not None:
-                self.reward_normalizer.discounted_return = state["discounted_return"].to(self.device)
+            restore_rank(self, self._restored_ranks[self.global_rank])
         else:
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
@@ -340,24 +334,7 @@ class OnPolicyAlgorithm(Reports):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""
-        rewards = self.reward_normalizer
-        of_this_rank = {
-            "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
-            "generator": self.generator.get_state(),
-            "random": random_state(),
-            "window": self.window_state(),
-        }
-        checkpoint[CHECKPOINT_KEY] = {
-            "format": FORMAT,
-            "version": __version__,
-            "algorithm": type(self).__name__,
-            "precision": None if self._trainer is None else self._trainer.precision,
-            "planned_env_steps": self._planned_env_steps,
-            "env_steps": self.env_steps,
-            "policy_version": self.policy_version,
-            "skipped_updates": self._skipped_updates,
-            "ranks": gather_ranks(of_this_rank),
-        }
+        checkpoint[CHECKPOINT_KEY] = run_state(self)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them back.
