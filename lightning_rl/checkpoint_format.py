@@ -73,14 +73,17 @@ def upgrade(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
 
 
 def _from_1(checkpoint: dict[str, Any]) -> None:
-    """Format 2 says what the run was like, so that a resumed one can say what has changed."""
-    checkpoint[CHECKPOINT_KEY] |= {
-        "version": None,
-        "algorithm": None,
-        "precision": None,
-        "planned_env_steps": None,
-        "skipped_updates": 0,
-    }
+    """Format 2 says what the run was like, and records rewards: episodes without them cannot be verified, so end."""
+    state = checkpoint[CHECKPOINT_KEY]
+    unknown = ("version", "algorithm", "precision", "planned_env_steps")
+    state |= {**dict.fromkeys(unknown), "skipped_updates": 0}
+    for rank in state["ranks"]:
+        rank["window"]["restarts"] = None
+    datamodules = [x for x in checkpoint.values() if isinstance(x, dict) and {"starts", "ranks"} <= x.keys()]
+    for environments in (rank["environments"] for data in datamodules for rank in data["ranks"] if rank is not None):
+        if environments is not None and environments["kind"] == "episodes":
+            records = environments["environments"]
+            environments["environments"] = [{n: record[n] for n in ("stream_seed", "episode")} for record in records]
 
 
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1}

@@ -126,19 +126,21 @@ class Collector:
         """Go on from the end of a rollout that was collected elsewhere.
 
         Returns:
-            The environments that could not be restored and have begun new episodes; None if none could.
+            The environments that have begun new episodes, since they could not be restored or were not there; None if
+            none could be restored.
         """
         if len(state["generator"]) == len(self.generator.get_state()):  # the same kind of device
             self.generator.set_state(state["generator"].cpu())
-        if state["environments"] is None or len(state["returns"]) != len(self._returns):
+        if state["environments"] is None:
             return None
         restored = self.environments.load_state_dict(state["environments"])
         if restored is None:
             return None
         exact, self._observations[-1] = restored
         self._started = True
-        self._returns = np.where(exact, state["returns"].numpy(), 0)
-        self._lengths = np.where(exact, state["lengths"].numpy(), 0)
+        for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
+            stored = state[name].numpy()[: len(own)]
+            own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _store(self, t: int, step: Step) -> None:

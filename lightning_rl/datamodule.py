@@ -212,7 +212,8 @@ class RolloutDataModule(LightningDataModule):
             before = state_dict.get("settings", {})  # format 1 has none
             for name, value in self._settings.items():
                 if value != before.get(name, value):
-                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r})")
+                    effect = "; environments that there were before go on from where they were" * (name == "num_envs")
+                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r}){effect}")
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -265,9 +266,12 @@ class RolloutDataModule(LightningDataModule):
         """Take the environments back to where a checkpoint left them; say once for all ranks what could not be."""
         assert self.trainer is not None
         restored, self._restored = self._restored, []
-        fresh: list[int] | None = None
-        if self._rank < len(restored) and restored[self._rank] is not None:
-            fresh = collector.load_state_dict(restored[self._rank])
+        fresh: list[int] | None = []
+        if self._rank < len(restored):
+            state = restored[self._rank]
+            fresh = None if state is None else collector.load_state_dict(state)
+            # Those that were not there before are not missed.
+            fresh = fresh and [index for index in fresh if index < len(state["returns"])]
         ranks = gather_ranks(fresh)
         lost = [_which(indices, rank, len(ranks)) for rank, indices in enumerate(ranks) if indices is None or indices]
         if lost:

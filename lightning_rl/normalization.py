@@ -150,7 +150,8 @@ class RewardNormalizer(_Statistics):
         """
         before = self.discounted_return.to(self.moments.mean.device, self.moments.mean.dtype)
         if before.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
-            before = before.new_zeros(rewards.shape[1:])
+            before, kept = before.new_zeros(rewards.shape[1:]), before[: rewards.shape[1]]
+            before[: len(kept)] = kept
         rewards = rewards.to(before.dtype)
         if valid is not None:
             rewards = rewards.where(valid, 0)

@@ -186,6 +186,17 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
 
 
+def run_script(path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Write a program and run it in a new process."""
+    path.write_text(code)
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, cwd=path.parent, env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> None:
     def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
         ranks = "devices=2, strategy='ddp'"
@@ -193,11 +204,7 @@ def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> Non
             "from pathlib import Path; from tests.test_resume import fit\n"
             f"fit('continuous', Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
         )
-        script = tmp_path / f"{folder}.py"
-        script.write_text(code)
-        root = str(Path(__file__).parents[1])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-        subprocess.run([sys.executable, str(script)], check=True, cwd=tmp_path, env=environment, timeout=120)
+        run_script(tmp_path / f"{folder}.py", code)
 
     run("whole", 6)
     run("first", 4)

@@ -16,7 +16,7 @@ from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.places import Places
-from lightning_rl.environments.records import recorded, restore, to_arrays, to_tensors
+from lightning_rl.environments.records import for_seeds, recorded, restore, to_arrays, to_tensors
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.workers import WorkerFailure
@@ -230,6 +230,10 @@ class EnvironmentBatch:
             None if the state is that of another backend; then nothing has been changed.
         """
         if state["kind"] != self._kind_of_state:
+            return None
+        if state["kind"] == "episodes":
+            state = for_seeds(state, self._places.streams)
+        elif len(state["episodes"]) != self.num_envs:
             return None
         self._places.load_state_dict(state)
         self._resets_next[:] = state["resets_next"].numpy()

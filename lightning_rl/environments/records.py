@@ -44,6 +44,18 @@ def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Arr
     return np.array(exact), np.stack(rows)
 
 
+def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """Return the state of a batch as one of `len(seeds)` environments: the first ones stay, further ones begin anew."""
+    kept, added = state["environments"][: len(seeds)], seeds[len(state["environments"]) :]
+    # Before the first episode of the stream that is the new environment's own.
+    beginning = [{"stream_seed": seed, "episode": -1} for seed in added]
+    counts = {
+        name: torch.cat([state[name][: len(seeds)], torch.full((len(added),), value, dtype=state[name].dtype)])
+        for name, value in (("began", 0), ("episodes", -1), ("resets_next", False))
+    }
+    return {**state, **counts, "environments": [*kept, *beginning]}
+
+
 def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
     """Copy arrays to tensors."""
     return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}

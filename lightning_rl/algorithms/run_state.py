@@ -1,0 +1,46 @@
+"""What an algorithm adds to a Lightning checkpoint, so that the checkpoint is the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_rl.__about__ import __version__
+from lightning_rl.checkpoint_format import FORMAT
+from lightning_rl.random_state import gather_ranks, random_state, set_random_state
+
+if TYPE_CHECKING:
+    from lightning_rl.algorithms.base import OnPolicyAlgorithm
+
+
+def run_state(module: OnPolicyAlgorithm) -> dict[str, Any]:
+    """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
+
+    A collective call.
+    """
+    rewards = module.reward_normalizer
+    of_this_rank = {
+        "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
+        "generator": module.generator.get_state(),
+        "random": random_state(),
+        "window": module.window_state(),
+    }
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "algorithm": type(module).__name__,
+        "precision": None if module._trainer is None else module._trainer.precision,
+        "planned_env_steps": module._planned_env_steps,
+        "env_steps": module.env_steps,
+        "policy_version": module.policy_version,
+        "skipped_updates": module._skipped_updates,
+        "ranks": gather_ranks(of_this_rank),
+    }
+
+
+def restore_rank(module: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+    """Take over what one rank had of its own."""
+    module.generator.set_state(state["generator"].cpu())
+    set_random_state(state["random"])
+    module.load_window_state(state["window"])
+    if module.reward_normalizer is not None and state["discounted_return"] is not None:
+        module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)
