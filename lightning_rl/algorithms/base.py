@@ -24,6 +24,7 @@ from lightning_rl.policy import ActorCritic
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
+from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -219,6 +220,10 @@ class OnPolicyAlgorithm(Reports):
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
         return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy that cannot work before it wraps the module."""
+        check_strategy(self.trainer.strategy)
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work before anything is collected."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -37,6 +37,15 @@ class Updates(LightningModule):
         self.generator = torch.Generator()
         self.env_steps = 0
         self.policy_version = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
+        return super().__getstate__() | {"generator": self.generator.get_state().numpy().tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = torch.Generator()
+        generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
+        super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]
 
     @property
     def optimizer(self) -> LightningOptimizer:
