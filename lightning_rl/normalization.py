@@ -148,9 +148,10 @@ class RewardNormalizer(_Statistics):
             valid: Which entries are real steps, shape `[T, B]`; all of them if left out.
             reduce: Sums a tensor over all ranks.
         """
-        before = self.discounted_return.to(self.moments.mean.device, self.moments.mean.dtype)
+        before = self.discounted_return
         if before.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
-            before = before.new_zeros(rewards.shape[1:])
+            before = torch.zeros(rewards.shape[1:])  # moved like any other: to XLA zeros made there are another graph
+        before = before.to(self.moments.mean.device, self.moments.mean.dtype)
         rewards = rewards.to(before.dtype)
         if valid is not None:
             rewards = rewards.where(valid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,6 +149,15 @@ class ActorCritic(nn.Module):
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def copy_to_cpu(policy: nn.Module) -> nn.Module:
+    """Return a copy of a policy whose parameters and buffers are on the CPU; the policy stays where it is."""
+    tensors = [*policy.parameters(), *policy.buffers()]
+    # Taken for copies that were made already.
+    copies: dict[int, Any] = {id(x): x.detach().to("cpu", copy=True) for x in tensors}
+    copies |= {id(x): nn.Parameter(copies[id(x)]) for x in policy.parameters()}
+    return copy.deepcopy(policy, copies)
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:

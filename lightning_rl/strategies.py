@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_rl.validation import ConfigurationError
 
@@ -23,7 +24,7 @@ def check_strategy(strategy: str | Strategy) -> None:
         strategy: As the Trainer takes it, or as it has it.
 
     Raises:
-        ConfigurationError: It is of FSDP, model parallelism or DeepSpeed.
+        ConfigurationError: It is of FSDP, model parallelism or DeepSpeed, or for several XLA devices.
     """
     if isinstance(strategy, Strategy):
         kind = type(strategy)
@@ -36,4 +37,9 @@ def check_strategy(strategy: str | Strategy) -> None:
         raise ConfigurationError(
             f"strategy={value!r} divides the parameters among devices, and the policy needs them whole to act: "
             "expected 'ddp', which has a copy on each device; networks of on-policy learning are small enough"
+        )
+    if issubclass(kind, XLAStrategy):
+        raise ConfigurationError(
+            f"strategy={value!r} averages gradients after each device has clipped its own: expected one XLA device, "
+            "devices=1 and strategy='single_xla'"
         )

@@ -76,9 +76,9 @@ def test_processes_end_with_equal_weights_which_the_main_process_gets(tmp_path, 
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == 128
 
 
-def test_spawned_processes_go_on_from_a_checkpoint_bit_for_bit(tmp_path):
+def test_spawned_processes_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(tmp_path):
     unbroken = train(tmp_path / "unbroken", "ddp_fork", max_epochs=2)[0]
-    train(tmp_path / "first", "ddp_spawn", max_epochs=1)
+    train(tmp_path / "first", "ddp_notebook", max_epochs=1)
     resumed, _, ranks = train(tmp_path / "second", "ddp_spawn", max_epochs=2, ckpt_path=tmp_path / "first/last.ckpt")
     assert [rank["env_steps"] for rank in ranks] == [256, 256]
     assert_equal_parameters(resumed, parameters_of(unbroken))
@@ -132,9 +132,15 @@ def test_the_trainer_is_refused_before_an_environment_is_made():
 
 
 def test_every_strategy_that_has_whole_networks_is_accepted():
-    accepted = [name for name in StrategyRegistry if not name.startswith(("fsdp", "deepspeed"))]
+    accepted = [name for name in StrategyRegistry if not name.startswith(("fsdp", "deepspeed", "xla"))]
     assert {"ddp", "ddp_spawn", "ddp_notebook", "single_device", "single_xla"} <= set(accepted)
     for strategy in ["auto", *accepted, DDPStrategy(), SingleDeviceStrategy()]:
         check_strategy(strategy)
     with pytest.raises(ConfigurationError, match="strategy='FSDPStrategy'"):
         check_strategy(FSDPStrategy())
+
+
+@pytest.mark.parametrize("strategy", ["xla", "xla_debug"])
+def test_several_xla_devices_are_refused(strategy):
+    with pytest.raises(ConfigurationError, match=f"strategy='{strategy}' .* devices=1 and strategy='single_xla'"):
+        check_strategy(strategy)

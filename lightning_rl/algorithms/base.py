@@ -213,7 +213,9 @@ class OnPolicyAlgorithm(Reports):
         spec: ClassSpec | None = self.hparams["optimizer"]
         if spec is None:
             fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
-            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": fused}}
+            # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
+            kind = {"fused": True} if fused else {"capturable": True}
+            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, **kind}}
         given = spec["init_args"]
         check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
@@ -227,8 +229,9 @@ class OnPolicyAlgorithm(Reports):
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work before anything is collected."""
-        # float16 needs loss scaling, which hides gradient norms.
-        precisions = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
+        on_xla = self.device.type == "xla"
+        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(
             self.trainer.precision in precisions, "precision", self.trainer.precision, "one of " + ", ".join(precisions)
         )
@@ -247,6 +250,8 @@ class OnPolicyAlgorithm(Reports):
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
             self._logged_env_steps = self.env_steps
         self._restored_ranks = []
+        for group in self.optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+            group |= {name: self.optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
         if self.anneal_learning_rate and self._planned_env_steps is None:
             raise ConfigurationError(

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
+from lightning_rl.algorithms.gating import step_where
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import normalize
 from lightning_rl.normalization import exact_dtype
@@ -104,11 +105,14 @@ class Updates(LightningModule):
         return grad_norm
 
     def _step(self, optimizer: LightningOptimizer) -> None:
-        """Step if updates are open: decided on the device by fused optimisers, elsewhere by the host."""
+        """Step if updates are open: decided on the device by fused and capturable optimisers, elsewhere by the host."""
         is_open, raw = self.diagnostics.open, optimizer.optimizer
-        if is_open.device.type != "cpu" and raw.defaults.get("fused"):
+        on_host = is_open.device.type == "cpu"
+        if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             optimizer.step()
+        elif not on_host and raw.defaults.get("capturable") and raw.state:
+            step_where(is_open, raw, optimizer.step)
         elif is_open:
             optimizer.step()
 
