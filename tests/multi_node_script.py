@@ -27,6 +27,7 @@ def run(folder: Path) -> None:
     seen = {"parameters": parameters_of(model), "env_steps": model.env_steps, "log_dir": fitted.trainer.log_dir}
     seen["command_line"] = parameters_of(fitted.model)
     torch.save(seen, f"rank_{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -40,13 +40,16 @@ def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         launcher, told = request.param(node, port)
         command = [sys.executable, *launcher, str(SCRIPT), str(folder)]
         environment = kept | told | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))
+        with (folder / f"output_{node}").open("w") as file:
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
     try:
-        output = [process.communicate(timeout=120)[0] for process in processes]
+        for process in processes:
+            process.wait(timeout=120)
     finally:
         for process in processes:
-            process.kill()
+            process.terminate()  # torchrun passes it on
+        output = [(folder / f"output_{node}").read_text() for node in range(2)]
+        print(*output)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
     ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
     return {"folder": folder, "output": output, "ranks": ranks}

@@ -38,3 +38,4 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/multi_node") -
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # or else PyTorch may abort the process at its very end
