@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.evaluation import Episode
 from lightning_rl.progress import EnvStepProgressBar
+from lightning_rl.random_state import gather_ranks
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
+from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
 _CKPT_PATH_HELP = {
@@ -147,11 +151,15 @@ class OnPolicyCLI(LightningCLI):
         given: list[Callback] = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         added: list[Callback] = []
+        if config.strategy is not None:
+            check_strategy(config.strategy)
         fitting = self.subcommand == "fit"
         if fitting and (limit := self._get(self.config_init, "max_env_steps")) is not None:
             added.append(EnvStepLimit(limit))
         if config.enable_progress_bar is not False and not _has(given, ProgressBar):
             added.append(EnvStepProgressBar())
+        if self.subcommand == "predict":
+            added.append(_EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
         if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
@@ -190,16 +198,10 @@ class OnPolicyCLI(LightningCLI):
                 _say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {checkpoint}")
             raise
 
-    def predict(self, **kwargs: Any) -> None:  # noqa: ANN401
-        """Play episodes, and print what became of them."""
-        for episodes in self.trainer.predict(**kwargs) or []:
-            for number, episode in enumerate(episodes):
-                ending = "terminated" if episode.terminated else "truncated"
-                _say(f"episode {number}: return {episode.episode_return:g}, {episode.length} steps, {ending}")
-
     def after_fit(self) -> None:
         """Say where everything is, and what to do next."""
-        done = f"Done: {self.model.env_steps} environment steps"
+        # Where the Trainer spawned processes, their clock stays with them.
+        done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
         lines = [done if score is None else f"{done}, validation return {score:.{1 if abs(score) >= 10 else 3}f}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
@@ -231,6 +233,34 @@ class _SaveConfig(SaveConfigCallback):
             self.config = self.config.clone()
             self.config["ckpt_path"] = None
             super().setup(trainer, pl_module, stage)
+
+
+class _EpisodeLines(Callback):
+    """Print what became of the episodes of `predict`, on all ranks.
+
+    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    """
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no episode."""
+        self.lines: list[str] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Episode],
+        *args: Any,  # noqa: ANN401
+    ) -> None:
+        """Take in the episodes of this rank."""
+        for episode in outputs:
+            ending = "terminated" if episode.terminated else "truncated"
+            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print those of all ranks, in their order."""
+        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
+            _say(f"episode {number}: {line}")
 
 
 def _checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:

@@ -24,7 +24,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TESTING, TRAINING, derive_seed
 from lightning_rl.evaluation import Episode, play
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy import Policy
+from lightning_rl.policy import Policy, copy_to_cpu
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import (
@@ -328,12 +328,10 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         module = self.trainer.lightning_module
         policy: Any = module.policy
-        return (
-            policy,
-            int(getattr(module, "policy_version", 0)),
-            next(policy.parameters()).dtype,
-            module.device,
-        )
+        device = module.device
+        if device.type == "xla":  # which runs whole graphs: one for each step of the environments would be slower
+            policy, device = copy_to_cpu(policy), torch.device("cpu")
+        return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, device
 
 
 def _which(indices: list[int] | None, rank: int, num_ranks: int) -> str:

@@ -21,8 +21,10 @@ class _Window(Metric):
     full_state_update = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Self:
-        """Follow moves between devices, but not casts."""
+        """Follow moves between devices, but not casts, nor to XLA, which would compile for each number of values."""
         device = fn(torch.empty(0, device=self.device)).device
+        if device.type == "xla":
+            return self
         return super()._apply(lambda state: state.to(device, exact_dtype(device)), exclude_state)  # type: ignore[return-value]
 
     def snapshot(self) -> dict[str, Any]:

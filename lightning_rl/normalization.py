@@ -148,10 +148,12 @@ class RewardNormalizer(_Statistics):
             valid: Which entries are real steps, shape `[T, B]`; all of them if left out.
             reduce: Sums a tensor over all ranks.
         """
-        before = self.discounted_return.to(self.moments.mean.device, self.moments.mean.dtype)
+        before = self.discounted_return
         if before.shape != rewards.shape[1:]:  # the first rollout, or another number of environments
-            before, kept = before.new_zeros(rewards.shape[1:]), before[: rewards.shape[1]]
+            # Moved like any other: to XLA zeros made there are another graph.
+            before, kept = torch.zeros(rewards.shape[1:], dtype=before.dtype), before[: rewards.shape[1]]
             before[: len(kept)] = kept
+        before = before.to(self.moments.mean.device, self.moments.mean.dtype)
         rewards = rewards.to(before.dtype)
         if valid is not None:
             rewards = rewards.where(valid, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -162,6 +163,15 @@ def check_modes_agree(policy: nn.Module) -> None:
         differs = isinstance(module, _BatchNorm | nn.RReLU) or (isinstance(module, _DropoutNd) and module.p > 0)
         expected = "no dropout or batch normalisation, which act otherwise than they learn; LayerNorm does not"
         check(not differs, f"policy: {name}", module, expected)
+
+
+def copy_to_cpu(policy: nn.Module) -> nn.Module:
+    """Return a copy of a policy whose parameters and buffers are on the CPU; the policy stays where it is."""
+    tensors = [*policy.parameters(), *policy.buffers()]
+    # Taken for copies that were made already.
+    copies: dict[int, Any] = {id(x): x.detach().to("cpu", copy=True) for x in tensors}
+    copies |= {id(x): nn.Parameter(copies[id(x)]) for x in policy.parameters()}
+    return copy.deepcopy(policy, copies)
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:

@@ -92,9 +92,13 @@ class Rollout:
         return self.terminated | self.truncated
 
     def to(self, device: torch.device | str) -> Rollout:
-        """Move every tensor to `device`, in place, and return the rollout."""
+        """Move every tensor to `device`, in place, and return the rollout.
+
+        `final_indices` and `final_observations` do not follow to XLA, which would compile for each number of them.
+        """
+        stays = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and name not in stays:
                 setattr(self, name, value.to(device, non_blocking=True))
         return self
 

@@ -14,6 +14,7 @@ from lightning_rl.validation import ConfigurationError
 
 CHECKPOINTS = "checkpoints"
 _SHARED = "LIGHTNING_RL_RUN_DIR"
+_SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
@@ -26,14 +27,16 @@ def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
 def new_run_dir(root: Path) -> Path:
     """Make the next free `version_<n>` folder, and return it.
 
-    The processes that the Trainer starts for further ranks on this machine share the folder of the first.
+    Only the first of several ranks makes one. The processes that the Trainer starts on its machine are told which;
+    those that were started by `torchrun`, SLURM or by hand only guess: Lightning has the first rank write logs and
+    configuration, and tells the others where checkpoints go.
 
     Raises:
         ConfigurationError: It cannot be made.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0" and _SHARED in os.environ:
-        return Path(os.environ[_SHARED])
     version = 1 + max(map(_version, root.glob("version_*")), default=-1)
+    if not _is_first_rank():
+        return Path(os.environ.get(_SHARED) or root / f"version_{version}")
     while True:
         run_dir = root / f"version_{version}"
         try:
@@ -47,6 +50,17 @@ def new_run_dir(root: Path) -> Path:
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process will be rank 0, before the ranks have met.
+
+    From what `torchrun` (`RANK`), the Trainer (`LOCAL_RANK`, `NODE_RANK`), SLURM or LSF have set; each only where those
+    before it have not, since SLURM's are also there in processes that something else has started.
+    """
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", *_SCHEDULERS) if name in os.environ), "0")
+    node = "0" if "RANK" in os.environ else os.environ.get("NODE_RANK", "0")
+    return int(rank) == 0 and int(node) == 0
 
 
 def _version(path: Path) -> int:

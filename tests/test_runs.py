@@ -12,7 +12,7 @@ from lightning_rl.validation import ConfigurationError
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
-    for name in ("LOCAL_RANK", "LIGHTNING_RL_RUN_DIR"):
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "LIGHTNING_RL_RUN_DIR"):
         monkeypatch.setenv(name, "")  # so that what a test sets is taken back
         monkeypatch.delenv(name)
 
@@ -58,6 +58,25 @@ def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monk
     assert new_run_dir(tmp_path) == first
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert new_run_dir(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    ("told", "makes_it"),
+    [
+        ({"RANK": "1", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, False),  # torchrun
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3"}, True),  # torchrun in a task of SLURM
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, False),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"NODE_RANK": "1"}, False),  # started by hand on each node
+        ({"NODE_RANK": "1", "LOCAL_RANK": "0"}, False),
+        ({"NODE_RANK": "0"}, True),
+    ],
+)
+def test_of_ranks_that_the_trainer_did_not_start_only_the_first_makes_a_folder(tmp_path, monkeypatch, told, makes_it):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert new_run_dir(tmp_path).parent == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 
 
 def test_last_is_the_newest_of_all_checkpoints_and_best_the_newest_best(tmp_path):

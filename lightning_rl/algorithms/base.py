@@ -33,6 +33,7 @@ from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
+from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
     ClassSpec,
     check,
@@ -280,7 +281,9 @@ class OnPolicyAlgorithm(Reports):
         spec: ClassSpec | None = self.hparams["optimizer"]
         if spec is None:
             fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
-            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": fused}}
+            # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
+            kind = {"fused": True} if fused else {"capturable": True}
+            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, **kind}}
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
@@ -301,12 +304,17 @@ class OnPolicyAlgorithm(Reports):
         Raises:
             ConfigurationError: A setting does not go with that.
         """
-        # float16 needs loss scaling, which hides gradient norms.
-        precisions = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
+        on_xla = trainer.strategy.root_device.type == "xla"
+        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)
         ends = not self.anneal_learning_rate or is_bounded(trainer)
         check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
+
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy that cannot work before it wraps the module."""
+        check_strategy(self.trainer.strategy)
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work."""
@@ -322,6 +330,8 @@ class OnPolicyAlgorithm(Reports):
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
             self._logged_env_steps = self.env_steps
         self._restored_ranks = []
+        for group in self.optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+            group |= {name: self.optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
         if self.anneal_learning_rate and self._restored_plan not in (None, self._planned_env_steps):
             rank_zero_info(

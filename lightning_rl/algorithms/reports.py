@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.evaluation import Episode
 from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
+from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Rollout
 
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
@@ -58,13 +59,21 @@ class Reports(Updates):
     def _log_evaluation(self, stage: str) -> None:
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()
-        self.log_dict(values, sync_dist=True)
+        self.log_dict(self._to_log(values), sync_dist=True)
         self.log("step", self._clock, reduce_fx="max", sync_dist=True)
 
     @property
     def _clock(self) -> Tensor:
         # Loggers take the value of "step" as their x-axis. float64: float32 loses steps above 2^24.
-        return torch.tensor(self.env_steps, dtype=torch.float64)
+        return torch.tensor(self.env_steps, dtype=exact_dtype(self._log_device), device=self._log_device)
+
+    @property
+    def _log_device(self) -> torch.device:
+        # Lightning sums up what it logs there: on XLA in the graph of the next update, compiled anew for each variant.
+        return torch.device("cpu") if self.device.type == "xla" else self.device
+
+    def _to_log(self, values: dict[str, float]) -> dict[str, Tensor]:
+        return {name: torch.tensor(value, device=self._log_device) for name, value in values.items()}
 
     def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
         """Take in one rollout; every `log_every_n_steps` of them, log what happened since, over all ranks."""

@@ -11,6 +11,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lightning_rl.algorithms.gating import step_where
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import exact_dtype
@@ -45,6 +46,15 @@ class Updates(LightningModule):
         self.policy_version = 0
         self._hooks_around_backward = True
         self.updating = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
+        return super().__getstate__() | {"generator": self.generator.get_state().numpy().tobytes()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = torch.Generator()
+        generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
+        super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]
 
     @property
     def optimizer(self) -> LightningOptimizer:
@@ -136,11 +146,14 @@ class Updates(LightningModule):
         return grad_norm
 
     def _step(self, optimizer: LightningOptimizer) -> None:
-        """Step if updates are open: decided on the device by fused optimisers, elsewhere by the host."""
+        """Step if updates are open: decided on the device by fused and capturable optimisers, elsewhere by the host."""
         is_open, raw = self.diagnostics.open, optimizer.optimizer
-        if is_open.device.type != "cpu" and raw.defaults.get("fused"):
+        on_host = is_open.device.type == "cpu"
+        if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             optimizer.step()
+        elif not on_host and raw.defaults.get("capturable") and raw.state:
+            step_where(is_open, raw, optimizer.step)
         elif is_open:
             optimizer.step()
 

@@ -1,0 +1,146 @@
+"""Strategies that fork or spawn processes; those that divide a network among devices are refused."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+
+from lightning_rl import LastCheckpoint
+from lightning_rl.cli import main
+from lightning_rl.strategies import check_strategy
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+
+SHARDED = ["fsdp", "fsdp_cpu_offload", "model_parallel", "deepspeed", "deepspeed_stage_3_offload"]
+SMALL = [
+    *("--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"),
+    *("--data.rollouts_per_epoch=2", "--data.eval_episodes=3", "--trainer.accelerator=cpu", "--trainer.devices=2"),
+]
+pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+
+
+class SaveEachRank(Callback):
+    """Leaves behind, in a folder, the parameters and the clock that each process ends with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        found = {"parameters": parameters_of(pl_module), "env_steps": pl_module.env_steps}
+        torch.save(found, self.folder / f"rank_{trainer.global_rank}.pt")
+
+
+def train(folder, strategy, max_epochs, ckpt_path=None):
+    """Train on two processes; return what the main process knows afterwards, and what each rank knew."""
+    folder.mkdir(exist_ok=True)
+    data = make_data()
+    model = make_model(data, normalize_observations=True, normalize_rewards=True)
+    callbacks = [SaveEachRank(folder), LastCheckpoint(folder)]
+    trainer = make_trainer(
+        devices=2, strategy=strategy, max_epochs=max_epochs, callbacks=callbacks, enable_checkpointing=True
+    )
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    return model, trainer, [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what a launcher sets is taken back
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_processes_end_with_equal_weights_which_the_main_process_gets(tmp_path, strategy):
+    model, trainer, ranks = train(tmp_path, strategy, max_epochs=1)
+    before = parameters_of(make_model(make_data(), normalize_observations=True))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(ranks[0]["parameters"][name], parameter)
+        assert torch.equal(ranks[1]["parameters"][name], parameter)
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert model.policy.observation_normalizer.moments.count == 128
+    assert trainer.callback_metrics["rollout/episode_return"] > 0
+    # The clock stays with the processes, as Lightning's own counters and the optimiser do; a checkpoint has them all.
+    assert [rank["env_steps"] for rank in ranks] == [128, 128]
+    assert (model.env_steps, trainer.global_step) == (0, 0)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == 128
+
+
+def test_spawned_processes_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(tmp_path):
+    unbroken = train(tmp_path / "unbroken", "ddp_fork", max_epochs=2)[0]
+    train(tmp_path / "first", "ddp_notebook", max_epochs=1)
+    resumed, _, ranks = train(tmp_path / "second", "ddp_spawn", max_epochs=2, ckpt_path=tmp_path / "first/last.ckpt")
+    assert [rank["env_steps"] for rank in ranks] == [256, 256]
+    assert_equal_parameters(resumed, parameters_of(unbroken))
+
+
+def test_a_copy_of_an_algorithm_orders_minibatches_as_the_original_would():
+    model = make_model(make_data())
+    model.generator.manual_seed(7)
+    torch.randperm(5, generator=model.generator)
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    order = torch.randperm(50, generator=model.generator)
+    for one in copies:
+        assert torch.equal(torch.randperm(50, generator=one.generator), order)
+        assert_equal_parameters(one, parameters_of(model))
+
+
+def test_predict_prints_the_episodes_of_all_processes(capfd, in_tmp_path):
+    main(["predict", *SMALL, "--trainer.strategy=ddp_notebook"])
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("episode ")]
+    assert [line.split(":")[0] for line in lines] == ["episode 0", "episode 1", "episode 2"]
+    assert all("return " in line and line.endswith(("terminated", "truncated")) for line in lines)
+
+
+def test_a_run_of_spawned_processes_has_one_folder_and_claims_no_number_of_steps(capfd, in_tmp_path):
+    main(["fit", *SMALL, "--trainer.strategy=ddp_spawn", "--max_env_steps=128"])
+    (folder,) = Path("runs/ppo/CartPole-v1").iterdir()
+    assert {path.name for path in folder.iterdir()} >= {"config.yaml", "checkpoints", "hparams.yaml"}
+    assert "\nDone, validation return " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_command_line_refuses_to_divide_a_network_and_writes_nothing(capsys, in_tmp_path, strategy):
+    with pytest.raises(SystemExit) as stopped:
+        main(["fit", *SMALL, f"--trainer.strategy={strategy}"])
+    assert stopped.value.code == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"lightning-rl: error: strategy='{strategy}' divides the parameters")
+    assert "expected 'ddp'" in message
+    assert not list(in_tmp_path.iterdir())
+
+
+def test_the_trainer_is_refused_before_an_environment_is_made():
+    data = make_data()
+    model = make_model(data)
+    try:
+        with pytest.raises(ConfigurationError, match=r"strategy='ModelParallelStrategy' divides .* expected 'ddp'"):
+            make_trainer(strategy=ModelParallelStrategy()).fit(model, data)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert data._environments is None
+
+
+def test_every_strategy_that_has_whole_networks_is_accepted():
+    accepted = [name for name in StrategyRegistry if not name.startswith(("fsdp", "deepspeed", "xla"))]
+    assert {"ddp", "ddp_spawn", "ddp_notebook", "single_device", "single_xla"} <= set(accepted)
+    for strategy in ["auto", *accepted, DDPStrategy(), SingleDeviceStrategy()]:
+        check_strategy(strategy)
+    with pytest.raises(ConfigurationError, match="strategy='FSDPStrategy'"):
+        check_strategy(FSDPStrategy())
+
+
+@pytest.mark.parametrize("strategy", ["xla", "xla_debug"])
+def test_several_xla_devices_are_refused(strategy):
+    with pytest.raises(ConfigurationError, match=f"strategy='{strategy}' .* devices=1 and strategy='single_xla'"):
+        check_strategy(strategy)
