@@ -320,7 +320,3 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             raise
         print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
         sys.exit(1)
-    finally:
-        # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()

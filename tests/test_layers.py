@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"__about__", "functional", "validation", "layers", "clock", "diagnostics", "random_state", "quiet"},
-    {"spaces", "networks", "distributions", "normalization", "rollout", "runs", "progress_text"},
+    {"__about__", "functional", "validation", "layers", "clock", "diagnostics", "random_state", "rank_errors", "quiet"},
+    {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
+    {"checkpoint_format", "checkpoints"},
+    {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},
     {"loaders"},
@@ -53,7 +55,7 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms.base" if name in ("base", "reports", "updates", "resuming") else "algorithms"
+        return "algorithms" if name in ("", "ppo") else "algorithms.base"
     return package
 
 

@@ -155,7 +155,6 @@ class OnPolicyAlgorithm(Reports):
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
-        self._skipped_updates = 0
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
@@ -305,7 +304,7 @@ class OnPolicyAlgorithm(Reports):
             ConfigurationError: A setting does not go with that.
         """
         # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
-        on_xla = trainer.strategy.root_device.type == "xla"
+        on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)

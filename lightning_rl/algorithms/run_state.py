@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_rl.__about__ import __version__
+from lightning_rl.algorithms.reports import Reports
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 
-if TYPE_CHECKING:
-    from lightning_rl.algorithms.base import OnPolicyAlgorithm
 
-
-def run_state(module: OnPolicyAlgorithm) -> dict[str, Any]:
+def run_state(module: Reports) -> dict[str, Any]:
     """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
 
     A collective call.
@@ -37,7 +35,7 @@ def run_state(module: OnPolicyAlgorithm) -> dict[str, Any]:
     }
 
 
-def restore_rank(module: OnPolicyAlgorithm, state: dict[str, Any]) -> None:
+def restore_rank(module: Reports, state: dict[str, Any]) -> None:
     """Take over what one rank had of its own."""
     module.generator.set_state(state["generator"].cpu())
     set_random_state(state["random"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_rl.algorithms.gating import step_where
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import explained_variance, normalize
-from lightning_rl.normalization import exact_dtype
+from lightning_rl.normalization import RewardNormalizer, exact_dtype
 from lightning_rl.rollout import Batch
 
 
@@ -44,6 +44,8 @@ class Updates(LightningModule):
         self.generator = torch.Generator()
         self.env_steps = 0
         self.policy_version = 0
+        self.reward_normalizer: RewardNormalizer | None = None
+        self._skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
 
