@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,11 @@ def upgrade(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
     while state["format"] < FORMAT:
         _MIGRATIONS[state["format"]](checkpoint)
         state["format"] += 1
+
+
+def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether nothing can be resumed from a checkpoint: `ModelCheckpoint(save_weights_only=True)` wrote it."""
+    return "optimizer_states" not in checkpoint
 
 
 def _from_1(checkpoint: dict[str, Any]) -> None:

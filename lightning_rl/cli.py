@@ -99,7 +99,7 @@ class OnPolicyCLI(LightningCLI):
         root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
         name = path = config.get("ckpt_path")
         if name in ("last", "best"):
-            path = find_checkpoint(root, name)
+            path = find_checkpoint(root, name, resumable=fitting)
             if path is None and not fitting:
                 raise ConfigurationError(f"ckpt_path={name!r}: expected a checkpoint under {root}, there is none")
             if path is None:

@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINTS = "checkpoints"
@@ -68,16 +68,25 @@ def _version(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def find_checkpoint(root: Path, name: str) -> Path | None:
+def find_checkpoint(root: Path, name: str, resumable: bool = False) -> Path | None:
     """Return the newest checkpoint of the runs under `root`, None if there is none.
 
     Args:
         root: Folder of the runs.
         name: `last` for the newest of all, `best` for the newest whose name begins so.
+        resumable: Pass over those that hold weights only.
     """
     found = root.glob(f"version_*/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
     # Of two that were written in the same moment, the one that is called so.
-    return max(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), default=None)
+    newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), reverse=True)
+    return next((path for path in newest_first if not (resumable and _holds_weights_only(path))), None)
+
+
+def _holds_weights_only(path: Path) -> bool:
+    try:
+        return is_weights_only(read_checkpoint(path))
+    except ConfigurationError:  # better named in an error than passed over
+        return False
 
 
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:

@@ -93,6 +93,17 @@ def test_last_is_the_newest_of_all_checkpoints_and_best_the_newest_best(tmp_path
     assert find_checkpoint(tmp_path, "last") == newer
 
 
+def test_what_holds_weights_only_is_passed_over_by_a_run_that_goes_on(tmp_path):
+    ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}}
+    whole = write(tmp_path / "version_0/checkpoints/last.ckpt", 100, optimizer_states=[], **ours)
+    weights = write(tmp_path / "version_0/checkpoints/weights.ckpt", 200, **ours)
+    assert find_checkpoint(tmp_path, "last") == weights
+    assert find_checkpoint(tmp_path, "last", resumable=True) == whole
+    damaged = tmp_path / "version_0/checkpoints/damaged.ckpt"
+    damaged.write_bytes(b"half a file")
+    assert find_checkpoint(tmp_path, "last", resumable=True) == damaged
+
+
 def test_of_checkpoints_of_the_same_moment_the_one_with_the_name_is_meant(tmp_path):
     last = write(tmp_path / "version_0/checkpoints/last.ckpt", 100)
     write(tmp_path / "version_0/checkpoints/step=30.ckpt", 100)

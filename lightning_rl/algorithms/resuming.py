@@ -13,7 +13,7 @@ import lightning
 from lightning.pytorch import LightningModule
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
@@ -54,7 +54,7 @@ def check_resumable(checkpoint: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: It holds weights only.
     """
-    if "optimizer_states" not in checkpoint:
+    if is_weights_only(checkpoint):
         raise ConfigurationError(
             "ckpt_path names a checkpoint of weights only (save_weights_only=True): expected one with the state of the "
             "optimiser to resume from; init_from begins a new run with its weights"
