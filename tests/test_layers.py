@@ -10,7 +10,18 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"__about__", "functional", "validation", "layers", "clock", "diagnostics", "random_state", "rank_errors", "quiet"},
+    {
+        "__about__",
+        "functional",
+        "validation",
+        "layers",
+        "nested",
+        "clock",
+        "diagnostics",
+        "random_state",
+        "rank_errors",
+        "quiet",
+    },
     {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
     {"checkpoint_format", "checkpoints"},
     {"interruption", "runs"},

@@ -1,0 +1,65 @@
+"""Nested observations and actions: arrays or tensors in dicts and tuples, as `Dict` and `Tuple` spaces have them.
+
+A leaf alone is the simplest nesting, so that code which maps over leaves needs no case for flat spaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from gymnasium import spaces
+
+Nested = Any
+"""A leaf, or a dict or tuple of `Nested`; Python's types cannot say that of any kind of leaf."""
+
+T = TypeVar("T")
+
+
+def map_leaves(function: Callable[..., T], first: Nested, *rest: Nested) -> Nested:
+    """Apply `function` to every leaf of `first`, and to those at the same place in `rest`."""
+    if isinstance(first, dict):
+        return {key: map_leaves(function, x, *(other[key] for other in rest)) for key, x in first.items()}
+    if isinstance(first, tuple):
+        return tuple(map_leaves(function, *parts) for parts in zip(first, *rest, strict=True))
+    return function(first, *rest)
+
+
+def leaves(x: Nested) -> Iterator[Any]:
+    """Yield every leaf, in the order of keys and entries."""
+    if isinstance(x, dict | tuple):
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from leaves(part)
+    else:
+        yield x
+
+
+def first_leaf(x: Nested) -> Any:  # noqa: ANN401
+    """Return one leaf: what is the same for all, such as the leading dimensions, can be read off it."""
+    return next(leaves(x))
+
+
+def map_stacked(function: Callable[[list[Any]], T], xs: Sequence[Nested]) -> Nested:
+    """Apply `function` to the lists of leaves at the same place in all of `xs`: `map_stacked(torch.stack, actions)`."""
+    return map_leaves(lambda *parts: function(list(parts)), *xs)
+
+
+def map_space(function: Callable[[spaces.Space[Any]], T], space: spaces.Space[Any]) -> Nested:
+    """Apply `function` to every space of leaves in a space, `Dict` giving a dict and `Tuple` a tuple."""
+    if isinstance(space, spaces.Dict):
+        return {key: map_space(function, part) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(map_space(function, part) for part in space)
+    return function(space)
+
+
+def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.Space[Any]]:
+    """Return the spaces of leaves by their path: `{"camera": …, "arm.0": …}`; a flat space has the path ''."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+        return {
+            name: leaf
+            for key, part in parts
+            for name, leaf in space_leaves(part, f"{path}.{key}" if path else str(key)).items()
+        }
+    return {path: space}

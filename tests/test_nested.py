@@ -1,0 +1,46 @@
+"""Functions over leaves treat a leaf, dicts and tuples alike."""
+
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, map_stacked, space_leaves
+
+X = {"b": (torch.tensor(1), {"c": torch.tensor(2)}), "a": torch.tensor(3)}
+
+
+def test_leaves_are_mapped_in_place_and_in_order():
+    assert map_leaves(lambda x: x.item() + 1, X) == {"b": (2, {"c": 3}), "a": 4}
+    assert map_leaves(lambda x, y: (x * y).item(), X, X) == {"b": (1, {"c": 4}), "a": 9}
+    assert [x.item() for x in leaves(X)] == [1, 2, 3]
+    assert first_leaf(X).item() == 1
+
+
+def test_a_leaf_alone_is_nested_too():
+    leaf = torch.ones(2)
+    assert torch.equal(map_leaves(lambda x, y: x + y, leaf, leaf), 2 * leaf)
+    assert list(leaves(leaf)) == [leaf] and first_leaf(leaf) is leaf
+
+
+def test_what_was_collected_one_after_another_is_stacked():
+    stacked = map_stacked(torch.stack, [X, X, X])
+    assert stacked["b"][1]["c"].tolist() == [2, 2, 2]
+    assert map_stacked(torch.stack, [torch.ones(2)] * 3).shape == (3, 2)
+
+
+def test_other_structures_do_not_fit():
+    with pytest.raises(ValueError, match="shorter"):
+        map_leaves(lambda x, y: x, (1, 2), (1,))
+    with pytest.raises(KeyError):
+        map_leaves(lambda x, y: x, {"a": 1}, {"b": 1})
+
+
+def test_spaces_have_the_structure_of_their_elements():
+    space = spaces.Dict(
+        {"arm": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (3,))]), "on": spaces.MultiBinary(4)}
+    )
+    assert map_space(lambda leaf: leaf.shape, space) == {"arm": ((), (3,)), "on": (4,)}
+    assert list(space_leaves(space)) == ["arm.0", "arm.1", "on"]
+    assert space_leaves(spaces.Discrete(3)) == {"": spaces.Discrete(3)}
+    sample = space.sample()
+    assert map_leaves(lambda x: x, sample).keys() == map_space(lambda leaf: leaf, space).keys()
