@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
@@ -25,10 +22,9 @@ from lightning_rl.callbacks import EnvStepLimit
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
+from lightning_rl.cli_parts import EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
 from lightning_rl.datamodule import RolloutDataModule
-from lightning_rl.evaluation import Episode
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.random_state import gather_ranks
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
@@ -103,16 +99,16 @@ class OnPolicyCLI(LightningCLI):
             if path is None and not fitting:
                 raise ConfigurationError(f"ckpt_path={name!r}: expected a checkpoint under {root}, there is none")
             if path is None:
-                _say(f"WARNING: ckpt_path={name!r}: there is no checkpoint under {root}: starting a NEW run.")
+                say(f"WARNING: ckpt_path={name!r}: there is no checkpoint under {root}: starting a NEW run.")
         if path is None and not fitting:
-            _say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
+            say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
             self.checkpoint = read_checkpoint(path)
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""
-            _say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
+            say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
         self._root = root
 
     def before_instantiate_classes(self) -> None:
@@ -156,14 +152,14 @@ class OnPolicyCLI(LightningCLI):
         fitting = self.subcommand == "fit"
         if fitting and (limit := self._get(self.config_init, "max_env_steps")) is not None:
             added.append(EnvStepLimit(limit))
-        if config.enable_progress_bar is not False and not _has(given, ProgressBar):
+        if config.enable_progress_bar is not False and not has(given, ProgressBar):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
-            added.append(_EpisodeLines())  # after the bar, which has been closed by then
+            added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
         if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
-            added += _checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)
+            added += default_checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)
         if config.logger in (None, True):
             kwargs["logger"] = self._logger(self.run_dir) if fitting and self.run_dir is not None else False
         if self.run_dir is not None:
@@ -195,7 +191,7 @@ class OnPolicyCLI(LightningCLI):
         except SystemExit:  # what Lightning makes of an interrupt
             checkpoint = self._checkpoint_path(last=True)
             if checkpoint is not None:
-                _say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {checkpoint}")
+                say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {checkpoint}")
             raise
 
     def after_fit(self) -> None:
@@ -205,87 +201,23 @@ class OnPolicyCLI(LightningCLI):
         score = self.trainer.callback_metrics.get("val/episode_return")
         lines = [done if score is None else f"{done}, validation return {score:.{1 if abs(score) >= 10 else 3}f}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
-            lines.append(f"  log:         {_relative(self.trainer.log_dir)}")
+            lines.append(f"  log:         {relative(self.trainer.log_dir)}")
         best = self._checkpoint_path(last=False)
         if best is not None:
             lines.append(f"  checkpoint:  {best}")
             lines.append(f"  next:        lightning-rl test --config {self._config_path()} --ckpt_path {best}")
         if isinstance(self.trainer.logger, TensorBoardLogger):
-            lines.append(f"  curves:      tensorboard --logdir {_relative(self.trainer.logger.log_dir)}")
-        _say("\n".join(lines))
+            lines.append(f"  curves:      tensorboard --logdir {relative(self.trainer.logger.log_dir)}")
+        say("\n".join(lines))
 
     def _config_path(self) -> str:
-        return _relative(Path(self.trainer.log_dir or "") / "config.yaml")
+        return relative(Path(self.trainer.log_dir or "") / "config.yaml")
 
     def _checkpoint_path(self, last: bool) -> str | None:
         """Return the best checkpoint, or the last one, as far as there is such a one."""
         saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
         saved.sort(key=lambda callback: isinstance(callback, LastCheckpoint) != last)
-        return _relative(saved[0].best_model_path) if saved else None
-
-
-class _SaveConfig(SaveConfigCallback):
-    """Save the configuration of a training run such that using it again starts a run of its own."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it, but not when a run is evaluated."""
-        if stage == "fit":
-            self.config = self.config.clone()
-            self.config["ckpt_path"] = None
-            super().setup(trainer, pl_module, stage)
-
-
-class _EpisodeLines(Callback):
-    """Print what became of the episodes of `predict`, on all ranks.
-
-    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
-    """
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with no episode."""
-        self.lines: list[str] = []
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: list[Episode],
-        *args: Any,  # noqa: ANN401
-    ) -> None:
-        """Take in the episodes of this rank."""
-        for episode in outputs:
-            ending = "terminated" if episode.terminated else "truncated"
-            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print those of all ranks, in their order."""
-        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
-            _say(f"episode {number}: {line}")
-
-
-def _checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return what saves the newest checkpoint and, unless the configuration has its own, the best one."""
-    added: list[Callback] = []
-    if validates and not _has(given, ModelCheckpoint):
-        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
-    if not _has(given, LastCheckpoint):
-        added.append(LastCheckpoint(folder))
-    return added
-
-
-def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
-
-
-def _relative(path: str | Path) -> str:
-    """Return a path as it can be typed in a shell, from the current folder where it lies in it."""
-    path = Path(path).absolute()
-    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
-
-
-@rank_zero_only
-def _say(message: str) -> None:
-    print(message, flush=True)
+        return relative(saved[0].best_model_path) if saved else None
 
 
 def main(args: list[str] | None = None) -> OnPolicyCLI:
@@ -307,7 +239,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             subclass_mode_model=True,
             parser_class=OneErrorParser,
             parser_kwargs=parser_options,
-            save_config_callback=_SaveConfig,
+            save_config_callback=SaveConfig,
             save_config_kwargs={"overwrite": True},
             # A validation before training says nothing here; an epoch of rollouts is short.
             trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},

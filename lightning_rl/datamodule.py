@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.collector import Collector
 from lightning_rl.environments import (
@@ -22,10 +22,12 @@ from lightning_rl.environments import (
     spaces_of,
 )
 from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TESTING, TRAINING, derive_seed
-from lightning_rl.evaluation import Episode, play
+from lightning_rl.evaluation import Episode
+from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy import Policy, copy_to_cpu
 from lightning_rl.random_state import gather_ranks
+from lightning_rl.restoring import restore, say_changes
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import (
     ClassSpec,
@@ -120,10 +122,9 @@ class RolloutDataModule(LightningDataModule):
         self.seed = seed
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
         self._environments: EnvironmentBatch | None = None
-        self._eval_environments: EnvironmentBatch | None = None
+        self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
         self._collector: Collector | None = None
         self._starts = 0
-        self._eval_role = EVALUATION
         self._seed_given = seed is not None
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
@@ -172,10 +173,10 @@ class RolloutDataModule(LightningDataModule):
         self._close()
 
     def _close(self) -> None:
-        for environments in (self._environments, self._eval_environments):
-            if environments is not None:
-                environments.close()
-        self._environments = self._eval_environments = self._collector = None
+        self._evaluator.close()
+        if self._environments is not None:
+            self._environments.close()
+        self._environments = self._collector = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
@@ -209,11 +210,7 @@ class RolloutDataModule(LightningDataModule):
             self.seed = state_dict["seed"]
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
             self._starts, self._restored = state_dict["starts"], state_dict["ranks"]
-            before = state_dict.get("settings", {})  # format 1 has none
-            for name, value in self._settings.items():
-                if value != before.get(name, value):
-                    effect = "; environments that there were before go on from where they were" * (name == "num_envs")
-                    rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r}){effect}")
+            say_changes(state_dict.get("settings", {}), self._settings)  # format 1 has none
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -259,26 +256,9 @@ class RolloutDataModule(LightningDataModule):
         spaces_ = self.observation_space, self.action_space
         collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
         if self._restored:
-            self._restore(collector)
+            states, self._restored = self._restored, []
+            restore(collector, states, self._rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")
         return collector
-
-    def _restore(self, collector: Collector) -> None:
-        """Take the environments back to where a checkpoint left them; say once for all ranks what could not be."""
-        assert self.trainer is not None
-        restored, self._restored = self._restored, []
-        fresh: list[int] | None = []
-        if self._rank < len(restored):
-            state = restored[self._rank]
-            fresh = None if state is None else collector.load_state_dict(state)
-            # Those that were not there before are not missed.
-            fresh = fresh and [index for index in fresh if index < len(state["returns"])]
-        ranks = gather_ranks(fresh)
-        lost = [_which(indices, rank, len(ranks)) for rank, indices in enumerate(ranks) if indices is None or indices]
-        if lost:
-            rank_zero_warn(
-                f"{', '.join(lost)} of {self.spec.env_id} (backend {self.spec.backend!r}) could not be taken back to "
-                "where they were: they begin new episodes, so this run is not bit for bit what it would have been"
-            )
 
     def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
@@ -288,32 +268,21 @@ class RolloutDataModule(LightningDataModule):
             record: Keep observations, actions and rewards.
         """
         assert self.trainer is not None
-        mine = len(range(self._rank, self.eval_episodes, self.trainer.world_size))
-        num_envs = min(mine, self.num_eval_envs or 8)
-        if not num_envs:
-            return []
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
-        if self._eval_environments is not None and (self.eval_spec.backend == "envpool" or self._eval_role != role):
-            self._eval_environments.close()  # EnvPool cannot be seeded again
-            self._eval_environments = None
-        if self._eval_environments is None:
-            self._eval_role = role
-            seeds = [derive_seed(seed, role, self._rank, index) for index in range(num_envs)]
-            self._eval_environments = make_environments(self.eval_spec, num_envs, seeds)
         with self.trainer.precision_plugin.forward_context():
-            episodes = play(
-                self._eval_environments,
+            episodes = self._evaluator.play(
                 policy,
-                self.observation_space,
-                self.action_space,
-                [len(range(index, mine, num_envs)) for index in range(num_envs)],
-                torch.Generator(device).manual_seed(derive_seed(seed, role, self._rank)),
-                dtype=dtype,
+                self._probe(),
+                len(range(self._rank, self.eval_episodes, self.trainer.world_size)),
+                (seed, role, self._rank),
+                device,
+                dtype,
                 deterministic=self.eval_deterministic,
                 record=record,
             )
-        self._take_failures(self._eval_environments)
+        if self._evaluator.environments is not None:
+            self._take_failures(self._evaluator.environments)
         return episodes
 
     @property
@@ -332,9 +301,3 @@ class RolloutDataModule(LightningDataModule):
         if device.type == "xla":  # which runs whole graphs: one for each step of the environments would be slower
             policy, device = copy_to_cpu(policy), torch.device("cpu")
         return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, device
-
-
-def _which(indices: list[int] | None, rank: int, num_ranks: int) -> str:
-    """Name environments of a rank; None stands for all."""
-    which = "the environments" if indices is None else f"environments {', '.join(map(str, indices))}"
-    return which if num_ranks == 1 else f"{which} on rank {rank}"

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback
 
-from lightning_rl import PPO
+from lightning_rl import PPO, datamodule, evaluator
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
 from lightning_rl.loaders import OnDemandLoader
@@ -142,15 +142,14 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
 
 def test_evaluation_has_other_seeds_than_training(monkeypatch):
     made = []
-    import lightning_rl.datamodule as module
-
-    make = module.make_environments
+    make = datamodule.make_environments
 
     def spy(spec, num_envs, seeds):
         made.append((spec.evaluation, tuple(seeds)))
         return make(spec, num_envs, seeds)
 
-    monkeypatch.setattr(module, "make_environments", spy)
+    for module in (datamodule, evaluator):
+        monkeypatch.setattr(module, "make_environments", spy)
     for rank in range(2):
         data = attach(make_data(seed=5, num_envs=3), rank, 2)
         data.collect()
@@ -245,7 +244,7 @@ def test_environments_are_closed_after_training_and_after_a_failure():
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
         assert not [command for command in commands if "resource_tracker" not in command]
-        assert data._environments is data._eval_environments is data._collector is None
+        assert data._environments is data._evaluator.environments is data._collector is None
 
 
 def test_spaces_are_those_that_the_policy_sees():

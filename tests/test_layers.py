@@ -27,10 +27,10 @@ LAYERS = [
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},
-    {"loaders"},
+    {"loaders", "evaluator", "restoring"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress"},
-    {"cli_errors"},
+    {"cli_errors", "cli_parts"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.algorithms.failures import save_failed_update
-from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
+from lightning_rl.algorithms.failures import skip_or_raise
+from lightning_rl.algorithms.optimizers import default_optimizer, optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, run_state
@@ -223,9 +223,9 @@ class OnPolicyAlgorithm(Reports):
             yield
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
-            self._skip_or_raise(rollout, not_finite, generator_state)
+            skip_or_raise(self, rollout, not_finite, generator_state)
         else:
-            self._skipped_updates = 0
+            self.skipped_updates = 0
             self._update_normalizers(rollout)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
@@ -235,24 +235,6 @@ class OnPolicyAlgorithm(Reports):
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
         self.updating = False
-
-    def _skip_or_raise(self, rollout: Rollout, terms: dict[str, float], generator_state: Tensor) -> None:
-        """Go on without the rest of the updates from a rollout, if that is allowed once more in a row."""
-        name, value = next(iter(terms.items()))
-        what = f"{name} is {value} in the update from rollout {self.policy_version} (environment step {self.env_steps})"
-        if self._skipped_updates < self.max_skipped_updates:
-            self._skipped_updates += 1
-            rank_zero_warn(
-                f"{what}: this and the later updates from it were left out, {self._skipped_updates} of at most "
-                f"max_skipped_updates={self.max_skipped_updates} times in a row"
-            )
-            return
-        path = save_failed_update(self, rollout, terms, generator_state)
-        saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
-        raise FloatingPointError(
-            f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
-            f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
-        )
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
@@ -277,12 +259,7 @@ class OnPolicyAlgorithm(Reports):
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Make the optimiser and, if there is one, the scheduler."""
-        spec: ClassSpec | None = self.hparams["optimizer"]
-        if spec is None:
-            fused = self.device.type in ("cpu", "cuda", "mps", "xpu")
-            # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
-            kind = {"fused": True} if fused else {"capturable": True}
-            spec = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, **kind}}
+        spec: ClassSpec = self.hparams["optimizer"] or default_optimizer(self.device)
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer
@@ -360,5 +337,5 @@ class OnPolicyAlgorithm(Reports):
             for sentence in changes(checkpoint, self):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
-            self._skipped_updates = state["skipped_updates"]
+            self.skipped_updates = state["skipped_updates"]
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -120,10 +121,8 @@ class _Reached(Exception):
     """The update to look at has been made."""
 
 
-def save_failed_update(
-    module: Updates, rollout: Rollout, terms: Mapping[str, float], generator_state: Tensor
-) -> Path | None:
-    """Save an update that was not finite, for `FailedUpdate`, where the run keeps its files.
+def skip_or_raise(module: Updates, rollout: Rollout, terms: Mapping[str, float], generator_state: Tensor) -> None:
+    """Go on without the rest of the updates from a rollout, if that is allowed once more in a row.
 
     Args:
         module: The algorithm, with the parameters that the update began with.
@@ -131,9 +130,30 @@ def save_failed_update(
         terms: What was not finite.
         generator_state: Of the generator that orders the minibatches, before the first of them.
 
-    Returns:
-        The file; None if it could not be written.
+    Raises:
+        FloatingPointError: It is not; names the term, and the file in which the update was saved.
     """
+    name, value = next(iter(terms.items()))
+    what = f"{name} is {value} in the update from rollout {module.policy_version} (environment step {module.env_steps})"
+    if module.skipped_updates < module.max_skipped_updates:
+        module.skipped_updates += 1
+        rank_zero_warn(
+            f"{what}: this and the later updates from it were left out, {module.skipped_updates} of at most "
+            f"max_skipped_updates={module.max_skipped_updates} times in a row"
+        )
+        return
+    path = save_failed_update(module, rollout, terms, generator_state)
+    saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
+    raise FloatingPointError(
+        f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
+        f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
+    )
+
+
+def save_failed_update(
+    module: Updates, rollout: Rollout, terms: Mapping[str, float], generator_state: Tensor
+) -> Path | None:
+    """Save an update where the run keeps its files, and return the path; None if nothing can be written."""
     trainer = module.trainer
     saved = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")

@@ -30,7 +30,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "planned_env_steps": module._planned_env_steps,
         "env_steps": module.env_steps,
         "policy_version": module.policy_version,
-        "skipped_updates": module._skipped_updates,
+        "skipped_updates": module.skipped_updates,
         "ranks": gather_ranks(of_this_rank),
     }
 

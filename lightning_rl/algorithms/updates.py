@@ -32,6 +32,8 @@ class Updates(LightningModule):
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
         policy_version: Number of rollouts that were learned from.
+        max_skipped_updates: How many rollouts in a row may give an update that is not finite.
+        skipped_updates: How many of the last ones in a row did.
         updating: Whether one is being learned from, or an exception has left that undone.
     """
 
@@ -40,12 +42,13 @@ class Updates(LightningModule):
         self.automatic_optimization = False
         self.max_grad_norm: float | None = None
         self.check_numerics = False
+        self.max_skipped_updates = 0
         self.diagnostics = Diagnostics(torch.device("cpu"))
         self.generator = torch.Generator()
         self.env_steps = 0
         self.policy_version = 0
         self.reward_normalizer: RewardNormalizer | None = None
-        self._skipped_updates = 0
+        self.skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
 

@@ -1,0 +1,83 @@
+"""What the command line gives every Trainer, and how it talks."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
+
+from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.evaluation import Episode
+from lightning_rl.random_state import gather_ranks
+
+
+class SaveConfig(SaveConfigCallback):
+    """Save the configuration of a training run such that using it again starts a run of its own."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it, but not when a run is evaluated."""
+        if stage == "fit":
+            self.config = self.config.clone()
+            self.config["ckpt_path"] = None
+            super().setup(trainer, pl_module, stage)
+
+
+class EpisodeLines(Callback):
+    """Print what became of the episodes of `predict`, on all ranks.
+
+    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    """
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no episode."""
+        self.lines: list[str] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Episode],
+        *args: Any,  # noqa: ANN401
+    ) -> None:
+        """Take in the episodes of this rank."""
+        for episode in outputs:
+            ending = "terminated" if episode.terminated else "truncated"
+            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print those of all ranks, in their order."""
+        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
+            say(f"episode {number}: {line}")
+
+
+def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
+    """Return what saves the newest checkpoint and, unless the configuration has its own, the best one."""
+    added: list[Callback] = []
+    if validates and not has(given, ModelCheckpoint):
+        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
+    if not has(given, LastCheckpoint):
+        added.append(LastCheckpoint(folder))
+    return added
+
+
+def has(callbacks: list[Callback], kind: type[Callback]) -> bool:
+    """Whether one of the callbacks is of a kind."""
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def relative(path: str | Path) -> str:
+    """Return a path as it can be typed in a shell, from the current folder where it lies in it."""
+    path = Path(path).absolute()
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+
+
+@rank_zero_only
+def say(message: str) -> None:
+    """Print a line, on the first rank only."""
+    print(message, flush=True)

@@ -1,0 +1,80 @@
+"""Environments of their own to play evaluation episodes in: the same episodes each time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.evaluation import Episode, play
+from lightning_rl.policy import Policy
+
+_MOST_ENVIRONMENTS = 8
+
+
+class Evaluator:
+    """Makes environments when episodes are first asked for, and keeps them for the next time.
+
+    Args:
+        spec: Of one environment.
+        num_envs: How many; None takes as many as there are episodes to play, 8 at the most.
+    """
+
+    def __init__(self, spec: EnvironmentSpec, num_envs: int | None) -> None:
+        self.spec = spec
+        self.num_envs = num_envs
+        self.environments: EnvironmentBatch | None = None
+        self._path: tuple[int, ...] = ()
+
+    def play(
+        self,
+        policy: Policy,
+        space_pair: tuple[spaces.Space[Any], spaces.Space[Any]],
+        num_episodes: int,
+        path: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        deterministic: bool,
+        record: bool,
+    ) -> list[Episode]:
+        """Play episodes.
+
+        Args:
+            policy: Chooses the actions.
+            space_pair: Observation and action space of one environment.
+            num_episodes: How many.
+            path: Of the node of the tree of seeds that all of them come from.
+            device: Of the policy.
+            dtype: Of its parameters.
+            deterministic: Take the mode of the action distribution rather than a sample.
+            record: Keep observations, actions and rewards.
+        """
+        num_envs = min(num_episodes, self.num_envs or _MOST_ENVIRONMENTS)
+        if not num_envs:
+            return []
+        if self.environments is not None and (self.spec.backend == "envpool" or self._path != path):
+            self.close()  # EnvPool cannot be seeded again
+        if self.environments is None:
+            self._path = path
+            seeds = [derive_seed(*path, index) for index in range(num_envs)]
+            self.environments = make_environments(self.spec, num_envs, seeds)
+        return play(
+            self.environments,
+            policy,
+            *space_pair,
+            [len(range(index, num_episodes, num_envs)) for index in range(num_envs)],
+            torch.Generator(device).manual_seed(derive_seed(*path)),
+            dtype=dtype,
+            deterministic=deterministic,
+            record=record,
+        )
+
+    def close(self) -> None:
+        """Close the environments, if there are any."""
+        if self.environments is not None:
+            self.environments.close()
+        self.environments = None
