@@ -129,7 +129,7 @@ class PPO(OnPolicyAlgorithm):
         )
         self.diagnostics.observe_first("first_ratio_error", lambda: self._ratio_error(log_ratios))
         if self.target_kl is not None:
-            mean_kl = self.all_reduce(approx_kl.clone()) / self.trainer.world_size
+            mean_kl = self.all_reduce(approx_kl) / self.trainer.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)
 
     def _ratio_error(self, log_ratios: Tensor) -> Tensor:

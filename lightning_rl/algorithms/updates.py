@@ -140,7 +140,11 @@ class Updates(LightningModule):
         """Return the sum of `x` over all ranks, or the largest."""
         if self.trainer.world_size == 1:
             return x
-        return cast(Tensor, self.trainer.strategy.reduce(x, reduce_op=operation))
+        # Not `Trainer.strategy.reduce`: it has the ranks wait for each other first, and writes over `x`. Every strategy
+        # that trains several ranks here has this process group.
+        result = x.detach().clone()
+        torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
+        return result
 
     def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
         """Clip, and return the norm before clipping."""
