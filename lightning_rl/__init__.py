@@ -2,7 +2,7 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import PPO, OnPolicyAlgorithm
+from lightning_rl.algorithms import A2C, PPO, OnPolicyAlgorithm
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
 from lightning_rl.checkpoints import LastCheckpoint
@@ -13,6 +13,7 @@ from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
+    "A2C",
     "PPO",
     "ActorCritic",
     "AtariPreprocessing",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import PPO, OnPolicyAlgorithm
+from lightning_rl import A2C, PPO, OnPolicyAlgorithm
 from lightning_rl.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -153,10 +153,12 @@ def test_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
-def test_every_option_of_ppo_is_in_its_page():
-    text = (ROOT / "docs/algorithms/ppo.md").read_text()
+@pytest.mark.parametrize(("algorithm", "more"), [(PPO, OnPolicyAlgorithm), (A2C, A2C)])
+def test_every_option_of_an_algorithm_is_in_its_page(algorithm, more):
+    """That of PPO has those that all of them share."""
+    text = (ROOT / f"docs/algorithms/{algorithm.__name__.lower()}.md").read_text()
     described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
-    options = {*inspect.signature(PPO).parameters, *inspect.signature(OnPolicyAlgorithm).parameters}
+    options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters}
     assert described == options - {"observation_space", "action_space", "kwargs"}
 
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl import PPO, RolloutDataModule
+from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
+    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }
@@ -56,7 +57,7 @@ def fit(
     data: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     **trainer: Any,
-) -> PPO:
+) -> OnPolicyAlgorithm:
     """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch.
 
     `data`, `model` and `trainer` are options in place of those of the setting.
@@ -73,14 +74,14 @@ def _fit(
     data_options: dict[str, Any],
     model_options: dict[str, Any],
     trainer: dict[str, Any],
-) -> PPO:
+) -> OnPolicyAlgorithm:
     seed_everything(3, verbose=False)
     data = RolloutDataModule(
         **{"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "eval_episodes": 1} | data_options
     )
-    model = PPO(
-        data.observation_space, data.action_space, **{"num_minibatches": 4, "hidden_sizes": (8,)} | model_options
-    )
+    options = {"algorithm": PPO, "hidden_sizes": (8,)} | model_options
+    algorithm: type[OnPolicyAlgorithm] = options.pop("algorithm")
+    model = algorithm(data.observation_space, data.action_space, **options)
     # max_epochs is the same in all parts of a run: it is the horizon of the annealing.
     trainer = {
         "max_epochs": 4,

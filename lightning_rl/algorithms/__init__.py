@@ -1,6 +1,7 @@
-"""One file per algorithm."""
+"""One file per algorithm, and what they share."""
 
+from lightning_rl.algorithms.a2c import A2C
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.ppo import PPO
 
-__all__ = ["PPO", "OnPolicyAlgorithm"]
+__all__ = ["A2C", "PPO", "OnPolicyAlgorithm"]

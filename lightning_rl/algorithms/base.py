@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
-from lightning_rl.algorithms.optimizers import default_optimizer, optimizer_spec, scheduler_spec
+from lightning_rl.algorithms.optimizers import adam, optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, run_state
@@ -257,9 +257,13 @@ class OnPolicyAlgorithm(Reports):
 
     # ------------------------------------------------------------------ Lightning's hooks
 
+    def default_optimizer(self) -> ClassSpec:
+        """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
+        return adam(self.device)
+
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Make the optimiser and, if there is one, the scheduler."""
-        spec: ClassSpec = self.hparams["optimizer"] or default_optimizer(self.device)
+        spec: ClassSpec = self.hparams["optimizer"] or self.default_optimizer()
         optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizer

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_rl.validation import ClassSpec, check, check_arguments, import_class, to_class_spec
 
 
-def default_optimizer(device: torch.device) -> ClassSpec:
+def adam(device: torch.device) -> ClassSpec:
     """Return Adam with the epsilon that is usual here, in one kernel where the device has such."""
     fused = device.type in ("cpu", "cuda", "mps", "xpu")
     # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.

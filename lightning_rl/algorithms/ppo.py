@@ -127,12 +127,7 @@ class PPO(OnPolicyAlgorithm):
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
             clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
         )
-        self.diagnostics.observe_first("first_ratio_error", lambda: self._ratio_error(log_ratios))
+        self.observe_first_ratios(log_ratios)
         if self.target_kl is not None:
             mean_kl = self.all_reduce(approx_kl) / self.trainer.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)
-
-    def _ratio_error(self, log_ratios: Tensor) -> Tensor:
-        """Return the largest distance of a ratio from 1 on any rank; one may have no row in a minibatch."""
-        errors = log_ratios.expm1().abs()
-        return self.all_reduce(errors.max() if len(errors) else errors.sum(), "max")

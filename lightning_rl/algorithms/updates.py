@@ -102,6 +102,20 @@ class Updates(LightningModule):
         unexplained, total = self.all_reduce((pair - means.unsqueeze(1)).square().sum(1))
         return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
+    @torch.no_grad()
+    def observe_first_ratios(self, log_ratios: Tensor) -> None:
+        """Observe, in the first minibatch of a rollout, how far importance ratios `[N]` are from 1 on any rank.
+
+        There the policy that learns is the one that acted: `first_ratio_error` is 0 but for rounding.
+        """
+
+        def largest() -> Tensor:
+            errors = log_ratios.expm1().abs()
+            # One rank may have no row in a minibatch.
+            return self.all_reduce(errors.max() if len(errors) else errors.sum(), "max")
+
+        self.diagnostics.observe_first("first_ratio_error", largest)
+
     def optimize(self, loss: Tensor) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
         optimizer = self.optimizer
