@@ -28,7 +28,7 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> flo
         gamma=0.98,
         gae_lambda=0.8,
     )
-    best = ModelCheckpoint(root, filename="best-{step}", monitor="val/episode_return", mode="max")
+    best = ModelCheckpoint(f"{root}/checkpoints", filename="best-{step}", monitor="val/episode_return", mode="max")
     trainer = Trainer(
         max_epochs=-1,  # the environment steps decide
         callbacks=[EnvStepLimit(max_env_steps), EnvStepProgressBar(), best],

@@ -1,5 +1,8 @@
 """`python -m lightning_rl` is `lightning-rl`."""
 
+import os
+import sys
+
 import torch
 
 from lightning_rl.cli import main
@@ -7,6 +10,9 @@ from lightning_rl.cli import main
 
 def run() -> None:
     """Run the command line of this process; what is returned here would be its exit status."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        # As `python -m` has it: modules beside the configurations can be named in them.
+        sys.path.insert(0, os.getcwd())
     try:
         main()
     finally:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
+from lightning_rl.clock import validates_now
 from lightning_rl.validation import check, check_positive_int
 
 
@@ -142,6 +143,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         )
         self.every_n_env_steps = every_n_env_steps
         self._last = 0
+        self._due = False
 
     @property
     def state_key(self) -> str:
@@ -154,16 +156,25 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Save where an interval is complete."""
+        """Save where an interval is complete, or after a validation that is due first.
+
+        A run that is resumed from in between would not make up for it.
+        """
         now = _env_steps(pl_module) // self.every_n_env_steps
-        due, self._last = now > self._last, now
-        if due and not self._should_skip_saving_checkpoint(trainer):
+        self._due, self._last = self._due or now > self._last, now
+        if not validates_now(trainer):
+            self._save_if_due(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save only what was due with the rollout before."""
+        self._save_if_due(trainer)
+
+    def _save_if_due(self, trainer: Trainer) -> None:
+        if self._due and not self._should_skip_saving_checkpoint(trainer):
             candidates = self._monitor_candidates(trainer)
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do not save: only environment steps count."""
+            self._due = False
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
         # The logged "step" may be some rollouts old.

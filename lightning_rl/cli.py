@@ -22,7 +22,7 @@ from lightning_rl.callbacks import EnvStepLimit
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
-from lightning_rl.cli_parts import EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
+from lightning_rl.cli_parts import CONFIG, EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -211,7 +211,7 @@ class OnPolicyCLI(LightningCLI):
         say("\n".join(lines))
 
     def _config_path(self) -> str:
-        return relative(Path(self.trainer.log_dir or "") / "config.yaml")
+        return relative(Path(self.trainer.default_root_dir) / CONFIG)
 
     def _checkpoint_path(self, last: bool) -> str | None:
         """Return the best checkpoint, or the last one, as far as there is such a one."""
@@ -240,7 +240,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             parser_class=OneErrorParser,
             parser_kwargs=parser_options,
             save_config_callback=SaveConfig,
-            save_config_kwargs={"overwrite": True},
+            save_config_kwargs={"save_to_log_dir": False},
             # A validation before training says nothing here; an epoch of rollouts is short.
             trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
             seed_everything_default=0,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import loggers
 from lightning.pytorch.cli import LightningArgumentParser
 
+from lightning_rl import algorithms, callbacks, checkpoints, progress
 from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.rank_errors import RankFailure
@@ -28,6 +34,8 @@ _UNION = "Does not validate against any of the Union subtypes"
 _NOISE = re.compile(
     rf"(- )?({_UNION}|Subtypes: |Errors:|Expected a <class 'NoneType'>|Given value type: |Given value: \w+\()"
 )
+# The options of such a class are not among those of `--help`.
+_OF_CLASS = re.compile(r"(model|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
 
 
 class OneErrorParser(LightningArgumentParser):
@@ -40,7 +48,9 @@ class OneErrorParser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         text = (error_message(ex) if ex is not None else None) or _brief(message)
         sys.stderr.write(f"lightning-rl: error: {text}\n")
-        sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} --help\n")
+        of_class = _OF_CLASS.match(text)
+        which = f"--{of_class[1]}.help {of_class[2]}" if of_class else "--help"
+        sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} {which}\n")
         sys.exit(2)
 
 
@@ -60,12 +70,25 @@ def error_message(error: BaseException) -> str | None:
 def _place(cause: BaseException | None) -> str:
     """Say which line of an environment raised: the traceback is not shown."""
     frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+        return ""  # what found out that a worker is gone
+    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
 
 
 def _brief(message: str) -> str:
     """Take what matters out of a message of the parser: `model: Option 'x' is not accepted`."""
+    if unknown := re.search(r'Parser key "([^"]+)".*Expected a dot import path string: (\w+)\b', message, re.DOTALL):
+        return _no_class(*unknown.groups())
     lines = [line.strip() for line in message.splitlines()]
     text = "; ".join(line.removeprefix("- ") for line in lines if line and not _NOISE.match(line))
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
     return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
+
+
+def _no_class(field: str, name: str) -> str:
+    """Say that no class is called so, and which are called nearly so."""
+    modules = (algorithms, callbacks, checkpoints, progress, lightning_callbacks, loggers)
+    known = {found for module in modules for found, cls in vars(module).items() if inspect.isclass(cls)}
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    return f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{hint}"

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
@@ -16,16 +17,27 @@ from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.evaluation import Episode
 from lightning_rl.random_state import gather_ranks
 
+CONFIG = "config.yaml"
+# A null that was given in place of another default must be in the file.
+_RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
+_KEEP_NULL = {"skip_unset" if _RENAMED else "skip_none": False}
+
 
 class SaveConfig(SaveConfigCallback):
-    """Save the configuration of a training run such that using it again starts a run of its own."""
+    """Save the configuration of a training run in its folder, such that using it again starts a run of its own."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save it, but not when a run is evaluated."""
         if stage == "fit":
-            self.config = self.config.clone()
-            self.config["ckpt_path"] = None
             super().setup(trainer, pl_module, stage)
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save it where the run keeps its files, whatever folder a logger has."""
+        config = self.config.clone()
+        config["ckpt_path"] = None
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.parser.save(config, folder / CONFIG, overwrite=True, multifile=False, **_KEEP_NULL)
 
 
 class EpisodeLines(Callback):
@@ -57,9 +69,10 @@ class EpisodeLines(Callback):
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return what saves the newest checkpoint and, unless the configuration has its own, the best one."""
+    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one."""
     added: list[Callback] = []
-    if validates and not has(given, ModelCheckpoint):
+    chooses = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
+    if validates and not chooses:
         added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
     if not has(given, LastCheckpoint):
         added.append(LastCheckpoint(folder))

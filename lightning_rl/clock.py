@@ -30,3 +30,9 @@ def is_bounded(trainer: Trainer) -> bool:
 def _limits(trainer: Trainer) -> list[int]:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [limit for callback in callbacks if (limit := getattr(callback, "max_env_steps", None)) is not None]
+
+
+def validates_now(trainer: Trainer) -> bool:
+    """Whether `trainer` validates when the callbacks of the present batch are done."""
+    loop: Any = trainer.fit_loop
+    return bool(trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
     EnvironmentBatch,
+    EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
     make_environments,
@@ -99,6 +101,7 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        check(isinstance(env_id, str), "env_id", env_id, "an id: register an environment of your own first")
         for name in ("num_envs", "rollout_length", "rollouts_per_epoch", "eval_episodes"):
             check_positive_int(name, locals()[name])
         if num_eval_envs is not None:
@@ -129,6 +132,8 @@ class RolloutDataModule(LightningDataModule):
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
         self._told_of_failure = False
+        self._missing_infos: set[str] | None = set(self.info_keys) or None
+        self._rollouts = 0
         self._collected_version: int | None = None
 
     @property
@@ -168,8 +173,7 @@ class RolloutDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the environments; where the run ended well, remember for a later checkpoint where they were."""
-        if self._collector is not None:
-            self._last_state = self._collector.state_dict()
+        self._remember()
         self._close()
 
     def _close(self) -> None:
@@ -180,7 +184,17 @@ class RolloutDataModule(LightningDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
+        self._remember()
         self._close()
+
+    def _remember(self) -> None:
+        """Keep where the environments are, unless that is in the middle of what is being learned from."""
+        if self._collector is None:
+            return
+        self._last_state = None
+        if not self.rollout_pending:
+            with contextlib.suppress(EnvironmentFailure):
+                self._last_state = self._collector.state_dict()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -227,9 +241,21 @@ class RolloutDataModule(LightningDataModule):
         assert self.trainer is not None
         with self.trainer.precision_plugin.forward_context():
             rollout = self._collector.collect(policy, version)
+        self._look_for_infos(rollout)
         if self.spec.on_env_failure == "restart":
             rollout.failures = self._take_failures(self._collector.environments)
         return rollout
+
+    def _look_for_infos(self, rollout: Rollout) -> None:
+        """Warn once if no `info` of an epoch had one of the keys that are to be logged."""
+        if self._missing_infos is None:
+            return
+        self._missing_infos -= {key for key, values in rollout.infos.items() if values}
+        self._rollouts += 1
+        if self._rollouts == self.rollouts_per_epoch:
+            for key in sorted(self._missing_infos):
+                rank_zero_warn(f"info_keys={key!r} was in no info of the first {self._rollouts} rollouts")
+            self._missing_infos = None
 
     def _take_failures(self, environments: EnvironmentBatch) -> list[str]:
         """Return what happened to environments that were replaced, and tell of the first."""
@@ -252,6 +278,7 @@ class RolloutDataModule(LightningDataModule):
         seeds = [derive_seed(*path, index, self._starts) for index in range(self.num_envs)]
         generator = torch.Generator(device).manual_seed(derive_seed(self.seed, SAMPLING, self._rank, self._starts))
         self._starts += 1
+        self._last_state = None
         self._environments = make_environments(self.spec, self.num_envs, seeds)
         spaces_ = self.observation_space, self.action_space
         collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)

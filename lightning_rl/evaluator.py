@@ -27,7 +27,7 @@ class Evaluator:
         self.spec = spec
         self.num_envs = num_envs
         self.environments: EnvironmentBatch | None = None
-        self._path: tuple[int, ...] = ()
+        self._made_for: tuple[tuple[int, ...], int] = ((), 0)
 
     def play(
         self,
@@ -56,10 +56,10 @@ class Evaluator:
         num_envs = min(num_episodes, self.num_envs or _MOST_ENVIRONMENTS)
         if not num_envs:
             return []
-        if self.environments is not None and (self.spec.backend == "envpool" or self._path != path):
-            self.close()  # EnvPool cannot be seeded again
+        if self.spec.backend == "envpool" or (path, num_envs) != self._made_for:  # EnvPool cannot be seeded again
+            self.close()
         if self.environments is None:
-            self._path = path
+            self._made_for = path, num_envs
             seeds = [derive_seed(*path, index) for index in range(num_envs)]
             self.environments = make_environments(self.spec, num_envs, seeds)
         return play(

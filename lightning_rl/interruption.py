@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoints import LastCheckpoint, write_atomically
+from lightning_rl.clock import validates_now
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
 _SAME = 0.2
@@ -96,19 +98,32 @@ class InterruptionGuard(Callback):
         batch_idx: int,
     ) -> None:
         """Save and leave if any rank was asked to."""
-        received = self._received_by_any(trainer, pl_module)
-        if not received:
+        # A resumed run would not make up for the validation: leave after it.
+        if validates_now(trainer) or _ends_now(trainer):
             return
-        # They come after this callback, and one may be due.
-        for callback in trainer.checkpoint_callbacks:
-            callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if received := self._received_by_any(trainer, pl_module):
+            # They come after this callback, and one may be due.
+            for callback in trainer.checkpoint_callbacks:
+                callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._save_and_leave(trainer, received)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save and leave, likewise, after a validation that belongs to the training."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or _ends_now(trainer):
+            return
+        if received := self._received_by_any(trainer, pl_module):
+            for callback in trainer.checkpoint_callbacks:
+                callback.on_validation_end(trainer, pl_module)
+            self._save_and_leave(trainer, received)
+
+    def _save_and_leave(self, trainer: Trainer, received: list[int]) -> None:
         keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
         for keeper in keepers:
             keeper.save(trainer)
         if self._requeue_signal in received and self._requeue is not None:
             self._requeue(self._requeue_signal, None)
         elif not keepers:
-            rank_zero_warn("stopped by a signal, and nothing was saved: the Trainer has no LastCheckpoint")
+            _save_beside_others(trainer)
         # A rank that Lightning started and that ends with another status would have the first one killed.
         raise SystemExit(128 + received[0] if trainer.is_global_zero else 0)
 
@@ -145,6 +160,22 @@ class InterruptionGuard(Callback):
                     f"save_on_exception: {type(exception).__name__} came in the middle of a rollout or its update, so "
                     "nothing was saved; go on from the last checkpoint"
                 )
+
+
+def _ends_now(trainer: Trainer) -> bool:
+    """Whether the run is over with this rollout anyhow; a resumed one would not know, and go on."""
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
+def _save_beside_others(trainer: Trainer) -> None:
+    """Save where the Trainer saves its checkpoints."""
+    folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
+    if not folders:
+        rank_zero_warn("stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
+        return
+    path = os.path.join(folders[0], "interrupted.ckpt")
+    trainer.save_checkpoint(path)
+    rank_zero_info(f"Stopped by a signal. Go on from {path}")
 
 
 def _is_between(trainer: Trainer) -> bool:

@@ -77,10 +77,12 @@ class RunningMoments(_Statistics):
         delta = mean - self.mean
         variance = (self.variance * self.count + squares) / new_count.clamp(min=1)
         variance += delta.square() * weight * (1 - weight)
-        # Without a single row nothing changes, not even the initial variance of 1.
-        self.variance.copy_(torch.where(count > 0, variance, self.variance))
-        self.mean.add_(delta * weight)
-        self.count.copy_(new_count)
+        # Without a single row nothing changes, not even the initial variance of 1; nor where an entry is not finite, or
+        # the moments would be so for good.
+        taken = (count > 0) & totals.isfinite().all() & squares.isfinite().all()
+        self.variance.copy_(torch.where(taken, variance, self.variance))
+        self.mean.copy_(torch.where(taken, self.mean + delta * weight, self.mean))
+        self.count.copy_(torch.where(taken, new_count, self.count))
 
     def scale(self, epsilon: float) -> Tensor:
         """Return 1 / √(variance + epsilon)."""
@@ -133,6 +135,10 @@ class RewardNormalizer(_Statistics):
         self.epsilon = epsilon
         # Of this rank's environments, so no buffer: DDP would give every rank those of the first, and a checkpoint too.
         self.discounted_return = torch.zeros(0, dtype=torch.float64)
+
+    def forget(self) -> None:
+        """Begin the discounted returns anew: rewards in between are not known."""
+        self.discounted_return = torch.zeros_like(self.discounted_return)
 
     def forward(self, rewards: Tensor) -> Tensor:
         """Normalise rewards of any shape; with a variance of 1 before any data."""

@@ -207,7 +207,7 @@ def test_callbacks_are_given_by_their_short_names():
     assert kinds.count(EnvStepRichProgressBar) == 1
     assert EnvStepProgressBar not in kinds
     names = sorted(path.name for path in cli.run_dir.glob("checkpoints/*"))
-    assert names == ["last.ckpt", "step=32.ckpt", "step=64.ckpt", "step=96.ckpt"]
+    assert names == ["best-step=64.ckpt", "last.ckpt", "step=32.ckpt", "step=64.ckpt", "step=96.ckpt"]
 
 
 def test_number_of_threads_is_set_before_training():
@@ -388,7 +388,7 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
         ("data:\n  num_envs: many\n", "data.num_envs: Expected int. Got value: many"),
         ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'envpool'"),
         ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model: .* Option 'gama' is not accepted"),
-        ("model:\n  class_path: PPPO\n", "model: .*PPPO"),
+        ("model:\n  class_path: PPPO\n", "model='PPPO' is unknown: expected the name of a class, .* did you mean PPO"),
         ("data: [1, 2\n", "Problems parsing config: while parsing a flow sequence"),
         ("max_env_steps: ten\n", "max_env_steps: Expected int; Given value: ten"),
     ],
@@ -412,6 +412,48 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
     assert re.match(message, refused(capsys, *arguments, status=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "which"),
+    [
+        (["--model.gama=0.9"], "--model.help PPO"),
+        (["--trainer.callbacks+=EnvStepLimit", "--trainer.callbacks.steps=4"], "--trainer.callbacks.help EnvStepLimit"),
+        (["--trainer.callbacks+=EnvStepLimitt"], "--help"),
+    ],
+    ids=["algorithm", "callback", "class"],
+)
+def test_an_error_says_where_the_options_are_listed(capsys, arguments, which):
+    with pytest.raises(SystemExit):
+        main(["fit", *SMALL, *arguments])
+    assert capsys.readouterr().err.splitlines()[-1] == f"All options: lightning-rl fit {which}"
+
+
+def test_steps_between_checkpoints_leave_the_best_one_and_a_monitor_does_not():
+    every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    cli = main(["fit", *SMALL, *every, "--max_env_steps=64"])
+    names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
+    assert names == {"best-step", "last.ckpt", "step"}
+    cli = main(["fit", *SMALL, *every, "--trainer.callbacks.monitor=rollout/episode_return", "--max_env_steps=64"])
+    names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
+    assert names == {"last.ckpt", "step"}
+
+
+def test_the_configuration_lies_in_the_folder_of_the_run_whatever_the_logger():
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=elsewhere"]
+    cli = main(["fit", *SMALL, *logger, "--max_env_steps=32"])
+    assert (cli.run_dir / "config.yaml").is_file()
+    assert list(Path("elsewhere").rglob("metrics.csv")) and not list(Path("elsewhere").rglob("config.yaml"))
+
+
+def test_modules_in_the_current_folder_can_be_named(monkeypatch):
+    Path("beside.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
+    # As from the console script, which does not have the current folder on its path.
+    code = "import sys; sys.path.remove(''); from lightning_rl.__main__ import run; run()"
+    command = [sys.executable, "-c", code, "fit", *SMALL, "--model=beside.Mine", "--max_env_steps=32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (Path("runs/mine/CartPole-v1/version_0/checkpoints/last.ckpt")).is_file()
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])

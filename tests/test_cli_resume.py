@@ -100,7 +100,7 @@ def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):
     assert cli.model.env_steps == 160
     assert files(RUN) == before
     names = sorted(path.name for path in (cli.run_dir / "checkpoints").iterdir())
-    assert names == ["last.ckpt", "step=128.ckpt", "step=160.ckpt", "step=96.ckpt"]
+    assert names == ["best-step=128.ckpt", "last.ckpt", "step=128.ckpt", "step=160.ckpt", "step=96.ckpt"]
     assert [str(warning.message) for warning in recwarn] == []
 
 

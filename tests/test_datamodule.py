@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import pytest
 import torch
 from gymnasium import spaces
@@ -138,6 +139,29 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
     (episode,) = data.play()
     assert episode.length > 4 * shortest and episode.terminated
     data.teardown("fit")
+
+
+def test_more_evaluation_episodes_take_more_environments():
+    data = attach(make_data(eval_episodes=2))
+    assert len(data.play()) == 2
+    data.eval_episodes = 5
+    assert len(data.play()) == 5
+    assert data._evaluator.environments.num_envs == 5
+    data.teardown("validate")
+
+
+def test_an_environment_in_place_of_its_id_is_refused():
+    with pytest.raises(ConfigurationError, match=r"env_id=<.*CartPole.* is not valid: expected an id: register"):
+        datamodule.RolloutDataModule(gymnasium.make("CartPole-v1"))
+
+
+def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
+    data = attach(make_data(info_keys=["nowhere"], rollouts_per_epoch=2))
+    for _ in range(5):
+        data.collect()
+    data.teardown("fit")
+    messages = [str(warning.message) for warning in recwarn]
+    assert messages.count("info_keys='nowhere' was in no info of the first 2 rollouts") == 1
 
 
 def test_evaluation_has_other_seeds_than_training(monkeypatch):

@@ -24,7 +24,7 @@ def test_train_keeps_the_best_checkpoint_and_returns_its_score(in_tmp_path):
     score = example("train").main(max_env_steps=14_336, root="run")
     # An untrained policy gets about 20.
     assert 40 < score <= 500
-    assert list(Path("run").glob("best-step=*.ckpt"))
+    assert list(Path("run/checkpoints").glob("best-step=*.ckpt"))
 
 
 def test_resume_goes_on_from_the_first_half(in_tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,9 +13,9 @@ import gymnasium
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from lightning_rl import PPO, EnvStepCheckpoint, LastCheckpoint, RolloutDataModule
+from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
 from lightning_rl.interruption import InterruptionGuard
 from tests.test_resume import differences, run_state
 
@@ -97,7 +98,7 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        enable_checkpointing=last,
+        enable_checkpointing=last or any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
     ).fit(model, data, ckpt_path=ckpt_path)
     return model
 
@@ -144,7 +145,7 @@ def stored(path: Path) -> int:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("place", "done"), [("collection", 5), ("update", 5), ("validation", 4)])
+@pytest.mark.parametrize(("place", "done"), [("collection", 5), ("update", 5), ("validation", 3)])
 def test_the_first_signal_stops_after_the_update_and_the_resumed_run_is_exact(
     place, done, signum, interrupt, whole, tmp_path, capfd
 ):
@@ -184,9 +185,41 @@ def test_checkpoints_that_are_due_with_the_last_rollout_are_saved(interrupt, tmp
     assert stored(tmp_path / "step=160.ckpt") == 5
 
 
-def test_without_a_last_checkpoint_it_is_said_that_nothing_was_saved(interrupt, tmp_path):
+def test_without_a_last_checkpoint_it_is_saved_beside_the_others(interrupt, whole, tmp_path):
+    own = ModelCheckpoint(tmp_path / "own", monitor="val/episode_return", mode="max")
+    with pytest.raises(SystemExit):
+        run(tmp_path, own, *interrupt("update", send(signal.SIGTERM)), last=False)
+    interrupt.over()
+    assert stored(tmp_path / "own/interrupted.ckpt") == INTERRUPTED_IN + 1
+    assert run(tmp_path, ckpt_path=str(tmp_path / "own/interrupted.ckpt")).policy_version == ROLLOUTS
+    assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
+
+
+def test_a_stop_with_a_validation_that_is_due_comes_after_it_and_changes_no_decision(interrupt, tmp_path):
+    """Early stopping counts validations: one that was left out would move the end of the run."""
+
+    def stopping() -> list[Callback]:
+        # No return is better by so much: the second validation ends the run.
+        stop = EarlyStopping("val/episode_return", min_delta=1000, mode="max", patience=1)
+        return [EnvStepValidation(2 * 32), stop]
+
+    whole = run(tmp_path / "whole", *stopping())
+    assert whole.policy_version == 4 < ROLLOUTS
+    for rollout in range(whole.policy_version):
+        folder = tmp_path / str(rollout)
+        interruption = interrupt("update", send(signal.SIGTERM), rollout)
+        with contextlib.suppress(SystemExit):
+            run(folder, *stopping(), *interruption)
+        interrupt.over()
+        if stored(folder / "last.ckpt") < whole.policy_version:
+            resumed = run(folder, *stopping(), ckpt_path=str(folder / "last.ckpt"))
+            assert resumed.policy_version == whole.policy_version
+        assert differences(*(run_state(path / "last.ckpt") for path in (tmp_path / "whole", folder))) == []
+
+
+def test_without_any_checkpoints_it_is_said_that_nothing_was_saved(interrupt, tmp_path):
     with (
-        pytest.warns(UserWarning, match="nothing was saved: the Trainer has no LastCheckpoint"),
+        pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"),
         pytest.raises(SystemExit),
     ):
         run(tmp_path, *interrupt("update", send(signal.SIGTERM)), last=False)

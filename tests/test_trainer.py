@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
+from lightning_rl import PPO, EnvStepLimit, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
     Recorder,
@@ -268,6 +269,24 @@ def test_logging_can_be_switched_off():
     logger = MemoryLogger()
     fit(logger=logger, log_every_n_steps=0, limit_val_batches=0)
     assert logger.calls == []
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize(
+    ("env_id", "name"), [("Acrobot-v1", "observation_space"), ("MountainCarContinuous-v0", "action")]
+)
+def test_environments_with_other_spaces_than_the_model_are_refused(env_id, name, stage):
+    data = make_data("MountainCar-v0" if name == "action" else "CartPole-v1")
+    model = make_model(data)
+    with pytest.raises(ConfigurationError, match=rf"^{name}.*=.* of the environments does not fit: expected"):
+        getattr(make_trainer(), stage)(model, make_data(env_id))
+
+
+def test_the_base_of_the_algorithms_is_none():
+    data = make_data()
+    base = OnPolicyAlgorithm(data.observation_space, data.action_space)
+    with pytest.raises(ConfigurationError, match="model='OnPolicyAlgorithm' is not valid: expected an algorithm"):
+        base.check_run(make_trainer(), None)
 
 
 def test_hyper_parameters_are_logged_as_plain_data():

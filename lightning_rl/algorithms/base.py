@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +36,7 @@ from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
     ClassSpec,
+    ConfigurationError,
     check,
     check_bool,
     check_number,
@@ -224,6 +225,8 @@ class OnPolicyAlgorithm(Reports):
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
             skip_or_raise(self, rollout, not_finite, generator_state)
+            if self.reward_normalizer is not None:
+                self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
             self._update_normalizers(rollout)
@@ -284,6 +287,8 @@ class OnPolicyAlgorithm(Reports):
         Raises:
             ConfigurationError: A setting does not go with that.
         """
+        has_step = type(self).training_step is not LightningModule.training_step
+        check(has_step, "model", type(self).__name__, "an algorithm, a class that has a training_step")
         # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
         on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -293,8 +298,13 @@ class OnPolicyAlgorithm(Reports):
         check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
 
     def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work before it wraps the module."""
+        """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
         check_strategy(self.trainer.strategy)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        for name in ("observation_space", "action_space"):
+            if (found := getattr(data, name, None)) is not None and space_to_dict(found) != self.hparams[name]:
+                expected = f"{getattr(self, name)}, the space that {type(self).__name__} was made for"
+                raise ConfigurationError(f"{name}={found} of the environments does not fit: expected {expected}")
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work."""
@@ -308,12 +318,16 @@ class OnPolicyAlgorithm(Reports):
         else:
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-            self._logged_env_steps = self.env_steps
+        if len(self._restored_ranks) == self.trainer.world_size:
+            self.load_window_state(self._restored_ranks[self.global_rank]["window"])
+        else:  # ranks that were not there could not add up what they have not seen
+            self.begin_window()
         self._restored_ranks = []
         for group in self.optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
             group |= {name: self.optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
-        if self.anneal_learning_rate and self._restored_plan not in (None, self._planned_env_steps):
+        differs = self._restored_plan not in (None, self._planned_env_steps)
+        if self.anneal_learning_rate and differs and self.env_steps < (self._planned_env_steps or 0):
             rank_zero_info(
                 f"Resuming with a learning rate that reaches 0 at {self._planned_env_steps} environment steps (before: "
                 f"{self._restored_plan}): it goes on from {self.env_steps} of them on the new line"

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoint_format import load_plain
+from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError, import_class
 
@@ -23,7 +25,8 @@ class FailedUpdate:
     """An update that was stopped because a loss term or gradient was not finite.
 
     Parameters are only changed by updates before it, so from those that the run was left with, the same rollout and the
-    same order of minibatches, `replay` arrives at the same numbers.
+    same order of minibatches, `replay` arrives at the same numbers. Of several ranks the one where it began saves it,
+    and a replay takes that rank's rows for those of all.
 
     Attributes:
         module: The algorithm with the parameters that the update began with, on the CPU.
@@ -142,12 +145,18 @@ def skip_or_raise(module: Updates, rollout: Rollout, terms: Mapping[str, float],
             f"max_skipped_updates={module.max_skipped_updates} times in a row"
         )
         return
-    path = save_failed_update(module, rollout, terms, generator_state)
-    saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
-    raise FloatingPointError(
-        f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
-        f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
-    )
+    # Under several ranks the gradient is the common one: it began where a term of the rank's own is not finite.
+    began = [rank for rank, own in enumerate(gather_ranks(set(terms) != {"grad_norm"})) if own]
+    culprit = began[0] if began else 0
+    mine = None
+    if module.global_rank == culprit:
+        path = save_failed_update(module, rollout, terms, generator_state)
+        saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
+        mine = (
+            f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
+            f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
+        )
+    raise FloatingPointError(gather_ranks(mine)[culprit])
 
 
 def save_failed_update(
@@ -174,8 +183,7 @@ def save_failed_update(
     name = f"failed-update-{module.env_steps}" + (f"-rank{module.global_rank}" if trainer.world_size > 1 else "")
     path = Path(trainer.default_root_dir) / f"{name}.pt"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(content, path)
-    except (OSError, RuntimeError):  # torch reports a full disk as either; the failure itself is what matters
+        AtomicCheckpointIO().save_checkpoint(content, path)
+    except CheckpointFailure:  # the failure itself is what matters
         return None
     return path

@@ -103,11 +103,8 @@ class Reports(Updates):
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
         if self.env_restarts is not None:
             logged["rollout/env_restarts"] = self.env_restarts.compute()
-            self.env_restarts.reset()
         self._log_reduced(logged)
-        self.train_episodes.reset()
-        train_means.reset()
-        self._logged_env_steps = self.env_steps
+        self.begin_window()
 
     def _log_reduced(self, values: dict[str, float]) -> None:
         """Log scalars that are the same on every rank, as `log` does but for a hundredth of what it costs.
@@ -121,6 +118,14 @@ class Reports(Updates):
         trainer.progress_bar_metrics.update({name: values[name] for name in _IN_PROGRESS_BAR if name in values})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self.env_steps)
+
+    def begin_window(self) -> None:
+        """Forget what has been taken in: the next log covers what comes from now on."""
+        self.train_episodes.reset()
+        for metric in (self.train_means, self.env_restarts):
+            if metric is not None:
+                metric.reset()
+        self._logged_env_steps = self.env_steps
 
     def window_state(self) -> dict[str, Any]:
         """Return, as plain data, what this rank has taken in since the last log."""

@@ -39,6 +39,5 @@ def restore_rank(module: Reports, state: dict[str, Any]) -> None:
     """Take over what one rank had of its own."""
     module.generator.set_state(state["generator"].cpu())
     set_random_state(state["random"])
-    module.load_window_state(state["window"])
     if module.reward_normalizer is not None and state["discounted_return"] is not None:
         module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
@@ -49,7 +49,17 @@ def find_spec(env_id: str) -> EnvSpec:
     for package, its_extra in _PLUGINS.items():
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
-    raise unknown_id(env_id, gymnasium.registry)
+    raise unknown_id(env_id, _worth_naming(gymnasium.registry))
+
+
+def _worth_naming(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
+    """Yield the ids but for older versions of an environment, and those of Gymnasium that need JAX."""
+    newest: dict[tuple[str | None, str], int] = {}
+    for spec in registry.values():
+        newest[spec.namespace, spec.name] = max(newest.get((spec.namespace, spec.name), 0), spec.version or 0)
+    for env_id, spec in registry.items():
+        if spec.namespace not in ("phys2d", "tabular") and (spec.version or 0) == newest[spec.namespace, spec.name]:
+            yield env_id
 
 
 def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
