@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.clock import validates_now
+from lightning_rl.clock import ends_epoch, validates_now
 from lightning_rl.validation import check, check_positive_int
 
 
@@ -156,17 +156,22 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Save where an interval is complete, or after a validation that is due first.
+        """Save where an interval is complete, but after a validation, or an epoch's end, that comes first.
 
-        A run that is resumed from in between would not make up for it.
+        A run that is resumed from in between would not make up for what callbacks do there.
         """
         now = _env_steps(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
-        if not validates_now(trainer):
+        if not (validates_now(trainer) or ends_epoch(trainer)):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save only what was due with the rollout before."""
+        if not ends_epoch(trainer):
+            self._save_if_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save only what was due with the last rollout."""
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:

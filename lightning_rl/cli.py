@@ -26,7 +26,7 @@ from lightning_rl.cli_parts import CONFIG, EpisodeLines, SaveConfig, default_che
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
-from lightning_rl.runs import CHECKPOINTS, find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, run_dir_of, run_root
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
@@ -44,6 +44,10 @@ class OnPolicyCLI(LightningCLI):
     """Folder of the run; None where nothing is to be written."""
     checkpoint: dict[str, Any] | None = None
     """What is resumed from or evaluated."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+        self._lock = RunLock()
+        super().__init__(*args, **kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
@@ -137,6 +141,7 @@ class OnPolicyCLI(LightningCLI):
             if self.run_dir is not None:
                 with contextlib.suppress(OSError):  # there is something in it
                     self.run_dir.rmdir()
+            self._lock.release()
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
@@ -158,6 +163,8 @@ class OnPolicyCLI(LightningCLI):
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
+        if fitting and self.run_dir is not None:
+            self._lock.take(self.run_dir)
         if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
             added += default_checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)
         if config.logger in (None, True):
@@ -179,6 +186,7 @@ class OnPolicyCLI(LightningCLI):
         try:
             with self._no_empty_run_dir():
                 super()._run_subcommand(subcommand)
+            self._lock.release()
         except Exception as error:
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))

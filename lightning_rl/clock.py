@@ -36,3 +36,8 @@ def validates_now(trainer: Trainer) -> bool:
     """Whether `trainer` validates when the callbacks of the present batch are done."""
     loop: Any = trainer.fit_loop
     return bool(trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def ends_epoch(trainer: Trainer) -> bool:
+    """Whether the present batch is the last one of its epoch."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment  # type: ignore[attr-defined]
@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoints import LastCheckpoint, write_atomically
-from lightning_rl.clock import validates_now
+from lightning_rl.clock import ends_epoch, validates_now
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
 _SAME = 0.2
@@ -43,6 +43,7 @@ class InterruptionGuard(Callback):
 
     def __init__(self) -> None:
         self._received: dict[int, float] = {}
+        self._leaving: list[int] = []
         self._free: set[int] = set()
         self._requeue_signal: int | None = None
         self._requeue: Handler | None = None
@@ -61,7 +62,7 @@ class InterruptionGuard(Callback):
         defaults = (signal.SIG_DFL, signal.default_int_handler)
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {signum for signum in wanted if signal.getsignal(signum) in defaults} if is_main else set()
-        self._received = {}
+        self._received, self._leaving = {}, []
         for callback in self._silenced:
             callback.save_on_exception = True
         self._silenced = []
@@ -98,25 +99,39 @@ class InterruptionGuard(Callback):
         batch_idx: int,
     ) -> None:
         """Save and leave if any rank was asked to."""
-        # A resumed run would not make up for the validation: leave after it.
-        if validates_now(trainer) or _ends_now(trainer):
+        # A resumed run would not make up for what comes with a validation or an epoch's end: leave after that.
+        if validates_now(trainer) or ends_epoch(trainer) or _ends_now(trainer):
             return
         if received := self._received_by_any(trainer, pl_module):
             # They come after this callback, and one may be due.
             for callback in trainer.checkpoint_callbacks:
                 callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            self._save_and_leave(trainer, received)
+            self._save(trainer, received)
+            self._leave(trainer, received)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save and leave, likewise, after a validation that belongs to the training."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or _ends_now(trainer):
+        """Save and leave, likewise, after a validation within an epoch."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer) or _ends_now(trainer):
             return
         if received := self._received_by_any(trainer, pl_module):
             for callback in trainer.checkpoint_callbacks:
                 callback.on_validation_end(trainer, pl_module)
-            self._save_and_leave(trainer, received)
+            self._save(trainer, received)
+            self._leave(trainer, received)
 
-    def _save_and_leave(self, trainer: Trainer, received: list[int]) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, and leave when the callbacks that save or stop, which come after this one, are done with the epoch."""
+        if not _ends_now(trainer):
+            self._leaving = self._received_by_any(trainer, pl_module)
+            if self._leaving:
+                self._save(trainer, self._leaving)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave, if that was put off until the epoch before was over."""
+        if self._leaving:
+            self._leave(trainer, self._leaving)
+
+    def _save(self, trainer: Trainer, received: list[int]) -> None:
         keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
         for keeper in keepers:
             keeper.save(trainer)
@@ -124,6 +139,8 @@ class InterruptionGuard(Callback):
             self._requeue(self._requeue_signal, None)
         elif not keepers:
             _save_beside_others(trainer)
+
+    def _leave(self, trainer: Trainer, received: list[int]) -> NoReturn:
         # A rank that Lightning started and that ends with another status would have the first one killed.
         raise SystemExit(128 + received[0] if trainer.is_global_zero else 0)
 

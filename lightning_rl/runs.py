@@ -7,14 +7,65 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
 from lightning_rl.validation import ConfigurationError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 CHECKPOINTS = "checkpoints"
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+
+class RunLock:
+    """Keeps a run folder for one process; the operating system gives it back however the process ends."""
+
+    def __init__(self) -> None:
+        self._folder: int | None = None
+
+    def take(self, run_dir: Path, patience: float = 5.0) -> None:
+        """Take a folder.
+
+        Args:
+            run_dir: The folder.
+            patience: Seconds to wait for what is left of a process that was killed.
+
+        Raises:
+            ConfigurationError: Another process trains there.
+        """
+        if fcntl is None or not _is_first_rank():
+            return
+        folder = os.open(run_dir, os.O_RDONLY)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                os.close(folder)
+                raise ConfigurationError(
+                    f"ckpt_path: the run in {run_dir} has not ended, another process is training it: expected one that "
+                    "has; jobs that run at the same time need a trainer.default_root_dir each"
+                ) from None
+            except OSError:  # a file system without locks
+                os.close(folder)
+            else:
+                self._folder = folder
+            return
+
+    def release(self) -> None:
+        """Give it back."""
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
 def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:

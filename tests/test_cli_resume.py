@@ -9,6 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl.cli import main
+from lightning_rl.runs import RunLock
 from tests.test_cli import CARTPOLE, SMALL, unexpected
 
 RUN = Path("runs/ppo/CartPole-v1/version_0")
@@ -87,6 +88,28 @@ def test_a_log_that_went_on_after_the_last_checkpoint_is_not_kept_twice():
     assert [step for step, _ in after] == list(range(32, 225, 32))
     assert after[:5] == before[:5]
     assert after[5:] != before[5:]
+
+
+def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
+    cli = main(["fit", *SMALL, "--max_env_steps=64"])
+    before = files(RUN)
+    code = (
+        "import sys, time; from pathlib import Path; from lightning_rl.runs import RunLock\n"
+        f"RunLock().take(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    finally:
+        other.kill()
+        other.wait()
+    assert exit_.value.code == 1
+    assert f"the run in {RUN} has not ended, another process is training it" in capsys.readouterr().err
+    assert files(RUN) == before
+    assert main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"]).model.env_steps == 128
 
 
 def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rl import FailedUpdate
 from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, learn_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -154,6 +156,11 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
     for rank in ranks:
         assert rank["failed"].startswith("unchanged: "), rank["failed"]
         assert "is nan in the update from rollout 0" in rank["failed"]
+        # Where it began, and nowhere else, the update was saved, and is made again.
+        assert rank["failed"].endswith("failed-update-0-rank1.pt').replay() makes it again")
+        path = re.search(r"load\('(.*)'\)", rank["failed"])[1]
+        assert all(math.isnan(FailedUpdate.load(path).replay()[term]) for term in ("policy_loss", "grad_norm"))
+        assert not Path(path.replace("rank1", "rank0")).exists()
 
 
 def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):

@@ -161,15 +161,20 @@ def test_the_first_signal_stops_after_the_update_and_the_resumed_run_is_exact(
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-@pytest.mark.parametrize(("rollout", "left"), [(2, 3), (ROLLOUTS - 1, 0)])
-def test_a_stop_in_an_epochs_last_rollout_neither_adds_nor_drops_an_epoch(rollout, left, interrupt, whole, tmp_path):
+def test_a_stop_in_an_epochs_last_rollout_neither_adds_nor_drops_an_epoch(interrupt, whole, tmp_path):
+    best = ModelCheckpoint(tmp_path, "best", monitor="val/episode_return", mode="max")
     with pytest.raises(SystemExit):
-        run(tmp_path, *interrupt("update", send(signal.SIGTERM), rollout))
-    assert stored(tmp_path / "last.ckpt") == rollout + 1
+        run(tmp_path, best, *interrupt("update", send(signal.SIGTERM), 2))
+    assert stored(tmp_path / "last.ckpt") == stored(tmp_path / "best.ckpt") == 3
     interrupt.over()
     resumed = run(tmp_path, ckpt_path=str(tmp_path / "last.ckpt"))
-    assert resumed.policy_version == rollout + 1 + left == ROLLOUTS
+    assert resumed.policy_version == ROLLOUTS
     assert differences(resumed.state_dict(), whole["state_dict"]) == []
+
+
+def test_a_signal_in_the_last_rollout_of_all_lets_the_run_end(interrupt, whole, tmp_path):
+    assert run(tmp_path, *interrupt("update", send(signal.SIGTERM), ROLLOUTS - 1)).policy_version == ROLLOUTS
+    assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(interrupt, tmp_path):

@@ -170,6 +170,24 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     assert len(episodes) == 2
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first, tmp_path):
+    """Ranks that were not there have no metrics to go on from: all of them must begin with the same ones."""
+    data = {"on_env_failure": "restart"}
+    before = {"data": data, "model": {"max_skipped_updates": 3}, "log_every_n_steps": 100}
+    after = {"data": {"on_env_failure": "raise"}, "model": {"max_skipped_updates": 0}, "log_every_n_steps": 1}
+    for part, ranks, options, stop in (("first", first, before, 4), ("second", 3 - first, after, 6)):
+        ckpt_path = None if part == "first" else str(tmp_path / "first/after_4.ckpt")
+        ddp = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+        code = (
+            "from pathlib import Path; from tests.test_resume import fit\n"
+            f"fit('continuous', Path({str(tmp_path / part)!r}), {stop}, {ckpt_path!r}, **{options | ddp!r})\n"
+        )
+        run_script(tmp_path / f"{part}.py", code)
+    state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)["lightning_rl"]
+    assert state["env_steps"] == 72 * (4 * first + 2 * (3 - first))
+
+
 def test_a_checkpoint_of_the_first_format_is_brought_up_to_date(tmp_path):
     fit("discrete", tmp_path / "first", 4)
     path = tmp_path / "first/after_4.ckpt"

@@ -145,9 +145,10 @@ def skip_or_raise(module: Updates, rollout: Rollout, terms: Mapping[str, float],
             f"max_skipped_updates={module.max_skipped_updates} times in a row"
         )
         return
-    # Under several ranks the gradient is the common one: it began where a term of the rank's own is not finite.
-    began = [rank for rank, own in enumerate(gather_ranks(set(terms) != {"grad_norm"})) if own]
-    culprit = began[0] if began else 0
+    # Ranks have the gradient in common, and normalised advantages: it began where the rollout is not finite, or else
+    # where a term of the rank's own is not.
+    evidence = gather_ranks((not _is_finite(rollout), set(terms) != {"grad_norm"}))
+    culprit = evidence.index(max(evidence))
     mine = None
     if module.global_rank == culprit:
         path = save_failed_update(module, rollout, terms, generator_state)
@@ -157,6 +158,11 @@ def skip_or_raise(module: Updates, rollout: Rollout, terms: Mapping[str, float],
             f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
         )
     raise FloatingPointError(gather_ranks(mine)[culprit])
+
+
+def _is_finite(rollout: Rollout) -> bool:
+    numbers = (rollout.rewards, rollout.log_probs, rollout.values, rollout.next_values)
+    return all(bool(x.isfinite().all()) for x in numbers)
 
 
 def save_failed_update(
