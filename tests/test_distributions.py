@@ -186,9 +186,11 @@ def test_fresh_policies_are_nearly_uniform_and_have_the_initial_deviation():
     torch.testing.assert_close(gaussian.log_std, torch.full((3,), -1.0))
 
 
-@pytest.mark.parametrize("space", [spaces.MultiBinary(3), spaces.Box(0, 5, (2,), np.int64), spaces.Text(3)])
+@pytest.mark.parametrize(
+    "space", [spaces.Sequence(spaces.Discrete(2)), spaces.Box(0, 256, (2,), np.int64), spaces.Text(3)]
+)
 def test_unsupported_action_space_is_named(space):
-    with pytest.raises(ConfigurationError, match=r"action_space=.* expected Discrete or a floating-point Box"):
+    with pytest.raises(ConfigurationError, match=r"action_space=.* expected Discrete, MultiDiscrete, .*MultiBinary"):
         make_action_head(space, 8)
 
 
