@@ -66,7 +66,7 @@ _CHOICES = (
 )
 _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
 _CONTINUOUS = _is_continuous, "a floating-point Box"
-_BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side"
+_BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
 _TF_AGENTS_STD = {"std_transform": "softplus", "initial_std": 0.35, "initialization": "tf_agents"}
 
 _DEVIATION = ("std", "std_transform", "min_std", "max_std", "initial_std", "initialization")

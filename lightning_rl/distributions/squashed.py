@@ -49,7 +49,8 @@ class SquashedGaussian(Distribution):
     def entropy(self) -> Tensor:
         """Return that of u plus the mean logarithm of the slope, by Gauss-Hermite quadrature.
 
-        With 32 nodes for each dimension the error is below 1e-5 for deviations of u up to 1, and 0.02 up to 5.
+        With 32 nodes for each dimension the error is below 1e-6 for deviations of u up to 1, below 1e-3 up to 2, and
+        below 0.03 up to 5.
         """
         mean, std = self.before.mean.unsqueeze(-1), self.before.log_std.exp().unsqueeze(-1)
         nodes, weights = _quadrature(mean.device, mean.dtype)
