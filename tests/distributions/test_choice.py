@@ -1,6 +1,7 @@
 """Which distribution an action gets, and what is refused."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from lightning_rl.distributions import (
     SquashedGaussian,
     make_action_head,
 )
+from lightning_rl.distributions.choice import KINDS
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import VECTOR
 
@@ -199,3 +201,11 @@ def test_bounds_are_exact_whatever_the_precision_of_the_module():
     distribution = head(FEATURES.bfloat16())
     edge = distribution.to_space(torch.full((1, 1), 80.0))
     assert edge.item() == pytest.approx(3.1, rel=1e-6)
+
+
+def test_every_kind_and_option_is_documented():
+    text = (Path(__file__).parents[2] / "docs/policies.md").read_text()
+    for name, kind in KINDS.items():
+        assert f"| `{name}` |" in text
+        for option in kind.options:
+            assert f"`{option}`" in text
