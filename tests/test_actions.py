@@ -65,17 +65,22 @@ def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDa
 @ALL
 @pytest.mark.parametrize(
     ("shared_encoder", "precision", "bound"),
-    [(False, "32-true", 1e-6), (True, "32-true", 1e-6), (False, "64-true", 1e-12)],
+    [(False, "32-true", 1e-6), (True, "32-true", 1e-6), (False, "64-true", 1e-12), (True, "bf16-mixed", 1e-2)],
 )
 def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
     name: str, shared_encoder: bool, precision: str, bound: float
 ) -> None:
     recorder = Recorder()
-    _, data = make(name, rollouts_per_epoch=3)
-    model = make_model(data, action_distribution=SPACES[name][1], shared_encoder=shared_encoder)
+    space, choice = SPACES[name]
+    kwargs = {"observation_space": spaces.Box(-3, 3, (5,)), "action_space": space}
+    data = make_data(
+        "tests.probes:Probe/Space-v0", env_kwargs=kwargs, num_envs=4, rollout_length=32, rollouts_per_epoch=4
+    )
+    model = make_model(data, action_distribution=choice, shared_encoder=shared_encoder, learning_rate=0.01)
     make_trainer(callbacks=[recorder], precision=precision).fit(model, data)
-    assert len(recorder.rows) == 3
+    assert len(recorder.rows) == 4
     assert max(recorder.column("first_ratio_error")) <= bound
+    assert min(recorder.column("approx_kl")) > 1e-5  # the policy did move after each
 
 
 @ALL
