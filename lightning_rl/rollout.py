@@ -6,7 +6,7 @@ rewards and log-probabilities too, to the precision of the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -191,18 +191,25 @@ class Batch:
         """Return the rows in a fresh random order."""
         device = first_leaf(self.fields).device
         order = torch.randperm(len(self), generator=generator).to(device)
-        return Batch(map_leaves(lambda x: x[order], self.fields), self.weight)
+        return Batch({name: map_leaves(lambda x: x[order], x) for name, x in self.fields.items()}, self.weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
-        # Tensors in lists: tuples would be taken for nested actions.
-        parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
+        parts = {name: _split(x, num_minibatches) for name, x in self.fields.items()}
         for index in range(num_minibatches):
-            yield Batch(map_leaves(lambda part, i=index: part[i], parts))
+            yield Batch({name: part[index] for name, part in parts.items()})
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
         return Batch({**self.fields, **fields}, self.weight)
+
+
+def _split(x: Nested, num_parts: int) -> Sequence[Nested]:
+    if isinstance(x, Tensor):
+        return torch.tensor_split(x, num_parts)
+    # Lists, since tuples would be taken for nested actions.
+    pieces = map_leaves(lambda leaf: list(torch.tensor_split(leaf, num_parts)), x)
+    return [map_leaves(lambda piece, i=index: piece[i], pieces) for index in range(num_parts)]
 
 
 def check_minibatches(num_rows: int, num_minibatches: int) -> None:
