@@ -40,7 +40,7 @@ class SaturationWatch:
         self._told = True
         rank_zero_warn(
             f"{share:.0%} of the action components in rollout {num_rollouts} lie outside the bounds of the space and "
-            "were clipped by the environment, so that different actions do the same: set "
-            "action_distribution='squashed_gaussian' or 'beta', or lower initial_log_std. train/action_saturation has "
+            "were clipped by the environment, so that different actions do the same: lower initial_log_std, or set "
+            "action_distribution='squashed_gaussian' or 'beta', which need finite bounds. train/action_saturation has "
             "the share"
         )

@@ -54,13 +54,12 @@ class _GaussianParameters(nn.Module):
             ("std_transform", std_transform, ("exp", "softplus")),
         ):
             check(value in choices, f"action_distribution.{name}", value, f"one of {choices}")
-        initial = _check_stds(min_std, max_std, initial_std, math.exp(initial_log_std))
+        initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
         self.bounds = Bounds(space)
         self.log_limits = [None if x is None else math.log(x) for x in (min_std, max_std)]
         self.softplus = std_transform == "softplus"
         num_dimensions = len(self.bounds.low)
-        raw = initial + math.log(-math.expm1(-initial)) if self.softplus else math.log(initial)
-        raw = float(initial_log_std) if initial_std is None and not self.softplus else raw
+        raw = _inverse_softplus(math.exp(initial_log_std)) if self.softplus else initial_log_std
         self.mean = projection(in_features, num_dimensions, initialization)
         self.std_layer: nn.Linear | None = None
         if std == "state_dependent":
@@ -83,8 +82,12 @@ class _GaussianParameters(nn.Module):
         return raw if low is None and high is None else limit(raw, low, high)
 
 
-def _check_stds(low: float | None, high: float | None, initial: float | None, default: float) -> float:
-    """Return the initial standard deviation.
+def _inverse_softplus(x: float) -> float:
+    return x + math.log(-math.expm1(-x))
+
+
+def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
+    """Return the logarithm of the initial standard deviation.
 
     Raises:
         ConfigurationError: One is not positive, or they are not in order.
@@ -94,11 +97,11 @@ def _check_stds(low: float | None, high: float | None, initial: float | None, de
             check_number(f"action_distribution.{name}", value, above=0)
     if low is not None and high is not None:
         check(low <= high, "action_distribution.min_std", low, f"at most max_std={high:g}")
-    first = default if initial is None else initial
+    first = math.exp(initial_log_std) if initial is None else initial
     inside = (low is None or first >= low) and (high is None or first <= high)
     expected = f"initial_std within min_std={low} and max_std={high}; without it, exp(initial_log_std) is taken"
     check(inside, "action_distribution.initial_std", first, expected)
-    return first
+    return float(initial_log_std) if initial is None else math.log(initial)
 
 
 class GaussianHead(_GaussianParameters):
