@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
+from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
@@ -82,7 +83,7 @@ class Collector:
             self._started = True
         self._observations[0] = self._observations[-1]
         device = self.generator.device
-        actions: list[Tensor] = []
+        actions: list[Nested] = []
         log_probs: list[Tensor] = []
         values: list[Tensor] = []
         finals: list[tuple[int, int, Any]] = []
@@ -96,7 +97,8 @@ class Collector:
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
                     values.append(output.value)
-                step = self.environments.step(to_environment(self.action_space, output.action.cpu().numpy()))
+                taken = map_leaves(_to_numpy, output.environment_action)
+                step = self.environments.step(to_environment(self.action_space, taken))
                 self._store(t, step)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
@@ -162,7 +164,7 @@ class Collector:
     def _evaluate(
         self,
         policy: Policy,
-        actions: list[Tensor],
+        actions: list[Nested],
         log_probs: list[Tensor],
         values: list[Tensor],
         finals: list[tuple[int, int, Any]],
@@ -175,7 +177,7 @@ class Collector:
         for k, (_, _, observation) in enumerate(finals):
             final_array[k] = observation
         final_observations = torch.from_numpy(final_array).to(device)
-        stacked_actions = torch.stack(actions)
+        stacked_actions = map_stacked(torch.stack, actions)
         with torch.no_grad():
             if values:
                 log_prob = torch.stack(log_probs)
@@ -203,11 +205,12 @@ class Collector:
             final_observations=final_observations,
         )
 
-    def _chunks(self, x: Tensor, width: int | None = None) -> tuple[Tensor, ...]:
+    def _chunks(self, x: Nested, width: int | None = None) -> list[Any]:
         """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""
         entries = max(1, int(np.prod(self._observations.shape[2:])))
         rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // entries))
-        return torch.split(x, max(1, rows // (width or self._rewards.shape[1]))) if len(x) else ()
+        size = max(1, rows // (width or self._rewards.shape[1]))
+        return [map_leaves(lambda leaf, i=i: leaf[i : i + size], x) for i in range(0, len(first_leaf(x)), size)]
 
     def _finished_episodes(self) -> EpisodeSummary:
         """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
@@ -227,3 +230,7 @@ class Collector:
             self._returns[index] += self._rewards[begin:, index].sum()
             self._lengths[index] += self._valid[begin:, index].sum()
         return summary
+
+
+def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.cpu().numpy()

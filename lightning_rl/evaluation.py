@@ -12,6 +12,7 @@ from gymnasium import spaces
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
+from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +26,7 @@ class Episode:
         length: Number of steps.
         terminated: Whether it ended in a terminal state rather than by a time limit.
         observations: `[length + 1, ...]`, the final one included; None unless recorded.
-        actions: `[length, ...]`, as the environment got them; None unless recorded.
+        actions: `[length, ...]`, nested as the action space is, as the environment got them; None unless recorded.
         rewards: `[length]`; None unless recorded.
     """
 
@@ -34,7 +35,7 @@ class Episode:
         self.length = length
         self.terminated = terminated
         self.observations: Array | None = None
-        self.actions: Array | None = None
+        self.actions: Nested | None = None
         self.rewards: Array | None = None
 
     def __repr__(self) -> str:
@@ -53,7 +54,7 @@ class _Slot:
     def _begin(self) -> None:
         self.episode_return, self.length = 0.0, 0
         self.observations: list[Array] = []
-        self.actions: list[Array] = []
+        self.actions: list[Nested] = []
         self.rewards: list[float] = []
 
     def take(self, reward: float) -> None:
@@ -61,10 +62,10 @@ class _Slot:
         self.episode_return += reward
         self.length += 1
 
-    def record(self, observation: Array, action: Array, reward: float) -> None:
+    def record(self, observation: Array, action: Nested, reward: float) -> None:
         """Keep a step."""
         self.observations.append(observation.copy())
-        self.actions.append(action.copy())
+        self.actions.append(map_leaves(np.copy, action))
         self.rewards.append(reward)
 
     def begin_again(self) -> bool:
@@ -78,7 +79,7 @@ class _Slot:
         episode = Episode(self.episode_return, self.length, terminated)
         if self.rewards:
             episode.observations = np.stack([*self.observations, final_observation])
-            episode.actions, episode.rewards = np.stack(self.actions), np.asarray(self.rewards)
+            episode.actions, episode.rewards = map_stacked(np.stack, self.actions), np.asarray(self.rewards)
         self.finished.append(episode)
         self.remaining -= 1
         self.failures_in_a_row = 0
@@ -126,8 +127,8 @@ def play(
         observations = observations.astype(stored_dtype)  # a copy: the next step may write over what it got
         with torch.no_grad():
             tensor = torch.from_numpy(observations).to(generator.device)
-            action = policy.act(tensor, generator, deterministic).action
-        actions = to_environment(action_space, action.cpu().numpy())
+            action = policy.act(tensor, generator, deterministic).environment_action
+        actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), action))
         step = environments.step(actions)
         finals = dict(step.final_observations)
         for index, slot in enumerate(slots):
@@ -136,7 +137,7 @@ def play(
             reward = float(step.rewards[index])
             slot.take(reward)
             if record:
-                slot.record(observations[index], actions[index], reward)
+                slot.record(observations[index], map_leaves(lambda x, i=index: x[i], actions), reward)
             if index in finals:
                 slot.finish(bool(step.terminated[index]), finals[index].astype(stored_dtype))
         for index in step.lost:

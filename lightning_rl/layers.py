@@ -11,6 +11,8 @@ from torch.nn import functional
 
 _SQRT2 = math.sqrt(2)
 _EXACT = (torch.float32, torch.float64)
+# Standard deviation of a standard normal variable, given that it is within two of its own.
+_DEVIATION_WITHIN_TWO = 0.87962566103423978
 _Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
 
 
@@ -53,3 +55,15 @@ class HeadLinear(nn.Linear):
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:
     """Return a linear layer with orthogonal weights (Saxe et al. 2014) and zero bias."""
     return orthogonal(nn.Linear(in_features, out_features), gain)
+
+
+@torch.no_grad()
+def variance_scaling(layer: HeadLinear, scale: float) -> HeadLinear:
+    """Give a layer weights of variance `scale / in_features`, of a normal distribution cut off at two deviations.
+
+    That of TensorFlow's `VarianceScaling`, which makes up for what the cut takes from the variance.
+    """
+    deviation = math.sqrt(scale / layer.in_features) / _DEVIATION_WITHIN_TWO
+    weight = torch.empty_like(layer.weight, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
+    layer.weight.copy_(nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation))
+    return layer

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_rl.distributions import Distribution, make_action_head
+from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
+from lightning_rl.nested import Nested
 from lightning_rl.networks import is_image, make_encoder
 from lightning_rl.normalization import ObservationNormalizer
 from lightning_rl.validation import ClassSpec, check
@@ -26,14 +27,21 @@ class PolicyOutput:
     """What acting on a batch of observations gave.
 
     Attributes:
-        action: One action per row, shape `[B]` or `[B, a]`.
+        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is. In the policy's own form,
+            in which its log-probability is exact (see `lightning_rl.distributions.Distribution`).
         log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
         value: Value estimate of the observation, shape `[B]`; None likewise.
+        environment_action: The action in the units of the action space, for `to_environment`; None: the same.
     """
 
-    action: Tensor
+    action: Nested
     log_prob: Tensor | None = None
     value: Tensor | None = None
+    environment_action: Nested | None = None
+
+    def __post_init__(self) -> None:
+        if self.environment_action is None:
+            self.environment_action = self.action
 
 
 class Policy(Protocol):
@@ -45,7 +53,7 @@ class Policy(Protocol):
         """Choose an action for every row of `observations`, shape `[B, ...]`."""
         ...
 
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+    def log_prob(self, observations: Tensor, actions: Nested) -> Tensor:
         """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
         ...
 
@@ -59,13 +67,15 @@ class ActorCritic(nn.Module):
 
     Args:
         observation_space: `Box` or `Discrete`.
-        action_space: `Discrete` or a floating-point `Box`.
+        action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
         network: See `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP.
         shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
         normalize_observations: Standardise observations by their running moments (not images).
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        action_distribution: Which distribution each part of the action has; None takes the default of its space. See
+            `lightning_rl.distributions.make_action_head`.
     """
 
     def __init__(
@@ -79,6 +89,7 @@ class ActorCritic(nn.Module):
         shared_encoder: bool | None = None,
         normalize_observations: bool = False,
         initial_log_std: float = 0.0,
+        action_distribution: ActionDistribution = None,
     ) -> None:
         super().__init__()
         self.observation_normalizer: ObservationNormalizer | None = None
@@ -101,7 +112,7 @@ class ActorCritic(nn.Module):
         if not shared:
             self.critic_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
-        self.action_head = make_action_head(action_space, width, initial_log_std)
+        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
         self.value_head = HeadLinear(width, 1, gain=1.0)
 
     def forward(self, observations: Tensor) -> tuple[Distribution, Tensor]:
@@ -118,11 +129,12 @@ class ActorCritic(nn.Module):
         features = self._encode(self.actor_encoder, self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         action = distribution.mode() if deterministic else distribution.sample(generator)
+        environment_action = distribution.to_space(action)
         if self.critic_encoder is not None:
-            return PolicyOutput(action)
-        return PolicyOutput(action, distribution.log_prob(action), self._value(features))
+            return PolicyOutput(action, environment_action=environment_action)
+        return PolicyOutput(action, distribution.log_prob(action), self._value(features), environment_action)
 
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+    def log_prob(self, observations: Tensor, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`."""
         features = self._encode(self.actor_encoder, self._prepare(observations))
         distribution: Distribution = self.action_head(features)
@@ -132,6 +144,12 @@ class ActorCritic(nn.Module):
         """Return value estimates; see `Policy.value`."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
         return self._value(self._encode(encoder, self._prepare(observations)))
+
+    def saturation(self, actions: Nested) -> Tensor | None:
+        """Return the share of components of `actions` that are clipped to the bounds; None where none may be."""
+        head: Any = self.action_head
+        counts = head.saturation(actions) if hasattr(head, "saturation") else None
+        return None if counts is None else counts[0] / max(counts[1], 1)
 
     def _prepare(self, observations: Tensor) -> Tensor:
         """Normalise, and bring floating-point observations to the dtype of the parameters."""

@@ -6,12 +6,13 @@ rewards and log-probabilities too, to the precision of the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightning_rl.nested import Nested, first_leaf, map_leaves
 from lightning_rl.validation import ConfigurationError
 
 OnTruncation = Literal["bootstrap", "terminal"]
@@ -24,7 +25,8 @@ class Rollout:
 
     Attributes:
         observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins.
-        actions: What it did, before any clipping to the environment's bounds, `[T, B, ...]`.
+        actions: What it did, `[T, B, ...]`, nested as the action space is: in the policy's own form, before it is
+            squashed into or clipped to the environment's bounds.
         rewards: Raw rewards, `[T, B]`.
         terminated: The episode ended in a terminal state with this step, `[T, B]`.
         truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
@@ -47,7 +49,7 @@ class Rollout:
         self,
         *,
         observations: Tensor,
-        actions: Tensor,
+        actions: Nested,
         rewards: Tensor,
         terminated: Tensor,
         truncated: Tensor,
@@ -100,13 +102,15 @@ class Rollout:
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in stays:
                 setattr(self, name, value.to(device, non_blocking=True))
+        self.actions = map_leaves(lambda x: x.to(device, non_blocking=True), self.actions)
         return self
 
-    def state_dict(self) -> dict[str, Tensor | int | None]:
+    def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
         fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) or name == "valid"}
         copies = {name: None if x is None else x.detach().to("cpu", copy=True) for name, x in fields.items()}
-        return {**copies, "policy_version": self.policy_version}
+        actions = map_leaves(lambda x: x.detach().to("cpu", copy=True), self.actions)
+        return {**copies, "actions": actions, "policy_version": self.policy_version}
 
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
         """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
@@ -126,7 +130,7 @@ class Rollout:
     def flatten(self, **per_step: Tensor) -> Batch:
         """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them."""
         length, num_envs = self.shape
-        fields = {
+        fields: dict[str, Nested] = {
             "observations": self.observations[:length],
             "actions": self.actions,
             "log_probs": self.log_probs,
@@ -134,8 +138,8 @@ class Rollout:
             **per_step,
         }
         if self.valid is None:
-            return Batch({name: x.reshape(length * num_envs, *x.shape[2:]) for name, x in fields.items()})
-        return Batch({name: x[self.valid] for name, x in fields.items()})
+            return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
+        return Batch(map_leaves(lambda x: x[self.valid], fields))
 
 
 class EpisodeSummary:
@@ -152,7 +156,7 @@ class EpisodeSummary:
 
 
 class Batch:
-    """Rows of a rollout, in any order: tensors of equal length by name, read as attributes.
+    """Rows of a rollout, in any order: tensors of equal length, or nested ones, by name, read as attributes.
 
     Attributes:
         weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
@@ -160,24 +164,24 @@ class Batch:
     """
 
     observations: Tensor
-    actions: Tensor
+    actions: Nested
     log_probs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
 
-    def __init__(self, fields: dict[str, Tensor], weight: float | None = None) -> None:
+    def __init__(self, fields: dict[str, Nested], weight: float | None = None) -> None:
         self.fields = fields
         self.weight = 1 / max(len(self), 1) if weight is None else weight
 
-    def __getattr__(self, name: str) -> Tensor:
-        fields: dict[str, Tensor] = self.__dict__.get("fields", {})  # missing while a copy is being made
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or nested ones
+        fields: dict[str, Nested] = self.__dict__.get("fields", {})  # missing while a copy is being made
         if name not in fields:
             raise AttributeError(f"batch has no field {name!r}: it has {', '.join(fields)}")
         return fields[name]
 
     def __len__(self) -> int:
-        return len(next(iter(self.fields.values())))
+        return len(first_leaf(self.fields))
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`)."""
@@ -185,19 +189,27 @@ class Batch:
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
         """Return the rows in a fresh random order."""
-        device = next(iter(self.fields.values())).device
+        device = first_leaf(self.fields).device
         order = torch.randperm(len(self), generator=generator).to(device)
-        return Batch({name: x[order] for name, x in self.fields.items()}, self.weight)
+        return Batch({name: map_leaves(lambda x: x[order], x) for name, x in self.fields.items()}, self.weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
-        parts = {name: torch.tensor_split(x, num_minibatches) for name, x in self.fields.items()}
+        parts = {name: _split(x, num_minibatches) for name, x in self.fields.items()}
         for index in range(num_minibatches):
             yield Batch({name: part[index] for name, part in parts.items()})
 
-    def replace(self, **fields: Tensor) -> Batch:
+    def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
         return Batch({**self.fields, **fields}, self.weight)
+
+
+def _split(x: Nested, num_parts: int) -> Sequence[Nested]:
+    if isinstance(x, Tensor):
+        return torch.tensor_split(x, num_parts)
+    # Lists, since tuples would be taken for nested actions.
+    pieces = map_leaves(lambda leaf: list(torch.tensor_split(leaf, num_parts)), x)
+    return [map_leaves(lambda piece, i=index: piece[i], pieces) for index in range(num_parts)]
 
 
 def check_minibatches(num_rows: int, num_minibatches: int) -> None:

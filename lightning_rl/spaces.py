@@ -17,11 +17,12 @@ def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists
     return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
 
 
-def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
+def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
     Args:
         space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
+        field: What an error calls it.
 
     Raises:
         ConfigurationError: The space is of another kind.
@@ -44,11 +45,11 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
         # One number and a shape of one dimension are different spaces to Gymnasium.
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
     if isinstance(space, spaces.Dict):
-        return {"type": "Dict", "spaces": {key: space_to_dict(value) for key, value in space.items()}}
+        return {"type": "Dict", "spaces": {key: space_to_dict(value, field) for key, value in space.items()}}
     if isinstance(space, spaces.Tuple):
-        return {"type": "Tuple", "spaces": [space_to_dict(value) for value in space]}
+        return {"type": "Tuple", "spaces": [space_to_dict(value, field) for value in space]}
     raise ConfigurationError(
-        f"space: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
         "or a Dict or Tuple of these"
     )
 

@@ -20,8 +20,10 @@ from torch import Tensor
 from lightning_rl.collector import Collector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
 from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.policy import ActorCritic, PolicyOutput
 from lightning_rl.rollout import Rollout
+from lightning_rl.spaces import space_from_dict
 
 
 class Counter(gymnasium.Env[np.ndarray, Any]):
@@ -230,7 +232,51 @@ class DoubleVectorReward(gymnasium.vector.VectorRewardWrapper):
         return 2 * rewards
 
 
-for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space):
+class Aim(gymnasium.Env[np.ndarray, Any]):
+    """Eight steps, in each of which another one of two goals is shown; a step that meets it earns 1.
+
+    The reward is the mean over the components of all parts of the action. Of a choice that is whether it is right, of
+    a continuous one it falls from 1 at the goal to 0 half a width of the bounds from there (1 where there are none).
+
+    Args:
+        action_space: A space, or its description.
+    """
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, action_space: Any) -> None:
+        self.action_space = space_from_dict(action_space)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.show(), {}
+
+    def step(self, action: Any):
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        parts = zip(space_leaves(self.action_space).values(), leaves(action), strict=True)
+        scores = np.concatenate([self.score(space, np.asarray(part)) for space, part in parts])
+        self.steps += 1
+        return self.show(), float(scores.mean()), False, self.steps == 8, {}
+
+    def show(self) -> np.ndarray:
+        self.goal = int(self.np_random.integers(2))
+        return np.array([2 * self.goal - 1], np.float32)
+
+    def score(self, space: spaces.Space[Any], action: np.ndarray) -> np.ndarray:
+        if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+            low, high = (np.where(np.isfinite(x), x, d) for x, d in ((space.low, -1.0), (space.high, 1.0)))
+            distance = np.abs(action - low - (high - low) * (0.25 + 0.5 * self.goal)) / (high - low)
+            return (1 - 2 * distance).clip(0).ravel()
+        if isinstance(space, spaces.Box):
+            return (action == (space.low, space.high)[self.goal]).ravel()
+        if isinstance(space, spaces.MultiBinary):
+            return (action == self.goal).ravel()
+        n = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        return np.ravel(action == space.start + (n - 1) * self.goal)
+
+
+for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

@@ -266,6 +266,10 @@ def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp
     [
         ({"hidden_sizes": (8,)}, r"hidden_sizes=\[8\] does not fit the checkpoint: expected hidden_sizes=\[16\]"),
         ({"activation": "relu"}, "activation='relu' does not fit the checkpoint: expected activation='tanh'"),
+        (
+            {"action_distribution": "tf_agents_categorical"},
+            "action_distribution='tf.* expected action_distribution=None",
+        ),
         ({"normalize_observations": True}, "normalize_observations=True does not fit .* normalize_observations=False"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

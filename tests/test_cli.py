@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from gymnasium import spaces
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -27,6 +28,7 @@ from lightning_rl import (
     RolloutDataModule,
 )
 from lightning_rl.cli import main
+from lightning_rl.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
 
 ROOT = Path(__file__).parents[1]
@@ -240,6 +242,38 @@ model:
     assert (scheduler.step_size, scheduler.gamma) == (1, 0.5)
     for name, parameter in cli.model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("beta", "beta"),
+        ("{kind: gaussian, std: state_dependent, min_std: 0.1}", None),
+        ("{class_path: tests.distributions.test_choice.WideHead, init_args: {width: 2.0}}", None),
+    ],
+)
+def test_distribution_of_the_action_comes_from_the_command_line_and_survives_loading(option, expected):
+    data = "--data.env_id=LunarLanderContinuous-v3"
+    cli = main(["fit", *SMALL, data, f"--model.action_distribution={option}", "--max_env_steps=32"])
+    stored = cli.model.hparams["action_distribution"]
+    assert stored == (expected or yaml.safe_load(option))
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
+    observations = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(observations), cli.model(observations))
+
+
+def test_distributions_of_parts_come_from_a_configuration():
+    space = spaces.Dict(move=spaces.Discrete(3), arm=spaces.Tuple([spaces.Box(-1, 1, (2,))]))
+    content = {
+        "data": {"env_id": "tests.probes:Probe/Aim-v0", "env_kwargs": {"action_space": space_to_dict(space)}},
+        "model": {"init_args": {"action_distribution": {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}}},
+    }
+    Path("parts.yaml").write_text(yaml.safe_dump(content))
+    cli = main(["fit", *SMALL, "--config", "parts.yaml", "--max_env_steps=64"])
+    distribution = cli.model.policy(torch.zeros(1, 1))[0]
+    assert isinstance(distribution.parts["arm"][0], SquashedGaussian)
+    again = main(["validate", "--config", str(cli.run_dir / "config.yaml"), "--ckpt_path", "last"])
+    assert again.model.hparams["action_distribution"] == content["model"]["init_args"]["action_distribution"]
 
 
 # ---------------------------------------------------------------------- what a run leaves and says

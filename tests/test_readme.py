@@ -77,7 +77,7 @@ def test_the_training_command_and_the_scripts_of_the_readme_run():
         exec(script.replace("100_000", "4_096").replace("rollout_length=128", "rollout_length=64"), namespace)
     # The second script went on from the checkpoint of the command.
     assert namespace["model"].env_steps == 4096
-    assert len(namespace["episodes"][0]) == 10
+    assert len(namespace["episodes"]) == 10
 
 
 def test_the_scripts_of_the_first_steps_run():

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
+from lightning_rl.spaces import space_to_dict
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
 _FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
@@ -23,6 +25,15 @@ FRAGILE: dict[str, Any] = {
     "env_kwargs": {"episode_seed": _FAILS},
     "on_env_failure": "restart",
 }
+
+HYBRID = space_to_dict(
+    spaces.Dict(
+        {
+            "move": spaces.Discrete(3, start=-1),
+            "arm": spaces.Tuple([spaces.Box(-2, 2, (2,)), spaces.MultiDiscrete([3, 2]), spaces.MultiBinary(2)]),
+        }
+    )
+)
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
@@ -42,6 +53,17 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
     "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
+    "nested_actions": (
+        # A length that leaves episodes, of eight steps, in their middle.
+        {
+            "env_id": "tests.probes:Probe/Aim-v0",
+            "env_kwargs": {"action_space": HYBRID},
+            "num_envs": 4,
+            "rollout_length": 23,
+        },
+        {"action_distribution": {"arm.0": "beta"}},
+    ),
+    "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl import Batch, Rollout
+from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import check_minibatches
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR, random_rollout
 
 
 def make_rollout(valid: Tensor | None = None) -> Rollout:
@@ -137,3 +139,17 @@ def test_minibatches_must_divide_the_rollout():
     check_minibatches(1024, 4)
     with pytest.raises(ConfigurationError, match=r"num_minibatches=3 does not divide the 1024 steps of a rollout"):
         check_minibatches(1024, 3)
+
+
+def test_nested_actions_are_flattened_shuffled_and_split_as_one():
+    rollout = random_rollout(ActorCritic(VECTOR, DISCRETE), valid=True)
+    steps = torch.arange(48).view(12, 4)
+    rollout.actions = {"move": steps, "arm": (steps.unsqueeze(-1) * 10,)}
+    batch = rollout.flatten()
+    assert rollout.valid is not None
+    assert len(batch) == len(batch.actions["arm"][0]) == int(rollout.valid.sum()) < 48
+    assert batch.actions["move"].tolist() == steps[rollout.valid].tolist()
+    for part in batch.shuffled(torch.Generator().manual_seed(0)).split(3):
+        assert isinstance(part.actions["arm"], tuple)
+        assert part.actions["arm"][0].squeeze(-1).tolist() == (part.actions["move"] * 10).tolist()
+        assert torch.equal(part.observations, rollout.observations[:12].flatten(0, 1)[part.actions["move"]])

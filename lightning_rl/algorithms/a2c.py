@@ -78,7 +78,7 @@ class A2C(OnPolicyAlgorithm):
         log_probs = distribution.log_prob(batch.actions)
         policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))
         value_loss = batch.mean(rl.value_loss(values, batch.returns))
-        entropy = batch.mean(distribution.entropy())
-        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        entropy = self.entropy(distribution, batch)
+        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         self.observe_first_ratios(log_probs - batch.log_probs)
         return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy

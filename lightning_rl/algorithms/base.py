@@ -21,6 +21,7 @@ from lightning_rl.algorithms.optimizers import adam, optimizer_spec, scheduler_s
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, run_state
+from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
@@ -29,6 +30,7 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
+from lightning_rl.nested import Nested
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
@@ -73,6 +75,9 @@ class OnPolicyAlgorithm(Reports):
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
         shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
+            `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
+            (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
         normalize_observations: Standardise observations by their running moments.
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
@@ -102,6 +107,7 @@ class OnPolicyAlgorithm(Reports):
         activation: str = "tanh",
         shared_encoder: bool | None = None,
         initial_log_std: float = 0.0,
+        action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
         normalize_rewards: bool = False,
         check_numerics: bool = False,
@@ -131,8 +137,8 @@ class OnPolicyAlgorithm(Reports):
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
         plain: dict[str, Any] = {
-            "observation_space": space_to_dict(observation_space),
-            "action_space": space_to_dict(action_space),
+            "observation_space": space_to_dict(observation_space, "observation_space"),
+            "action_space": space_to_dict(action_space, "action_space"),
             "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:
@@ -154,6 +160,7 @@ class OnPolicyAlgorithm(Reports):
         self.max_skipped_updates = max_skipped_updates
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
+        self._saturation = SaturationWatch()
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -165,6 +172,7 @@ class OnPolicyAlgorithm(Reports):
             "activation",
             "shared_encoder",
             "initial_log_std",
+            "action_distribution",
             "normalize_observations",
         )
         options = {name: self.hparams[name] for name in names}
@@ -191,13 +199,13 @@ class OnPolicyAlgorithm(Reports):
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
 
-    def forward(self, observations: Tensor, deterministic: bool = True) -> Tensor:
+    def forward(self, observations: Tensor, deterministic: bool = True) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
-        As the policy has them; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for an
-        environment.
+        In the units of the action space; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for
+        an environment.
         """
-        return self.policy.act(observations, deterministic=deterministic).action
+        return self.policy.act(observations, deterministic=deterministic).environment_action
 
     # ------------------------------------------------------------------ learning
 
@@ -220,6 +228,8 @@ class OnPolicyAlgorithm(Reports):
         self._set_learning_rate()
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
+        if (share := self._saturation.share(self.policy, rollout)) is not None:
+            self.diagnostics.observe(action_saturation=share)
         with suppress(NotFiniteError):
             yield
         means = self.diagnostics.means()
@@ -230,6 +240,7 @@ class OnPolicyAlgorithm(Reports):
         else:
             self.skipped_updates = 0
             self._update_normalizers(rollout)
+        self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
         if schedulers := self.lr_schedulers():

@@ -113,8 +113,8 @@ class PPO(OnPolicyAlgorithm):
             value_loss = batch.mean(rl.value_loss(values, batch.returns))
         else:
             value_loss = batch.mean(rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value))
-        entropy = batch.mean(distribution.entropy())
-        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss, entropy=entropy)
+        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
+        entropy = self.entropy(distribution, batch)
         self._observe(batch, log_ratios.detach())
         return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
 

@@ -18,13 +18,16 @@ from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
 _OF_THE_NETWORK = ("network", "hidden_sizes", "shared_encoder", "normalize_observations", "normalize_rewards")
+# Others of these would load without complaint, and act differently.
+_OF_ACTING = ("activation", "action_distribution")
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
     """Raise unless the parameters in a checkpoint are those of a network like that of `module`.
 
     Raises:
-        ConfigurationError: Spaces, activation, or names and shapes of parameters differ; names the options that do.
+        ConfigurationError: Spaces, activation, action distributions, or names and shapes of parameters differ; names
+            the options that do.
     """
     stored, own = checkpoint["hyper_parameters"], module.hparams
     for name in ("observation_space", "action_space"):
@@ -34,9 +37,8 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
                 f"expected {space_from_dict(stored[name])}, the space it was trained with"
             )
     different = [name for name in _OF_THE_NETWORK if stored.get(name) != own.get(name)]
-    # Another activation would load without complaint, and act differently.
-    if stored.get("activation") != own.get("activation"):
-        different.append("activation")
+    if acts_differently := [name for name in _OF_ACTING if stored.get(name) != own.get(name)]:
+        different += acts_differently
     elif _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict()):
         return
     settings = ", ".join(f"{name}={own.get(name)!r}" for name in different) or type(module).__name__

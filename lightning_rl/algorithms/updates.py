@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, Literal, cast
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.gating import step_where
 from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
 from lightning_rl.rollout import Batch
@@ -115,6 +118,14 @@ class Updates(LightningModule):
             return self.all_reduce(errors.max() if len(errors) else errors.sum(), "max")
 
         self.diagnostics.observe_first("first_ratio_error", largest)
+
+    def entropy(self, distribution: Distribution, batch: Batch) -> Tensor:
+        """Return the mean entropy over a minibatch, and record it; where actions have parts, that of each part too."""
+        parts = {path: batch.mean(x) for path, x in distribution.entropies().items()}
+        total = functools.reduce(operator.add, parts.values())
+        self.diagnostics.add(entropy=total)
+        self.diagnostics.observe(**{f"entropy.{path}": part for path, part in parts.items() if path})
+        return total
 
     def optimize(self, loss: Tensor) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""

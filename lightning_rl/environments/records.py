@@ -9,6 +9,8 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 
 from lightning_rl.environments.places import Places
+from lightning_rl.environments.seeding import OWN_STATE
+from lightning_rl.nested import map_leaves
 
 Array = np.ndarray[Any, Any]
 
@@ -57,10 +59,18 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 
 
 def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays to tensors."""
-    return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}
+    """Copy arrays to tensors, nested ones too."""
+
+    def convert(x: Any) -> Any:  # noqa: ANN401
+        return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+
+    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
 
 
 def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
     """View tensors as arrays: worker processes would get them as shared memory, which does not outlive its maker."""
-    return {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in values.items()}
+
+    def convert(x: Any) -> Any:  # noqa: ANN401
+        return x.numpy() if isinstance(x, torch.Tensor) else x
+
+    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}

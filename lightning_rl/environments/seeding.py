@@ -15,12 +15,16 @@ import gymnasium
 import numpy as np
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.nested import first_leaf, map_leaves, map_stacked
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
 """Roles, the first branch of the tree."""
 
 MAX_LOGGED_ACTIONS = 1_000_000
 """An episode that is longer cannot be played again: its actions would fill the memory, and take minutes."""
+
+OWN_STATE = "own"
+"""Where a record has what the environment itself returned as its state, which is left as it is."""
 
 _RESET = None
 """In a log of actions: a reset that went on with what was before (a game between two lives)."""
@@ -120,18 +124,18 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         own: Any = self.env.unwrapped
         if len(self._log) == self._log.maxlen and not self._has_own_state:  # the first actions may be forgotten
             return {"stream_seed": self.stream_seed, "episode": self.episode}
-        actions = [np.asarray(action) for action in self._log if action is not _RESET]
+        actions = [action for action in self._log if action is not _RESET]
         return {
             "stream_seed": self.stream_seed,
             "first_episode": self._first_episode,
             "episode": self.episode,
             "step_count": self.step_count,
             "resets": [place for place, action in enumerate(self._log) if action is _RESET],
-            "actions": np.stack(actions) if actions else np.zeros(0),
+            "actions": map_stacked(np.stack, actions) if actions else np.zeros(0),
             "observation": np.array(self._observation),
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
-            "own": own.state_dict() if self._has_own_state else None,
+            OWN_STATE: own.state_dict() if self._has_own_state else None,
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
@@ -145,10 +149,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             environment now is: if it did not, the stream's next episode has begun.
         """
         self.stream_seed, self.episode = record["stream_seed"], record["episode"]
-        if record.get("own") is not None and self._has_own_state:
+        if record.get(OWN_STATE) is not None and self._has_own_state:
             own: Any = self.env.unwrapped
             self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
-            own.load_state_dict(record["own"])
+            own.load_state_dict(record[OWN_STATE])
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True, self._observation
@@ -162,12 +166,14 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Play an episode again, and return whether it went as it did."""
         self.episode = record["first_episode"] - 1  # the reset goes on to the one that was recorded
         self.reset(options=self.first_options)
-        resets, remaining = set(record["resets"]), iter(record["actions"])
-        for place in range(len(record["actions"]) + len(resets)):
+        resets, actions = set(record["resets"]), record["actions"]
+        taken = 0
+        for place in range(len(first_leaf(actions)) + len(resets)):
             if place in resets:
                 self.reset()
             else:
-                self.step(next(remaining))
+                self.step(map_leaves(lambda x, t=taken: x[t], actions))
+                taken += 1
         return (
             np.array_equal(np.asarray(self._observation), record["observation"])
             # Bit for bit: not even NaN can be in a reward that was learned from.

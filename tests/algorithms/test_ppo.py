@@ -157,6 +157,8 @@ def test_diagnostics_are_what_their_names_say(space):
         "explained_variance": 1 - (batch.returns - batch.values).var() / batch.returns.var(),
         "grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm(),
     }
+    if space == "continuous":
+        expected["action_saturation"] = (rollout.actions.abs() > 1).double().mean()
     make_trainer(precision="64-true", callbacks=[recorder]).fit(model, FixedRollouts([rollout], model))
     assert recorder.rows[0].pop("learning_rate") == 1e-3
     assert recorder.rows[0] == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-9)

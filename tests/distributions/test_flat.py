@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -15,7 +14,6 @@ from lightning_rl.distributions import (
     DiagonalGaussian,
     Distribution,
     make_action_head,
-    to_environment,
 )
 from lightning_rl.validation import ConfigurationError
 
@@ -186,28 +184,6 @@ def test_fresh_policies_are_nearly_uniform_and_have_the_initial_deviation():
     torch.testing.assert_close(gaussian.log_std, torch.full((3,), -1.0))
 
 
-@pytest.mark.parametrize("space", [spaces.MultiBinary(3), spaces.Box(0, 5, (2,), np.int64), spaces.Text(3)])
-def test_unsupported_action_space_is_named(space):
-    with pytest.raises(ConfigurationError, match=r"action_space=.* expected Discrete or a floating-point Box"):
-        make_action_head(space, 8)
-
-
 def test_initial_deviation_out_of_range_is_refused():
     with pytest.raises(ConfigurationError, match=r"initial_log_std=nan .* expected a number at least -20"):
         make_action_head(spaces.Box(-1, 1, (1,)), 8, initial_log_std=math.nan)
-
-
-def test_discrete_actions_are_shifted_by_the_start_of_the_space():
-    action = np.array([0, 2])
-    assert to_environment(spaces.Discrete(3, start=-1), action).tolist() == [-1, 1]
-    assert to_environment(spaces.Discrete(3), action) is action
-
-
-def test_continuous_actions_are_clipped_shaped_and_cast_and_the_originals_kept():
-    space = spaces.Box(np.array([[-1, -2]], np.float32), np.array([[1, np.inf]], np.float32), (1, 2))
-    action = np.array([[3.0, -3.0], [0.25, 1e9]])
-    converted = to_environment(space, action)
-    assert converted.tolist() == [[[1.0, -2.0]], [[0.25, 1e9]]]
-    assert converted.dtype == np.float32
-    assert action.tolist() == [[3.0, -3.0], [0.25, 1e9]]
-    assert all(space.contains(a) for a in converted)

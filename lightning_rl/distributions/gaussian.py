@@ -1,0 +1,53 @@
+"""Normal distributions, each action dimension by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from lightning_rl.distributions.base import Distribution, at_least_float32
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+class DiagonalGaussian(Distribution):
+    """Independent normal distributions, one per action dimension.
+
+    Args:
+        mean: Shape `[..., a]`.
+        log_std: Logarithm of the standard deviation, broadcastable to `mean`.
+    """
+
+    def __init__(self, mean: Tensor, log_std: Tensor) -> None:
+        self.mean = at_least_float32(mean)
+        self.log_std = at_least_float32(log_std)
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        """Draw mean + std · ε; the action is not clipped to any bounds."""
+        noise = torch.empty_like(self.mean).normal_(generator=generator)
+        return self.mean + self.log_std.exp() * noise
+
+    def mode(self) -> Tensor:
+        """Return the mean."""
+        return self.mean
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Return the log-density of `action` (shape `[..., a]`), summed over action dimensions."""
+        z = (action - self.mean) * (-self.log_std).exp()
+        log_std = self.log_std.expand_as(self.mean).sum(-1)
+        return -0.5 * z.square().sum(-1) - log_std - 0.5 * _LOG_2PI * self.mean.shape[-1]
+
+    def entropy(self) -> Tensor:
+        """Return Σ (log std + ½ log 2πe)."""
+        return self.log_std.expand_as(self.mean).sum(-1) + 0.5 * (1 + _LOG_2PI) * self.mean.shape[-1]
+
+    def kl(self, other: Distribution) -> Tensor:
+        """Return the closed form, summed over action dimensions."""
+        other = cast(DiagonalGaussian, other)
+        variance_ratio = (2 * (self.log_std - other.log_std)).exp()
+        z = (self.mean - other.mean) * (-other.log_std).exp()
+        per_dimension = 0.5 * (variance_ratio + z.square() - 1) + other.log_std - self.log_std
+        return per_dimension.sum(-1)

@@ -1,0 +1,215 @@
+"""Runs on every kind of action: on-policy to rounding, evaluated, and learned."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl import PPO, Rollout, RolloutDataModule
+from lightning_rl.algorithms.saturation import SaturationWatch
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.policy import ActorCritic
+from lightning_rl.spaces import space_to_dict
+from tests.helpers import (
+    MemoryLogger,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    parameters_of,
+)
+
+BOUNDED = spaces.Box(np.array([-2, 0], np.float32), np.array([2, 0.5], np.float32))
+HALF_BOUNDED = spaces.Box(np.array([-1, -np.inf, -np.inf]), np.array([np.inf, 1, np.inf]), dtype=np.float64)
+HYBRID = spaces.Dict(
+    {
+        "move": spaces.Discrete(3, start=-1),
+        "arm": spaces.Tuple(
+            [BOUNDED, spaces.MultiDiscrete([3, 2], start=[1, 5]), spaces.Dict({"grip": spaces.MultiBinary((1, 2))})]
+        ),
+    }
+)
+SPACES: dict[str, tuple[spaces.Space[Any], Any]] = {
+    "discrete": (spaces.Discrete(4, start=-2), None),
+    "multi_discrete": (spaces.MultiDiscrete([[2, 4], [3, 2]], start=[[0, 1], [-5, 0]]), None),
+    "multi_binary": (spaces.MultiBinary([2, 3]), None),
+    "integers": (spaces.Box(np.array([-2, 3], np.int8), np.array([1, 5], np.int8), dtype=np.int8), None),
+    "gaussian": (BOUNDED, None),
+    "half_bounded": (HALF_BOUNDED, None),
+    "state_dependent": (
+        BOUNDED,
+        {"kind": "gaussian", "std": "state_dependent", "std_transform": "softplus", "initial_std": 0.5, "min_std": 0.1},
+    ),
+    "squashed": (BOUNDED, "squashed_gaussian"),
+    "beta": (BOUNDED, "beta"),
+    "tf_agents": (BOUNDED, "tf_agents_normal"),
+    "hybrid": (HYBRID, {"arm.0": "beta"}),
+}
+ALL = pytest.mark.parametrize("name", SPACES)
+
+
+def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDataModule]:
+    space, choice = SPACES[name]
+    data_options = {"num_envs": 4, "rollout_length": 32} | options
+    data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": space_to_dict(space)}, **data_options)
+    model = {"num_epochs": num_epochs, "gamma": 0.0, "learning_rate": 0.01}
+    return make_model(data, action_distribution=choice, **model), data
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("shared_encoder", "precision", "bound"),
+    [(False, "32-true", 1e-6), (True, "32-true", 1e-6), (False, "64-true", 1e-12), (True, "bf16-mixed", 1e-2)],
+)
+def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
+    name: str, shared_encoder: bool, precision: str, bound: float
+) -> None:
+    recorder = Recorder()
+    space, choice = SPACES[name]
+    kwargs = {"observation_space": spaces.Box(-3, 3, (5,)), "action_space": space}
+    data = make_data(
+        "tests.probes:Probe/Space-v0", env_kwargs=kwargs, num_envs=4, rollout_length=32, rollouts_per_epoch=4
+    )
+    model = make_model(data, action_distribution=choice, shared_encoder=shared_encoder, learning_rate=0.01)
+    make_trainer(callbacks=[recorder], precision=precision).fit(model, data)
+    assert len(recorder.rows) == 4
+    assert max(recorder.column("first_ratio_error")) <= bound
+    assert min(recorder.column("approx_kl")) > 1e-5  # the policy did move after each
+
+
+@ALL
+def test_recorded_episodes_have_the_actions_that_the_environment_got(name: str) -> None:
+    model, data = make(name)
+    episodes = make_trainer().predict(model, data)
+    assert episodes is not None
+    for episode in episodes[0]:
+        for t in range(episode.length):
+            assert data.action_space.contains(map_leaves(lambda x, t=t: x[t], episode.actions))
+        assert all(len(leaf) == episode.length for leaf in leaves(episode.actions))
+
+
+@pytest.mark.filterwarnings("ignore:.* of the action components")
+@ALL
+def test_policy_learns_to_reach_nine_tenths_of_the_optimum(name: str) -> None:
+    model, data = make(name, num_epochs=8, rollouts_per_epoch=40, num_envs=8, eval_episodes=20)
+    trainer = make_trainer(limit_val_batches=1, check_val_every_n_epoch=1000)
+    (before,) = trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)
+    (after,) = trainer.validate(model, data, verbose=False)
+    assert before["val/episode_return"] < 0.75 * 8
+    assert after["val/episode_return"] >= 0.9 * 8
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_environments_in_other_processes_get_the_same_nested_actions(backend: str) -> None:
+    model, data = make("hybrid", backend=backend)
+    make_trainer().fit(model, data)
+    reference, in_process = make("hybrid")
+    make_trainer().fit(reference, in_process)
+    assert_equal_parameters(model, parameters_of(reference))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_module_returns_actions_in_units_of_the_space(num_rows: int) -> None:
+    model, _ = make("squashed")
+    torch.nn.init.constant_(model.policy.action_head.mean.bias, 50.0)
+    actions = model(torch.zeros(num_rows, 1))
+    assert actions.tolist() == [[2.0, 0.5]] * num_rows
+
+
+def test_entropy_of_every_part_is_logged() -> None:
+    logger = MemoryLogger()
+    model, data = make("hybrid")
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
+    metrics = logger.calls[-1][0]
+    names = {name.removeprefix("train/entropy.") for name in metrics if name.startswith("train/entropy.")}
+    assert names == {"arm.0", "arm.1.0", "arm.1.1", "arm.2.grip", "move"}
+    parts = sum(metrics[f"train/entropy.{name}"] for name in names)
+    assert metrics["train/entropy"] == pytest.approx(parts, rel=1e-5)
+
+
+def test_a_flat_action_has_one_entropy_alone() -> None:
+    logger = MemoryLogger()
+    model, data = make("gaussian")
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
+    assert [name for name in logger.calls[-1][0] if "entropy" in name] == ["train/entropy"]
+
+
+def test_share_of_clipped_components_is_logged() -> None:
+    logger = MemoryLogger()
+    model, data = make("gaussian")
+    make_trainer(logger=logger, log_every_n_steps=1, limit_train_batches=1).fit(model, data)
+    # With a deviation of 1 around 0: outside [-2, 2] and outside [0, 0.5].
+    expected = (0.0455 + 1 - 0.1915) / 2
+    assert logger.calls[-1][0]["train/action_saturation"] == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize("name", ["squashed", "beta", "discrete"])
+def test_actions_that_cannot_be_clipped_have_no_such_share(name: str) -> None:
+    logger = MemoryLogger()
+    model, data = make(name)
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
+    assert "train/action_saturation" not in logger.calls[-1][0]
+
+
+def test_share_counts_the_gaussian_parts_of_nested_actions() -> None:
+    space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-1, 1, (2,)), "c": spaces.Box(-np.inf, 3, (1,))})
+    policy = ActorCritic(spaces.Box(-1, 1, (1,)), space)
+    b = torch.tensor([[[0.0, 2.0]], [[-1.5, 1.0]]])
+    actions = {"a": torch.zeros(2, 1, dtype=torch.long), "b": b, "c": torch.tensor([[[-9.0]], [[3.5]]])}
+    share = policy.saturation(actions)
+    assert share is not None
+    assert share.item() == 3 / 6
+    assert ActorCritic(spaces.Box(-1, 1, (1,)), spaces.Box(-np.inf, np.inf, (1,))).saturation(b) is None
+
+
+def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
+    recorder = Recorder()
+    model, data = make("gaussian", rollouts_per_epoch=10)
+    model.learning_rate = 1e-6
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(callbacks=[recorder]).fit(model, data)
+        assert not [w for w in caught if "action components" in str(w.message)]
+        make_trainer(max_epochs=2).fit(model, data)
+    told = [str(w.message) for w in caught if "action components" in str(w.message)]
+    assert len(told) == 1
+    assert "action_distribution='squashed_gaussian'" in told[0]
+
+
+def test_a_small_share_is_not_warned_of() -> None:
+    watch = SaturationWatch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.tell(0.1, 100)
+        watch.tell(0.9, 9)
+        watch.tell(None, 100)
+    with pytest.warns(UserWarning, match="11% of the action components in rollout 100"):
+        watch.tell(0.11, 100)
+
+
+def test_rollout_copies_and_moves_nested_actions() -> None:
+    model, data = make("hybrid")
+    rollouts: list[Rollout] = []
+
+    class Keep(Recorder):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Rollout, batch_idx: int) -> None:
+            rollouts.append(batch)
+
+    make_trainer(callbacks=[Keep()], limit_train_batches=1).fit(model, data)
+    state = rollouts[0].state_dict()
+    copied = Rollout(**state).to("cpu")
+    for one, other in zip(leaves(copied.actions), leaves(rollouts[0].actions), strict=True):
+        assert torch.equal(one, other)
+        assert one.data_ptr() != other.data_ptr()
+    rows = copied.flatten().shuffled(torch.Generator().manual_seed(0))
+    assert [len(leaf) for leaf in leaves(rows.actions)] == [128] * 4
+    parts = list(rows.split(2))
+    assert torch.equal(torch.cat([part.actions["arm"][1] for part in parts]), rows.actions["arm"][1])
+    assert isinstance(parts[0].actions["arm"], tuple)
