@@ -17,17 +17,21 @@ def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists
     return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
 
 
-def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
+def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
     Args:
         space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
+        field: What it is, for errors, which add the path to the part that cannot be described.
 
     Raises:
-        ConfigurationError: The space is of another kind.
+        ConfigurationError: The space, or a part of it, is of another kind; or a part has a name that is no path, or no
+            part is there at all.
     """
     if isinstance(space, dict):
         return space
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _describe_nested(space, field)
     if isinstance(space, spaces.Box):
         return {
             "type": "Box",
@@ -43,14 +47,23 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict) -> SpaceDict:
     if isinstance(space, spaces.MultiBinary):
         # One number and a shape of one dimension are different spaces to Gymnasium.
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
-    if isinstance(space, spaces.Dict):
-        return {"type": "Dict", "spaces": {key: space_to_dict(value) for key, value in space.items()}}
-    if isinstance(space, spaces.Tuple):
-        return {"type": "Tuple", "spaces": [space_to_dict(value) for value in space]}
     raise ConfigurationError(
-        f"space: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
+        f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
         "or a Dict or Tuple of these"
     )
+
+
+def _describe_nested(space: spaces.Dict | spaces.Tuple, field: str) -> SpaceDict:
+    if not len(space.spaces):
+        raise ConfigurationError(f"{field}: {space} is empty; expected a space with at least one part")
+    if isinstance(space, spaces.Tuple):
+        parts = [space_to_dict(part, f"{field}.{index}") for index, part in enumerate(space)]
+        return {"type": "Tuple", "spaces": parts}
+    for key in space.spaces:
+        # Paths such as `arm.0` name the parts of a space, and parameters are named after them.
+        if not isinstance(key, str) or not key or set(key) & {".", ":"}:
+            raise ConfigurationError(f"{field}: the key {key!r} is not supported; expected a name without '.' and ':'")
+    return {"type": "Dict", "spaces": {key: space_to_dict(part, f"{field}.{key}") for key, part in space.items()}}
 
 
 def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:

@@ -130,8 +130,8 @@ class OnPolicyAlgorithm(Reports):
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
         plain: dict[str, Any] = {
-            "observation_space": space_to_dict(observation_space),
-            "action_space": space_to_dict(action_space),
+            "observation_space": space_to_dict(observation_space, "observation_space"),
+            "action_space": space_to_dict(action_space, "action_space"),
             "hidden_sizes": list(hidden_sizes),
         }
         if optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from gymnasium.vector import SyncVectorEnv
 
 from lightning_rl.environments.places import Places
+from lightning_rl.nested import Nested, map_leaves, nested_paths
 
 Array = np.ndarray[Any, Any]
 
@@ -23,7 +25,7 @@ def recorded(env: Any, places: Places) -> list[dict[str, Any]]:  # noqa: ANN401 
     return records
 
 
-def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Array]:  # noqa: ANN401
+def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
     """Give every environment its own record.
 
     Returns:
@@ -41,7 +43,9 @@ def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Arr
         answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
     exact, rows = zip(*answers, strict=True)
     places.begin(~np.array(exact))
-    return np.array(exact), np.stack(rows)
+    # Environments may give keys in any order, and lists for tuples.
+    like = nested_paths(env.single_observation_space)
+    return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
@@ -57,10 +61,15 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 
 
 def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy arrays to tensors."""
-    return {key: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for key, x in values.items()}
+    """Copy arrays to tensors; those of a nested observation too."""
+    return _convert(values, lambda x: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x)
 
 
 def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
     """View tensors as arrays: worker processes would get them as shared memory, which does not outlive its maker."""
-    return {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in values.items()}
+    return _convert(values, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x)
+
+
+def _convert(values: dict[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    # What else is nested is an environment's own state, which it gets back as it gave it.
+    return {key: map_leaves(function, x) if key == "observation" else function(x) for key, x in values.items()}

@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.nested import leaves, map_leaves, nested_paths, space_leaves
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
 """Roles, the first branch of the tree."""
@@ -67,7 +68,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
-        self._shape = env.observation_space.shape
+        self._shape = env.observation_space.shape  # None where observations are nested
+        self._paths = nested_paths(env.observation_space)
+        self._shapes = {path: leaf.shape for path, leaf in space_leaves(env.observation_space).items()}
         self._first_episode = 0
         self._observation: Any = None
         self._begin_log()
@@ -128,7 +131,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "step_count": self.step_count,
             "resets": [place for place, action in enumerate(self._log) if action is _RESET],
             "actions": np.stack(actions) if actions else np.zeros(0),
-            "observation": np.array(self._observation),
+            "observation": map_leaves(lambda _, x: np.array(x), self._paths, self._observation),
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
             "own": own.state_dict() if self._has_own_state else None,
@@ -168,8 +171,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self.reset()
             else:
                 self.step(next(remaining))
+        same = map_leaves(lambda x, now: np.array_equal(np.asarray(now), x), record["observation"], self._observation)
         return (
-            np.array_equal(np.asarray(self._observation), record["observation"])
+            all(leaves(same))
             # Bit for bit: not even NaN can be in a reward that was learned from.
             and self._reward_sum == record["reward_sum"]
             and self._ends == record["ends"]
@@ -189,14 +193,22 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         raise self._complain(f"returned reward {reward!r}: expected a number")
 
     def _check_shape(self, observation: Any) -> None:  # noqa: ANN401
-        if self._shape is None:  # a nested space
-            return
         try:
-            shape = str(np.shape(observation))
+            map_leaves(self._check_leaf, self._paths, observation)
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._complain(
+                f"returned an observation of another structure than its space has ({type(error).__name__}: {error}): "
+                f"expected one in {self.env.observation_space}"
+            ) from error
+
+    def _check_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
+        try:
+            shape = str(np.shape(x))
         except ValueError:  # rows of different lengths
             shape = "unknown"
-        if shape != str(self._shape):
-            raise self._complain(f"returned an observation of shape {shape}: expected {self._shape}")
+        if shape != str(self._shapes[path]):
+            name = f"an observation {path}".rstrip()
+            raise self._complain(f"returned {name} of shape {shape}: expected {self._shapes[path]}")
 
     def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
         return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
