@@ -57,11 +57,7 @@ def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.S
     """Return the spaces of leaves by their path: `{"camera": …, "arm.0": …}`; a flat space has the path ''."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
-        return {
-            name: leaf
-            for key, part in parts
-            for name, leaf in space_leaves(part, join(path, key)).items()
-        }
+        return {name: leaf for key, part in parts for name, leaf in space_leaves(part, join(path, key)).items()}
     return {path: space}
 
 

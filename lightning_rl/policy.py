@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
-from lightning_rl.networks import is_image, make_encoder
-from lightning_rl.normalization import ObservationNormalizer
-from lightning_rl.validation import ClassSpec, check
+from lightning_rl.nested import Nested, join, map_leaves, part_at, replace_leaves, space_leaves, without
+from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
+from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
+from lightning_rl.validation import check
 
 
 @dataclass
@@ -37,19 +38,22 @@ class PolicyOutput:
 
 
 class Policy(Protocol):
-    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods."""
+    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
+
+    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them.
+    """
 
     def act(
-        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
         """Choose an action for every row of `observations`, shape `[B, ...]`."""
         ...
 
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+    def log_prob(self, observations: Nested, actions: Tensor) -> Tensor:
         """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
         ...
 
-    def value(self, observations: Tensor) -> Tensor:
+    def value(self, observations: Nested) -> Tensor:
         """Return value estimates `[...]` of observations `[..., *shape]`."""
         ...
 
@@ -58,13 +62,17 @@ class ActorCritic(nn.Module):
     """Encoder, action head and value head.
 
     Args:
-        observation_space: `Box` or `Discrete`.
+        observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
+            `Tuple`.
         action_space: `Discrete` or a floating-point `Box`.
         network: See `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP.
-        shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
-        normalize_observations: Standardise observations by their running moments (not images).
+        discrete_encoding: `one_hot` or `embedding`; see `lightning_rl.networks.make_encoder`.
+        shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
+            nothing is for the critic only.
+        critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
+        normalize_observations: Standardise every `Box` that is no image by its running moments.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
     """
 
@@ -73,84 +81,141 @@ class ActorCritic(nn.Module):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *,
-        network: str | ClassSpec = "auto",
+        network: Network = "auto",
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
+        discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
+        critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
         initial_log_std: float = 0.0,
     ) -> None:
         super().__init__()
-        self.observation_normalizer: ObservationNormalizer | None = None
+        self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
         if normalize_observations:
-            can_normalize = isinstance(observation_space, spaces.Box) and not is_image(observation_space)
-            check(
-                can_normalize,
-                "normalize_observations",
-                True,
-                f"False, since normalisation is for a Box that is no image, not {observation_space}",
-            )
-            self.observation_normalizer = ObservationNormalizer(observation_space.shape or ())
-            bound = self.observation_normalizer.clip
-            encoded_space = spaces.Box(-bound, bound, observation_space.shape, np.float32)
-        self.event_dims = len(observation_space.shape or ())
-        shared = is_image(observation_space) if shared_encoder is None else shared_encoder
-        self.actor_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
+            self.observation_normalizer, encoded_space = _make_normalizer(observation_space)
+        self.critic_only = _check_critic_only(critic_only, observation_space, shared_encoder)
+        actor_space = without(encoded_space, self.critic_only)
+        # Any leaf that both see tells how many dimensions come before those of an observation.
+        self._first_path, first = next(iter(space_leaves(actor_space).items()))
+        self._first_dims = len(first.shape or ())
+        images = any(map(is_image, space_leaves(observation_space).values()))
+        shared = images and not self.critic_only if shared_encoder is None else shared_encoder
+        options: Any = (hidden_sizes, activation, discrete_encoding)
+        self.actor_encoder = make_encoder(actor_space, _seen(network, actor_space, encoded_space), *options)
         self.critic_encoder: nn.Module | None = None
         if not shared:
-            self.critic_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
+            self.critic_encoder = make_encoder(encoded_space, network, *options)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         self.action_head = make_action_head(action_space, width, initial_log_std)
-        self.value_head = HeadLinear(width, 1, gain=1.0)
+        value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
+        self.value_head = HeadLinear(value_width, 1, gain=1.0)
 
-    def forward(self, observations: Tensor) -> tuple[Distribution, Tensor]:
+    def forward(self, observations: Nested) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
         x = self._prepare(observations)
-        features = self._encode(self.actor_encoder, x)
+        features = self._actor_features(x)
         value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
         return self.action_head(features), self._value(value_features)
 
     def act(
-        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
-        """Choose an action for every row; see `Policy.act`."""
-        features = self._encode(self.actor_encoder, self._prepare(observations))
+        """Choose an action for every row; see `Policy.act`. What is for the critic only may be missing."""
+        features = self._actor_features(self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         if self.critic_encoder is not None:
             return PolicyOutput(action)
         return PolicyOutput(action, distribution.log_prob(action), self._value(features))
 
-    def log_prob(self, observations: Tensor, actions: Tensor) -> Tensor:
+    def log_prob(self, observations: Nested, actions: Tensor) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`."""
-        features = self._encode(self.actor_encoder, self._prepare(observations))
+        features = self._actor_features(self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         return distribution.log_prob(actions)
 
-    def value(self, observations: Tensor) -> Tensor:
+    def value(self, observations: Nested) -> Tensor:
         """Return value estimates; see `Policy.value`."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
         return self._value(self._encode(encoder, self._prepare(observations)))
 
-    def _prepare(self, observations: Tensor) -> Tensor:
+    def _prepare(self, observations: Nested) -> Nested:
         """Normalise, and bring floating-point observations to the dtype of the parameters."""
         if self.observation_normalizer is not None:
             observations = self.observation_normalizer(observations)
-        return observations.to(self.value_head.weight.dtype) if observations.is_floating_point() else observations
+        dtype = self.value_head.weight.dtype
+        return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
 
-    def _encode(self, encoder: nn.Module, observations: Tensor) -> Tensor:
+    def _actor_features(self, observations: Nested) -> Tensor:
+        return self._encode(self.actor_encoder, without(observations, self.critic_only))
+
+    def _encode(self, encoder: nn.Module, observations: Nested) -> Tensor:
         """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""
-        num_leading = observations.dim() - self.event_dims
+        first = part_at(observations, self._first_path)
+        num_leading = first.dim() - self._first_dims
         if num_leading == 1:
             return encoder(observations)  # type: ignore[no-any-return]
-        leading = observations.shape[:num_leading]
-        rows = observations.flatten(0, num_leading - 1) if leading else observations.unsqueeze(0)
+        leading = first.shape[:num_leading]
+        rows = map_leaves(lambda x: x.flatten(0, num_leading - 1) if leading else x.unsqueeze(0), observations)
         features: Tensor = encoder(rows)
         return features.reshape(*leading, features.shape[-1])
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def _make_normalizer(
+    space: spaces.Space[Any],
+) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
+    """Return a normaliser of every `Box` that is no image, and the space of what it gives."""
+    shapes = {
+        path: leaf.shape
+        for path, leaf in space_leaves(space).items()
+        if isinstance(leaf, spaces.Box) and not is_image(leaf)
+    }
+    expected = f"False, since normalisation is for a Box that is no image, and there is none in {space}"
+    check(bool(shapes), "normalize_observations", True, expected)
+    bound = ObservationNormalizer(()).clip
+
+    def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in shapes else leaf
+
+    normalizer = ObservationNormalizer(shapes[""]) if "" in shapes else NestedNormalizer(shapes)
+    return normalizer, replace_leaves(bounded, space)
+
+
+def _check_critic_only(
+    paths: Sequence[str] | None, space: spaces.Space[Any], shared_encoder: bool | None
+) -> frozenset[str]:
+    """Return the paths that the actor does not see."""
+    if not paths:
+        return frozenset()
+    known = list(_dict_paths(space))
+    check(bool(known), "critic_only", paths, f"None, since observations are no Dict but {space}")
+    for path in paths:
+        check(path in known, "critic_only", paths, f"some of {', '.join(known)}, got {path!r}")
+    left = space_leaves(without(space, paths))
+    check(bool(left), "critic_only", paths, "to leave something that the actor sees")
+    check(shared_encoder is not True, "shared_encoder", True, f"None or False, since critic_only={list(paths)}")
+    return frozenset(paths)
+
+
+def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
+    """Yield the paths to parts of dicts that are in no tuple."""
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            yield join(path, key)
+            yield from _dict_paths(part, join(path, key))
+
+
+def _seen(network: Network, actor_space: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
+    """Leave out the encoders of leaves that the actor does not see; unknown ones stay, to be refused."""
+    if isinstance(network, str) or "class_path" in network:
+        return network
+    hidden = space_leaves(space).keys() - space_leaves(actor_space).keys()
+    return {path: one for path, one in network.items() if path not in hidden}
 
 
 def check_modes_agree(policy: nn.Module) -> None:
@@ -175,7 +240,7 @@ def copy_to_cpu(policy: nn.Module) -> nn.Module:
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype in which a rollout stores observations of `space`.
+    """Return the dtype in which a rollout stores observations of `space`, a leaf of a nested one.
 
     Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
     """

@@ -53,7 +53,7 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
     )
 
 
-def _describe_nested(space: spaces.Dict | spaces.Tuple, field: str) -> SpaceDict:
+def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> SpaceDict:
     if not len(space.spaces):
         raise ConfigurationError(f"{field}: {space} is empty; expected a space with at least one part")
     if isinstance(space, spaces.Tuple):

@@ -30,8 +30,8 @@ class Step(NamedTuple):
     """What one step of `B` environments gave.
 
     Attributes:
-        observations: Where the next action is chosen, `[B, ...]`, nested as the space is; may be overwritten by the next
-            step.
+        observations: Where the next action is chosen, `[B, ...]`, nested as the space is; may be overwritten by the
+            next step.
         rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.

@@ -1,0 +1,71 @@
+"""Fully connected layers over everything that is a number, a class or a bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from lightning_rl.layers import orthogonal_linear
+from lightning_rl.nested import Nested, module_name, part_at, space_leaves
+from lightning_rl.networks.inputs import DiscreteEncoding, make_input
+from lightning_rl.validation import check, check_positive_int
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+}
+
+
+class MLPEncoder(nn.Module):
+    """Fully connected layers over the flattened observation, the leaves of a nested one side by side.
+
+    uint8 observations are divided by 255; `Discrete` and `MultiDiscrete` ones become one-hot or learned vectors.
+    Floating-point ones come in the dtype of the parameters.
+
+    Args:
+        space: Any nesting of `Box`, `Discrete`, `MultiDiscrete` and `MultiBinary`.
+        hidden_sizes: Width of each layer; the last one is the number of features. Empty: the flattened
+            observation itself.
+        activation: One of `tanh`, `relu`, `elu`, `gelu`, `silu`, after each layer.
+        discrete_encoding: `one_hot`, or `embedding`: as many numbers as `embedding_size` says, which are learned.
+        paths: The leaves to take; None takes all.
+    """
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        hidden_sizes: Sequence[int] = (64, 64),
+        activation: str = "tanh",
+        discrete_encoding: DiscreteEncoding = "one_hot",
+        paths: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        check(activation in ACTIVATIONS, "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
+        for size in hidden_sizes:
+            check_positive_int("hidden_sizes", size)
+        leaves = space_leaves(space)
+        self.paths = list(leaves if paths is None else paths)
+        self.inputs = nn.ModuleDict({module_name(p): make_input(leaves[p], discrete_encoding) for p in self.paths})
+        sizes = [sum(cast(int, one.out_features) for one in self.inputs.values()), *hidden_sizes]
+        self.layers = nn.Sequential()
+        for width, next_width in itertools.pairwise(sizes):
+            self.layers.append(orthogonal_linear(width, next_width))
+            self.layers.append(ACTIVATIONS[activation]())
+        self.out_features = sizes[-1]
+
+    def forward(self, observations: Nested) -> Tensor:
+        """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
+        dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
+        parts = [
+            to_numbers(part_at(observations, path), dtype)
+            for path, to_numbers in zip(self.paths, self.inputs.values(), strict=True)
+        ]
+        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))  # type: ignore[no-any-return]
