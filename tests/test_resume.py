@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
+from tests.nested_probes import PAIR
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
 _FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
@@ -41,6 +42,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
+    "dict_with_image": (
+        {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
+        {"normalize_observations": True, "critic_only": ["answer"]},
+    ),
+    "tuple": (
+        {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
+        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
+    ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }

@@ -4,7 +4,6 @@ from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image
 from lightning_rl.networks.inputs import DiscreteEncoding, embedding_size
 from lightning_rl.networks.make import LeafNetworks, Network, make_encoder, network_to_plain_data
 from lightning_rl.networks.mlp import ACTIVATIONS, MLPEncoder
-from lightning_rl.networks.nested import NestedEncoder
 
 __all__ = [
     "ACTIVATIONS",
@@ -13,7 +12,6 @@ __all__ = [
     "LeafNetworks",
     "MLPEncoder",
     "NatureEncoder",
-    "NestedEncoder",
     "Network",
     "embedding_size",
     "is_image",

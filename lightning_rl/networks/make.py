@@ -12,7 +12,6 @@ from lightning_rl.nested import space_leaves
 from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image, network_for_image
 from lightning_rl.networks.inputs import DiscreteEncoding
 from lightning_rl.networks.mlp import MLPEncoder
-from lightning_rl.networks.nested import NestedEncoder
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 
 LeafNetworks = dict[str, Any]
@@ -33,8 +32,8 @@ def make_encoder(
 ) -> nn.Module:
     """Return an encoder for an observation space; it has `out_features`.
 
-    Of a nested space every image has a convolutional network of its own; one MLP takes all other leaves together. The
-    features are put side by side.
+    Of a nested space every image has a convolutional network of its own. One MLP takes their features and all other
+    leaves, side by side, so that what is seen in one can be weighed by another.
 
     Args:
         space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and `Tuple`.
@@ -42,7 +41,7 @@ def make_encoder(
             `mlp` (for images too), `nature`, `impala`, or `{"class_path": ..., "init_args": ...}` of an `nn.Module`
             whose first argument is the observation space and which has an integer attribute `out_features`. For a
             nested space also a dict that gives some leaves an encoder of their own, by path; others stay at `auto`.
-        hidden_sizes: Layers of each MLP.
+        hidden_sizes: Layers of each MLP: of the one that joins the leaves, and of leaves whose network is `mlp`.
         activation: Activation of each MLP.
         discrete_encoding: What an MLP makes of `Discrete` and `MultiDiscrete` leaves: `one_hot` vectors, or an
             `embedding` that is learned, of round(1.6 · n^0.56) numbers for n classes.
@@ -58,13 +57,13 @@ def make_encoder(
         for path in network:
             check(path in leaves, "network", network, f"{known}, got {path!r}")
         given = {path: _flat_encoder(f"network.{path}", leaves[path], one, *mlp) for path, one in network.items()}
-        return NestedEncoder(space, _encoders_of_images(space, "auto", given), *mlp)
+        return MLPEncoder(space, *mlp, _encoders_of_images(space, "auto", given))
     if not is_nested or network == "mlp" or not isinstance(network, str) or network not in _NAMES:
         return _flat_encoder("network", space, network, *mlp)
     encoders = _encoders_of_images(space, network, {})
     if network != "auto":
         check(bool(encoders), "network", network, f"auto or mlp, since there is no image in {space}")
-    return NestedEncoder(space, encoders, *mlp) if encoders else MLPEncoder(space, *mlp)
+    return MLPEncoder(space, *mlp, encoders)
 
 
 def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, classes, or dicts of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,7 +36,8 @@ class MLPEncoder(nn.Module):
             observation itself.
         activation: One of `tanh`, `relu`, `elu`, `gelu`, `silu`, after each layer.
         discrete_encoding: `one_hot`, or `embedding`: as many numbers as `embedding_size` says, which are learned.
-        paths: The leaves to take; None takes all.
+        encoders: Modules with `out_features`, by the path of a leaf; the layers take the features of such a leaf in
+            place of its numbers.
     """
 
     def __init__(
@@ -45,16 +46,19 @@ class MLPEncoder(nn.Module):
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
         discrete_encoding: DiscreteEncoding = "one_hot",
-        paths: Sequence[str] | None = None,
+        encoders: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
         check(activation in ACTIVATIONS, "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
         for size in hidden_sizes:
             check_positive_int("hidden_sizes", size)
-        leaves = space_leaves(space)
-        self.paths = list(leaves if paths is None else paths)
-        self.inputs = nn.ModuleDict({module_name(p): make_input(leaves[p], discrete_encoding) for p in self.paths})
-        sizes = [sum(cast(int, one.out_features) for one in self.inputs.values()), *hidden_sizes]
+        leaves = {path: leaf for path, leaf in space_leaves(space).items() if path not in (encoders or {})}
+        self.inputs = _by_path({path: make_input(leaf, discrete_encoding) for path, leaf in leaves.items()})
+        self.encoders = _by_path(encoders or {})
+        # Where to find the part of each of them.
+        self._of_inputs, self._of_encoders = list(leaves), list(encoders or {})
+        parts = [*self.inputs.values(), *self.encoders.values()]
+        sizes = [sum(cast(int, part.out_features) for part in parts), *hidden_sizes]
         self.layers = nn.Sequential()
         for width, next_width in itertools.pairwise(sizes):
             self.layers.append(orthogonal_linear(width, next_width))
@@ -64,8 +68,12 @@ class MLPEncoder(nn.Module):
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
-        parts = [
-            to_numbers(part_at(observations, path), dtype)
-            for path, to_numbers in zip(self.paths, self.inputs.values(), strict=True)
-        ]
+        pairs = zip(self._of_inputs, self.inputs.values(), strict=True)
+        parts = [to_numbers(part_at(observations, path), dtype) for path, to_numbers in pairs]
+        for path, encoder in zip(self._of_encoders, self.encoders.values(), strict=True):
+            parts.append(encoder(part_at(observations, path)))
         return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))  # type: ignore[no-any-return]
+
+
+def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
+    return nn.ModuleDict({module_name(path): module for path, module in modules.items()})
