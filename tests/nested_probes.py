@@ -56,7 +56,7 @@ class Sensors(Counter):
                 "wheels": np.array([1 + step % 3, episode % 4]),
                 "lamps": np.array([episode % 2, step % 2, 1], np.int8),
             },
-            "arm": [1 + step % 5, np.float64(episode + step / 10)],
+            "arm": [1 + step % 5, np.float64(episode + step / 8)],
         }
         if self.reused is not None:
             for name in ("place", "camera"):

@@ -30,7 +30,7 @@ from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.nested import Nested
-from lightning_rl.networks import DiscreteEncoding, network_to_plain_data
+from lightning_rl.networks import DiscreteEncoding, Network, network_to_plain_data
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
@@ -101,7 +101,7 @@ class OnPolicyAlgorithm(Reports):
         max_grad_norm: float | None = 0.5,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
-        network: str | ClassSpec = "auto",
+        network: Network = "auto",
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
         discrete_encoding: DiscreteEncoding = "one_hot",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from gymnasium import spaces
 from torch import nn
@@ -14,11 +14,9 @@ from lightning_rl.networks.inputs import DiscreteEncoding
 from lightning_rl.networks.mlp import MLPEncoder
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 
-LeafNetworks = dict[str, Any]
-"""Names or class specs by the path of a leaf: `{"camera": "impala", "arm.0": {"class_path": ...}}`."""
-
-Network = str | ClassSpec | LeafNetworks
-"""What `make_encoder` takes."""
+# Not `dict[str, Any]`: a parser of configurations would make objects of the class specs of leaves.
+Network = str | dict[str, str | dict[str, Any] | None]
+"""A name, a class spec, or these by the path of a leaf: `{"camera": "impala", "arm.0": {"class_path": ...}}`."""
 
 _NAMES = ("auto", "mlp", "nature", "impala")
 
@@ -56,7 +54,10 @@ def make_encoder(
         known = f"paths of leaves ({', '.join(leaves)})" if is_nested else "a dict with 'class_path'"
         for path in network:
             check(path in leaves, "network", network, f"{known}, got {path!r}")
-        given = {path: _flat_encoder(f"network.{path}", leaves[path], one, *mlp) for path, one in network.items()}
+        given = {
+            path: _flat_encoder(f"network.{path}", leaves[path], cast(str | ClassSpec, one), *mlp)
+            for path, one in network.items()
+        }
         return MLPEncoder(space, *mlp, _encoders_of_images(space, "auto", given))
     if not is_nested or network == "mlp" or not isinstance(network, str) or network not in _NAMES:
         return _flat_encoder("network", space, network, *mlp)
