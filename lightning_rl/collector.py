@@ -99,7 +99,9 @@ class Collector:
         self._lost.fill(False)
         with torch.inference_mode():
             for t in range(self.length):
-                output = policy.act(map_leaves(lambda x: x.to(device), self._rows[t]), self.generator)
+                row = self._rows[t]
+                row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
+                output = policy.act(row, self.generator)
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
@@ -153,7 +155,10 @@ class Collector:
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _put(self, t: int, observations: Nested) -> None:
-        map_leaves(lambda storage, x: setitem(storage, t, x), self._observations, observations)
+        if isinstance(self._observations, np.ndarray):  # not nested: no detour in every step
+            self._observations[t] = observations
+        else:
+            map_leaves(lambda storage, x: setitem(storage, t, x), self._observations, observations)
 
     def _store(self, t: int, step: Step) -> None:
         self._put(t + 1, step.observations)

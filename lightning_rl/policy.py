@@ -149,7 +149,9 @@ class ActorCritic(nn.Module):
         return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
 
     def _actor_features(self, observations: Nested) -> Tensor:
-        return self._encode(self.actor_encoder, without(observations, self.critic_only))
+        if self.critic_only:
+            observations = without(observations, self.critic_only)
+        return self._encode(self.actor_encoder, observations)
 
     def _encode(self, encoder: nn.Module, observations: Nested) -> Tensor:
         """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""

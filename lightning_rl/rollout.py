@@ -201,12 +201,10 @@ class Batch:
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
-        size, larger = divmod(len(self), num_minibatches)
-        start = 0
+        # Lists, which are leaves: a tuple would be nested.
+        parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
         for index in range(num_minibatches):
-            stop = start + size + (index < larger)
-            yield Batch(map_leaves(itemgetter(slice(start, stop)), self.fields))
-            start = stop
+            yield Batch(map_leaves(itemgetter(index), parts))
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""

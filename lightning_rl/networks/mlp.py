@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -55,6 +56,9 @@ class MLPEncoder(nn.Module):
         leaves = {path: leaf for path, leaf in space_leaves(space).items() if path not in (encoders or {})}
         self.inputs = _by_path({path: make_input(leaf, discrete_encoding) for path, leaf in leaves.items()})
         self.encoders = _by_path(encoders or {})
+        self._is_vector = (
+            isinstance(space, spaces.Box) and len(space.shape) == 1 and space.dtype != np.uint8 and not encoders
+        )
         # Where to find the part of each of them.
         self._of_inputs, self._of_encoders = list(leaves), list(encoders or {})
         parts = [*self.inputs.values(), *self.encoders.values()]
@@ -67,6 +71,8 @@ class MLPEncoder(nn.Module):
 
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
+        if self._is_vector and observations.is_floating_point():  # what the layers take as it is
+            return self.layers(observations)  # type: ignore[no-any-return]
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         pairs = zip(self._of_inputs, self.inputs.values(), strict=True)
         parts = [to_numbers(part_at(observations, path), dtype) for path, to_numbers in pairs]
