@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,9 +16,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
-from lightning_rl.nested import Nested, join, map_leaves, part_at, replace_leaves, space_leaves, without
+from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
+from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
 from lightning_rl.validation import check
 
 
@@ -94,8 +95,8 @@ class ActorCritic(nn.Module):
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
         if normalize_observations:
-            self.observation_normalizer, encoded_space = _make_normalizer(observation_space)
-        self.critic_only = _check_critic_only(critic_only, observation_space, shared_encoder)
+            self.observation_normalizer, encoded_space = make_normalizer(observation_space)
+        self.critic_only = check_critic_only(critic_only, observation_space, shared_encoder)
         actor_space = without(encoded_space, self.critic_only)
         # Any leaf that both see tells how many dimensions come before those of an observation.
         self._first_path, first = next(iter(space_leaves(actor_space).items()))
@@ -103,7 +104,7 @@ class ActorCritic(nn.Module):
         images = any(map(is_image, space_leaves(observation_space).values()))
         shared = images and not self.critic_only if shared_encoder is None else shared_encoder
         options: Any = (hidden_sizes, activation, discrete_encoding)
-        self.actor_encoder = make_encoder(actor_space, _seen(network, actor_space, encoded_space), *options)
+        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *options)
         self.critic_encoder: nn.Module | None = None
         if not shared:
             self.critic_encoder = make_encoder(encoded_space, network, *options)
@@ -166,58 +167,6 @@ class ActorCritic(nn.Module):
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
-
-
-def _make_normalizer(
-    space: spaces.Space[Any],
-) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
-    """Return a normaliser of every `Box` that is no image, and the space of what it gives."""
-    shapes = {
-        path: leaf.shape
-        for path, leaf in space_leaves(space).items()
-        if isinstance(leaf, spaces.Box) and not is_image(leaf)
-    }
-    expected = f"False, since normalisation is for a Box that is no image, and there is none in {space}"
-    check(bool(shapes), "normalize_observations", True, expected)
-    bound = ObservationNormalizer(()).clip
-
-    def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
-        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in shapes else leaf
-
-    normalizer = ObservationNormalizer(shapes[""]) if "" in shapes else NestedNormalizer(shapes)
-    return normalizer, replace_leaves(bounded, space)
-
-
-def _check_critic_only(
-    paths: Sequence[str] | None, space: spaces.Space[Any], shared_encoder: bool | None
-) -> frozenset[str]:
-    """Return the paths that the actor does not see."""
-    if not paths:
-        return frozenset()
-    known = list(_dict_paths(space))
-    check(bool(known), "critic_only", paths, f"None, since observations are no Dict but {space}")
-    for path in paths:
-        check(path in known, "critic_only", paths, f"some of {', '.join(known)}, got {path!r}")
-    left = space_leaves(without(space, paths))
-    check(bool(left), "critic_only", paths, "to leave something that the actor sees")
-    check(shared_encoder is not True, "shared_encoder", True, f"None or False, since critic_only={list(paths)}")
-    return frozenset(paths)
-
-
-def _dict_paths(space: spaces.Space[Any], path: str = "") -> Iterator[str]:
-    """Yield the paths to parts of dicts that are in no tuple."""
-    if isinstance(space, spaces.Dict):
-        for key, part in space.items():
-            yield join(path, key)
-            yield from _dict_paths(part, join(path, key))
-
-
-def _seen(network: Network, actor_space: spaces.Space[Any], space: spaces.Space[Any]) -> Network:
-    """Leave out the encoders of leaves that the actor does not see; unknown ones stay, to be refused."""
-    if isinstance(network, str) or "class_path" in network:
-        return network
-    hidden = space_leaves(space).keys() - space_leaves(actor_space).keys()
-    return {path: one for path, one in network.items() if path not in hidden}
 
 
 def check_modes_agree(policy: nn.Module) -> None:

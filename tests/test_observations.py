@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gymnasium.vector import AutoresetMode
 from lightning_rl import PPO
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.evaluation import play
 from lightning_rl.functional import gae
 from lightning_rl.nested import leaves, map_leaves
@@ -206,6 +208,20 @@ def test_recorded_episodes_have_every_leaf(mode):
                 same = map_leaves(lambda x, y, place=place: np.allclose(x[place], y), episode.observations, row)
                 assert all(leaves(same))
     assert episodes[0].observations["camera"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("changed", [None, "picture", "switch", "noise"])
+def test_episode_that_is_played_again_is_compared_leaf_by_leaf(changed):
+    env = SeededEpisodes(gymnasium.make(PUZZLE))
+    env.reset(seed=1)
+    for _ in range(3):
+        reached = env.step(0)[0]
+    record = env.recorded()
+    if changed is not None:
+        record["observation"][changed] = record["observation"][changed] + 1
+    exact, observation = SeededEpisodes(gymnasium.make(PUZZLE)).restore(record)
+    assert exact is (changed is None)
+    assert all(leaves(map_leaves(np.array_equal, observation, reached))) is exact
 
 
 def test_trainer_validates_and_predicts():
