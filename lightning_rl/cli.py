@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ class OnPolicyCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
         for space in ("observation_space", "action_space"):
+            describe = partial(space_to_dict, field=space)
             parser.link_arguments(
-                f"data.{space}", f"model.init_args.{space}", compute_fn=space_to_dict, apply_on="instantiate"
+                f"data.{space}", f"model.init_args.{space}", compute_fn=describe, apply_on="instantiate"
             )
         parser.add_argument(
             "--max_env_steps",

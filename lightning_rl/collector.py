@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter, setitem
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
-from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
@@ -54,10 +56,15 @@ class Collector:
         self.info_keys = info_keys
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
         shape = (length, environments.num_envs)
-        space_shape = observation_space.shape or ()
-        self._observations = np.zeros((length + 1, shape[1], *space_shape), observation_dtype(observation_space, dtype))
+        # An array for each leaf.
+        self._observations = map_space(
+            lambda leaf: np.zeros((length + 1, shape[1], *(leaf.shape or ())), observation_dtype(leaf, dtype)),
+            observation_space,
+        )
         # The same memory, row by row: what the policy sees at each step.
-        self._rows = torch.from_numpy(self._observations).unbind()
+        tensors = map_leaves(torch.from_numpy, self._observations)
+        self._rows = [map_leaves(itemgetter(t), tensors) for t in range(length + 1)]
+        self._num_entries = sum(math.prod(leaf.shape[2:]) for leaf in leaves(self._observations))
         self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         # Of steps that an environment failed in; the episodes before them have no end of their own.
@@ -79,9 +86,9 @@ class Collector:
         """
         start = time.perf_counter()
         if not self._started:
-            self._observations[-1] = self.environments.reset()
+            self._put(-1, self.environments.reset())
             self._started = True
-        self._observations[0] = self._observations[-1]
+        self._put(0, map_leaves(itemgetter(-1), self._observations))
         device = self.generator.device
         actions: list[Nested] = []
         log_probs: list[Tensor] = []
@@ -92,7 +99,9 @@ class Collector:
         self._lost.fill(False)
         with torch.inference_mode():
             for t in range(self.length):
-                output = policy.act(self._rows[t].to(device), self.generator)
+                row = self._rows[t]
+                row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
+                output = policy.act(row, self.generator)
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
@@ -138,15 +147,22 @@ class Collector:
         restored = self.environments.load_state_dict(state["environments"])
         if restored is None:
             return None
-        exact, self._observations[-1] = restored
+        exact, observations = restored
+        self._put(-1, observations)
         self._started = True
         for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             stored = state[name].numpy()[: len(own)]
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
         return [int(index) for index in np.flatnonzero(~exact)]
 
+    def _put(self, t: int, observations: Nested) -> None:
+        if isinstance(self._observations, np.ndarray):  # not nested: no detour in every step
+            self._observations[t] = observations
+        else:
+            map_leaves(lambda storage, x: setitem(storage, t, x), self._observations, observations)
+
     def _store(self, t: int, step: Step) -> None:
-        self._observations[t + 1] = step.observations
+        self._put(t + 1, step.observations)
         self._rewards[t] = step.rewards
         self._terminated[t] = step.terminated
         self._truncated[t] = step.truncated
@@ -159,7 +175,8 @@ class Collector:
         # One that was cut off in the first step goes on from the last rollout, which has been learned from.
         cut = self._lost[1:] & ~self._terminated[:-1] & ~self._truncated[:-1] & self._valid[:-1]
         self._truncated[:-1] |= cut
-        return [(int(t), int(index), self._observations[t + 1, index]) for t, index in np.argwhere(cut)]
+        places = [(int(t), int(index)) for t, index in np.argwhere(cut)]
+        return [(t, index, map_leaves(itemgetter((t + 1, index)), self._observations)) for t, index in places]
 
     def _evaluate(
         self,
@@ -171,19 +188,19 @@ class Collector:
     ) -> Rollout:
         """Compute log-probabilities and values that acting did not give, and put the rollout together."""
         device = self.generator.device
-        observations = torch.from_numpy(self._observations).to(device)
+        observations = map_leaves(lambda x: torch.from_numpy(x).to(device), self._observations)
         indices = torch.tensor([(t, index) for t, index, _ in finals], dtype=torch.long, device=device).view(-1, 2)
-        final_array = np.zeros((len(finals), *self._observations.shape[2:]), self._observations.dtype)
+        final_arrays = map_leaves(lambda x: np.zeros((len(finals), *x.shape[2:]), x.dtype), self._observations)
         for k, (_, _, observation) in enumerate(finals):
-            final_array[k] = observation
-        final_observations = torch.from_numpy(final_array).to(device)
+            map_leaves(lambda storage, x, k=k: setitem(storage, k, x), final_arrays, observation)
+        final_observations = map_leaves(lambda x: torch.from_numpy(x).to(device), final_arrays)
         stacked_actions = map_stacked(torch.stack, actions)
         with torch.no_grad():
             if values:
                 log_prob = torch.stack(log_probs)
-                all_values = torch.cat([torch.stack(values), policy.value(observations[-1:])])
+                all_values = torch.cat([torch.stack(values), policy.value(_slice(observations, -1, None))])
             else:
-                parts = zip(self._chunks(observations[:-1]), self._chunks(stacked_actions), strict=True)
+                parts = zip(self._chunks(_slice(observations, 0, -1)), self._chunks(stacked_actions), strict=True)
                 log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
                 all_values = torch.cat([policy.value(o) for o in self._chunks(observations)])
             next_values = all_values[1:].clone()
@@ -205,12 +222,11 @@ class Collector:
             final_observations=final_observations,
         )
 
-    def _chunks(self, x: Nested, width: int | None = None) -> list[Any]:
+    def _chunks(self, x: Nested, width: int | None = None) -> Iterator[Nested]:
         """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""
-        entries = max(1, int(np.prod(self._observations.shape[2:])))
-        rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // entries))
+        rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, self._num_entries)))
         size = max(1, rows // (width or self._rewards.shape[1]))
-        return [map_leaves(lambda leaf, i=i: leaf[i : i + size], x) for i in range(0, len(first_leaf(x)), size)]
+        return (_slice(x, start, start + size) for start in range(0, len(first_leaf(x)), size))
 
     def _finished_episodes(self) -> EpisodeSummary:
         """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
@@ -234,3 +250,7 @@ class Collector:
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x.cpu().numpy()
+
+
+def _slice(x: Nested, start: int, stop: int | None) -> Nested:
+    return map_leaves(itemgetter(slice(start, stop)), x)

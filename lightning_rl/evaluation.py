@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from gymnasium import spaces
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
-from lightning_rl.nested import Nested, map_leaves, map_stacked
+from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +26,7 @@ class Episode:
         episode_return: Undiscounted sum of raw rewards.
         length: Number of steps.
         terminated: Whether it ended in a terminal state rather than by a time limit.
-        observations: `[length + 1, ...]`, the final one included; None unless recorded.
+        observations: `[length + 1, ...]`, nested as the space is, the final one included; None unless recorded.
         actions: `[length, ...]`, nested as the action space is, as the environment got them; None unless recorded.
         rewards: `[length]`; None unless recorded.
     """
@@ -34,7 +35,7 @@ class Episode:
         self.episode_return = episode_return
         self.length = length
         self.terminated = terminated
-        self.observations: Array | None = None
+        self.observations: Nested | None = None
         self.actions: Nested | None = None
         self.rewards: Array | None = None
 
@@ -53,7 +54,7 @@ class _Slot:
 
     def _begin(self) -> None:
         self.episode_return, self.length = 0.0, 0
-        self.observations: list[Array] = []
+        self.observations: list[Nested] = []
         self.actions: list[Nested] = []
         self.rewards: list[float] = []
 
@@ -62,9 +63,9 @@ class _Slot:
         self.episode_return += reward
         self.length += 1
 
-    def record(self, observation: Array, action: Nested, reward: float) -> None:
+    def record(self, observation: Nested, action: Nested, reward: float) -> None:
         """Keep a step."""
-        self.observations.append(observation.copy())
+        self.observations.append(map_leaves(np.copy, observation))
         self.actions.append(map_leaves(np.copy, action))
         self.rewards.append(reward)
 
@@ -74,11 +75,11 @@ class _Slot:
         self.failures_in_a_row += 1
         return self.failures_in_a_row <= MAX_RESTARTS_IN_A_ROW
 
-    def finish(self, terminated: bool, final_observation: Array) -> None:
+    def finish(self, terminated: bool, final_observation: Nested) -> None:
         """Close the episode."""
         episode = Episode(self.episode_return, self.length, terminated)
         if self.rewards:
-            episode.observations = np.stack([*self.observations, final_observation])
+            episode.observations = map_stacked(np.stack, [*self.observations, final_observation])
             episode.actions, episode.rewards = map_stacked(np.stack, self.actions), np.asarray(self.rewards)
         self.finished.append(episode)
         self.remaining -= 1
@@ -121,13 +122,14 @@ def play(
         EnvironmentFailure: An environment failed; where it is replaced, in one episode after the other.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
-    stored_dtype = observation_dtype(observation_space, dtype)
+    dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), observation_space)
     observations = environments.reset() if any(episodes_per_environment) else np.empty(0)
     while any(slot.remaining for slot in slots):
-        observations = observations.astype(stored_dtype)  # a copy: the next step may write over what it got
+        # A copy: the next step may write over what it got.
+        observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)
         with torch.no_grad():
-            tensor = torch.from_numpy(observations).to(generator.device)
-            action = policy.act(tensor, generator, deterministic).environment_action
+            tensors = map_leaves(lambda x: torch.from_numpy(x).to(generator.device), observations)
+            action = policy.act(tensors, generator, deterministic).environment_action
         actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), action))
         step = environments.step(actions)
         finals = dict(step.final_observations)
@@ -137,9 +139,11 @@ def play(
             reward = float(step.rewards[index])
             slot.take(reward)
             if record:
-                slot.record(observations[index], map_leaves(lambda x, i=index: x[i], actions), reward)
+                row = itemgetter(index)
+                slot.record(map_leaves(row, observations), map_leaves(row, actions), reward)
             if index in finals:
-                slot.finish(bool(step.terminated[index]), finals[index].astype(stored_dtype))
+                final = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, finals[index])
+                slot.finish(bool(step.terminated[index]), final)
         for index in step.lost:
             if not slots[index].begin_again():
                 raise EnvironmentFailure(

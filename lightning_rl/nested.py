@@ -5,7 +5,7 @@ A leaf alone is the simplest nesting, so that code which maps over leaves needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 from gymnasium import spaces
@@ -57,9 +57,47 @@ def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.S
     """Return the spaces of leaves by their path: `{"camera": …, "arm.0": …}`; a flat space has the path ''."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
-        return {
-            name: leaf
-            for key, part in parts
-            for name, leaf in space_leaves(part, f"{path}.{key}" if path else str(key)).items()
-        }
+        return {name: leaf for key, part in parts for name, leaf in space_leaves(part, join(path, key)).items()}
     return {path: space}
+
+
+def nested_paths(space: spaces.Space[Any]) -> Nested:
+    """Return the path of every leaf, nested as the elements of the space are."""
+    paths = iter(space_leaves(space))
+    return map_space(lambda _: next(paths), space)
+
+
+def replace_leaves(
+    function: Callable[[str, spaces.Space[Any]], spaces.Space[Any]], space: spaces.Space[Any], path: str = ""
+) -> spaces.Space[Any]:
+    """Return a space like `space`, with `function(path, leaf)` in the place of each leaf."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({k: replace_leaves(function, part, join(path, k)) for k, part in space.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([replace_leaves(function, part, join(path, i)) for i, part in enumerate(space)])
+    return function(path, space)
+
+
+def part_at(x: Nested, path: str) -> Any:  # noqa: ANN401
+    """Return the part that a path leads to, of nested values or of a space; all of it for the path ''."""
+    for key in path.split(".") if path else ():
+        x = x[int(key)] if isinstance(x, tuple | spaces.Tuple) else x[key]
+    return x
+
+
+def without(x: Nested, paths: Collection[str], path: str = "") -> Nested:
+    """Return a nested dict, or a `Dict` space, without the parts at some paths, none of which leads into a tuple."""
+    if not isinstance(x, dict | spaces.Dict):
+        return x
+    kept = {k: without(part, paths, join(path, k)) for k, part in x.items() if join(path, k) not in paths}
+    return kept if isinstance(x, dict) else spaces.Dict(kept)
+
+
+def join(path: str, key: str | int) -> str:
+    """Return the path of the part `key` of what is at `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def module_name(path: str) -> str:
+    """Return a name for what belongs to a leaf: PyTorch's names have no dots, and may not be those of attributes."""
+    return ":" + path.replace(".", ":")

@@ -6,13 +6,14 @@ updating see the same function, and the importance ratio is 1 on arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_rl.functional import reverse_scan
+from lightning_rl.nested import Nested, join, module_name, part_at
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
@@ -113,6 +114,38 @@ class ObservationNormalizer(nn.Module):
     def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
         """Take in observations `[N, *shape]`."""
         self.moments.update(observations, reduce)
+
+
+class NestedNormalizer(nn.Module):
+    """An `ObservationNormalizer` for each of some leaves; the others stay as they are.
+
+    Args:
+        shapes: Shape of each of these leaves, by its path.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.paths = list(shapes)
+        self.leaves = nn.ModuleDict({module_name(path): ObservationNormalizer(s) for path, s in shapes.items()})
+
+    def forward(self, observations: Nested) -> Nested:
+        """Normalise nested observations, leaves `[..., *shape]`."""
+        return self._normalize(observations, "")
+
+    def update(self, observations: Nested, reduce: Reduce = _identity) -> None:
+        """Take in nested observations, leaves `[N, *shape]`."""
+        for path in self.paths:
+            self._of(path).update(part_at(observations, path), reduce)
+
+    def _of(self, path: str) -> ObservationNormalizer:
+        return cast(ObservationNormalizer, self.leaves[module_name(path)])
+
+    def _normalize(self, x: Nested, path: str) -> Nested:
+        if isinstance(x, dict):
+            return {key: self._normalize(part, join(path, key)) for key, part in x.items()}
+        if isinstance(x, tuple):
+            return tuple(self._normalize(part, join(path, index)) for index, part in enumerate(x))
+        return self._of(path)(x) if path in self.paths else x
 
 
 class RewardNormalizer(_Statistics):

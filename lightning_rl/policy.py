@@ -16,10 +16,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
-from lightning_rl.nested import Nested
-from lightning_rl.networks import is_image, make_encoder
-from lightning_rl.normalization import ObservationNormalizer
-from lightning_rl.validation import ClassSpec, check
+from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
+from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
+from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
+from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
+from lightning_rl.validation import check
 
 
 @dataclass
@@ -45,19 +46,22 @@ class PolicyOutput:
 
 
 class Policy(Protocol):
-    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods."""
+    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
+
+    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them.
+    """
 
     def act(
-        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
         """Choose an action for every row of `observations`, shape `[B, ...]`."""
         ...
 
-    def log_prob(self, observations: Tensor, actions: Nested) -> Tensor:
+    def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
         ...
 
-    def value(self, observations: Tensor) -> Tensor:
+    def value(self, observations: Nested) -> Tensor:
         """Return value estimates `[...]` of observations `[..., *shape]`."""
         ...
 
@@ -66,13 +70,17 @@ class ActorCritic(nn.Module):
     """Encoder, action head and value head.
 
     Args:
-        observation_space: `Box` or `Discrete`.
+        observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
+            `Tuple`.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
         network: See `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP.
-        shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
-        normalize_observations: Standardise observations by their running moments (not images).
+        discrete_encoding: `one_hot` or `embedding`; see `lightning_rl.networks.make_encoder`.
+        shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
+            nothing is for the critic only.
+        critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
+        normalize_observations: Standardise every `Box` that is no image by its running moments.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
@@ -83,50 +91,50 @@ class ActorCritic(nn.Module):
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         *,
-        network: str | ClassSpec = "auto",
+        network: Network = "auto",
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
+        discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
+        critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
         super().__init__()
-        self.observation_normalizer: ObservationNormalizer | None = None
+        self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
         if normalize_observations:
-            can_normalize = isinstance(observation_space, spaces.Box) and not is_image(observation_space)
-            check(
-                can_normalize,
-                "normalize_observations",
-                True,
-                f"False, since normalisation is for a Box that is no image, not {observation_space}",
-            )
-            self.observation_normalizer = ObservationNormalizer(observation_space.shape or ())
-            bound = self.observation_normalizer.clip
-            encoded_space = spaces.Box(-bound, bound, observation_space.shape, np.float32)
-        self.event_dims = len(observation_space.shape or ())
-        shared = is_image(observation_space) if shared_encoder is None else shared_encoder
-        self.actor_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
+            self.observation_normalizer, encoded_space = make_normalizer(observation_space)
+        self.critic_only = check_critic_only(critic_only, observation_space, shared_encoder)
+        actor_space = without(encoded_space, self.critic_only)
+        # Any leaf that both see tells how many dimensions come before those of an observation.
+        self._first_path, first = next(iter(space_leaves(actor_space).items()))
+        self._first_dims = len(first.shape or ())
+        images = any(map(is_image, space_leaves(observation_space).values()))
+        shared = images and not self.critic_only if shared_encoder is None else shared_encoder
+        options: Any = (hidden_sizes, activation, discrete_encoding)
+        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *options)
         self.critic_encoder: nn.Module | None = None
         if not shared:
-            self.critic_encoder = make_encoder(encoded_space, network, hidden_sizes, activation)
+            self.critic_encoder = make_encoder(encoded_space, network, *options)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
-        self.value_head = HeadLinear(width, 1, gain=1.0)
+        value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
+        self.value_head = HeadLinear(value_width, 1, gain=1.0)
 
-    def forward(self, observations: Tensor) -> tuple[Distribution, Tensor]:
+    def forward(self, observations: Nested) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
         x = self._prepare(observations)
-        features = self._encode(self.actor_encoder, x)
+        features = self._actor_features(x)
         value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
         return self.action_head(features), self._value(value_features)
 
     def act(
-        self, observations: Tensor, generator: torch.Generator | None = None, deterministic: bool = False
+        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
-        """Choose an action for every row; see `Policy.act`."""
-        features = self._encode(self.actor_encoder, self._prepare(observations))
+        """Choose an action for every row; see `Policy.act`. What is for the critic only may be missing."""
+        features = self._actor_features(self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         environment_action = distribution.to_space(action)
@@ -134,13 +142,13 @@ class ActorCritic(nn.Module):
             return PolicyOutput(action, environment_action=environment_action)
         return PolicyOutput(action, distribution.log_prob(action), self._value(features), environment_action)
 
-    def log_prob(self, observations: Tensor, actions: Nested) -> Tensor:
+    def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`."""
-        features = self._encode(self.actor_encoder, self._prepare(observations))
+        features = self._actor_features(self._prepare(observations))
         distribution: Distribution = self.action_head(features)
         return distribution.log_prob(actions)
 
-    def value(self, observations: Tensor) -> Tensor:
+    def value(self, observations: Nested) -> Tensor:
         """Return value estimates; see `Policy.value`."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
         return self._value(self._encode(encoder, self._prepare(observations)))
@@ -151,19 +159,26 @@ class ActorCritic(nn.Module):
         counts = head.saturation(actions) if hasattr(head, "saturation") else None
         return None if counts is None else counts[0] / max(counts[1], 1)
 
-    def _prepare(self, observations: Tensor) -> Tensor:
+    def _prepare(self, observations: Nested) -> Nested:
         """Normalise, and bring floating-point observations to the dtype of the parameters."""
         if self.observation_normalizer is not None:
             observations = self.observation_normalizer(observations)
-        return observations.to(self.value_head.weight.dtype) if observations.is_floating_point() else observations
+        dtype = self.value_head.weight.dtype
+        return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
 
-    def _encode(self, encoder: nn.Module, observations: Tensor) -> Tensor:
+    def _actor_features(self, observations: Nested) -> Tensor:
+        if self.critic_only:
+            observations = without(observations, self.critic_only)
+        return self._encode(self.actor_encoder, observations)
+
+    def _encode(self, encoder: nn.Module, observations: Nested) -> Tensor:
         """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""
-        num_leading = observations.dim() - self.event_dims
+        first = part_at(observations, self._first_path)
+        num_leading = first.dim() - self._first_dims
         if num_leading == 1:
             return encoder(observations)  # type: ignore[no-any-return]
-        leading = observations.shape[:num_leading]
-        rows = observations.flatten(0, num_leading - 1) if leading else observations.unsqueeze(0)
+        leading = first.shape[:num_leading]
+        rows = map_leaves(lambda x: x.flatten(0, num_leading - 1) if leading else x.unsqueeze(0), observations)
         features: Tensor = encoder(rows)
         return features.reshape(*leading, features.shape[-1])
 
@@ -193,7 +208,7 @@ def copy_to_cpu(policy: nn.Module) -> nn.Module:
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype in which a rollout stores observations of `space`.
+    """Return the dtype in which a rollout stores observations of `space`, a leaf of a nested one.
 
     Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
     """

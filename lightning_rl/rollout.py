@@ -6,7 +6,8 @@ rewards and log-probabilities too, to the precision of the network.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,11 @@ from lightning_rl.validation import ConfigurationError
 
 OnTruncation = Literal["bootstrap", "terminal"]
 
+_FIELDS = (
+    *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
+    *("final_indices", "final_observations"),
+)
+
 
 class Rollout:
     """`T` steps of `B` environments, time-major, as one version of a policy collected them.
@@ -24,7 +30,8 @@ class Rollout:
     The collector reuses the storage behind it: a rollout holds until the next one is collected, so copy what must last.
 
     Attributes:
-        observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins.
+        observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins. For `Dict`
+            and `Tuple` spaces a dict or tuple of such tensors; integers, and so images, have the type they came with.
         actions: What it did, `[T, B, ...]`, nested as the action space is: in the policy's own form, before it is
             squashed into or clipped to the environment's bounds.
         rewards: Raw rewards, `[T, B]`.
@@ -37,7 +44,7 @@ class Rollout:
         next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was
             truncated that of the final observation, not of the one after the reset; 0 at a terminal state.
         final_indices: Time and environment of each truncated step, `[K, 2]`.
-        final_observations: The observations those steps reached, `[K, ...]`.
+        final_observations: The observations those steps reached, `[K, ...]`, nested likewise.
         policy_version: Number of updates the policy had seen.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
@@ -48,7 +55,7 @@ class Rollout:
     def __init__(
         self,
         *,
-        observations: Tensor,
+        observations: Nested,
         actions: Nested,
         rewards: Tensor,
         terminated: Tensor,
@@ -57,7 +64,7 @@ class Rollout:
         values: Tensor,
         next_values: Tensor,
         final_indices: Tensor,
-        final_observations: Tensor,
+        final_observations: Nested,
         valid: Tensor | None = None,
         policy_version: int = 0,
         episodes: EpisodeSummary | None = None,
@@ -99,18 +106,19 @@ class Rollout:
         `final_indices` and `final_observations` do not follow to XLA, which would compile for each number of them.
         """
         stays = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name not in stays:
-                setattr(self, name, value.to(device, non_blocking=True))
-        self.actions = map_leaves(lambda x: x.to(device, non_blocking=True), self.actions)
+        for name, value in self._tensors().items():
+            if name not in stays:
+                setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
-        fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor) or name == "valid"}
-        copies = {name: None if x is None else x.detach().to("cpu", copy=True) for name, x in fields.items()}
-        actions = map_leaves(lambda x: x.detach().to("cpu", copy=True), self.actions)
-        return {**copies, "actions": actions, "policy_version": self.policy_version}
+        copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self._tensors())
+        return {"valid": None, **copies, "policy_version": self.policy_version}
+
+    def _tensors(self) -> dict[str, Nested]:
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return {name: x for name, x in fields.items() if x is not None}
 
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
         """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
@@ -131,7 +139,7 @@ class Rollout:
         """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them."""
         length, num_envs = self.shape
         fields: dict[str, Nested] = {
-            "observations": self.observations[:length],
+            "observations": map_leaves(itemgetter(slice(length)), self.observations),
             "actions": self.actions,
             "log_probs": self.log_probs,
             "values": self.values,
@@ -139,7 +147,7 @@ class Rollout:
         }
         if self.valid is None:
             return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
-        return Batch(map_leaves(lambda x: x[self.valid], fields))
+        return Batch(map_leaves(itemgetter(self.valid), fields))
 
 
 class EpisodeSummary:
@@ -156,14 +164,14 @@ class EpisodeSummary:
 
 
 class Batch:
-    """Rows of a rollout, in any order: tensors of equal length, or nested ones, by name, read as attributes.
+    """Rows of a rollout, in any order: tensors of equal length by name, nested or not, read as attributes.
 
     Attributes:
         weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
             are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
     """
 
-    observations: Tensor
+    observations: Nested
     actions: Nested
     log_probs: Tensor
     values: Tensor
@@ -174,7 +182,7 @@ class Batch:
         self.fields = fields
         self.weight = 1 / max(len(self), 1) if weight is None else weight
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a tensor, or nested ones
+    def __getattr__(self, name: str) -> Nested:
         fields: dict[str, Nested] = self.__dict__.get("fields", {})  # missing while a copy is being made
         if name not in fields:
             raise AttributeError(f"batch has no field {name!r}: it has {', '.join(fields)}")
@@ -189,27 +197,19 @@ class Batch:
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
         """Return the rows in a fresh random order."""
-        device = first_leaf(self.fields).device
-        order = torch.randperm(len(self), generator=generator).to(device)
-        return Batch({name: map_leaves(lambda x: x[order], x) for name, x in self.fields.items()}, self.weight)
+        order = torch.randperm(len(self), generator=generator).to(first_leaf(self.fields).device)
+        return Batch(map_leaves(itemgetter(order), self.fields), self.weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
-        parts = {name: _split(x, num_minibatches) for name, x in self.fields.items()}
+        # Lists, which are leaves: a tuple would be nested.
+        parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
         for index in range(num_minibatches):
-            yield Batch({name: part[index] for name, part in parts.items()})
+            yield Batch(map_leaves(itemgetter(index), parts))
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
         return Batch({**self.fields, **fields}, self.weight)
-
-
-def _split(x: Nested, num_parts: int) -> Sequence[Nested]:
-    if isinstance(x, Tensor):
-        return torch.tensor_split(x, num_parts)
-    # Lists, since tuples would be taken for nested actions.
-    pieces = map_leaves(lambda leaf: list(torch.tensor_split(leaf, num_parts)), x)
-    return [map_leaves(lambda piece, i=index: piece[i], pieces) for index in range(num_parts)]
 
 
 def check_minibatches(num_rows: int, num_minibatches: int) -> None:

@@ -22,13 +22,16 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
 
     Args:
         space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
-        field: What an error calls it.
+        field: What it is, for errors, which add the path to the part that cannot be described.
 
     Raises:
-        ConfigurationError: The space is of another kind.
+        ConfigurationError: The space, or a part of it, is of another kind; or a part has a name that is no path, or no
+            part is there at all.
     """
     if isinstance(space, dict):
         return space
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        return _describe_nested(space, field)
     if isinstance(space, spaces.Box):
         return {
             "type": "Box",
@@ -44,14 +47,23 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
     if isinstance(space, spaces.MultiBinary):
         # One number and a shape of one dimension are different spaces to Gymnasium.
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
-    if isinstance(space, spaces.Dict):
-        return {"type": "Dict", "spaces": {key: space_to_dict(value, field) for key, value in space.items()}}
-    if isinstance(space, spaces.Tuple):
-        return {"type": "Tuple", "spaces": [space_to_dict(value, field) for value in space]}
     raise ConfigurationError(
         f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
         "or a Dict or Tuple of these"
     )
+
+
+def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> SpaceDict:
+    if not len(space.spaces):
+        raise ConfigurationError(f"{field}: {space} is empty; expected a space with at least one part")
+    if isinstance(space, spaces.Tuple):
+        parts = [space_to_dict(part, f"{field}.{index}") for index, part in enumerate(space)]
+        return {"type": "Tuple", "spaces": parts}
+    for key in space.spaces:
+        # Paths such as `arm.0` name the parts of a space, and parameters are named after them.
+        if not isinstance(key, str) or not key or set(key) & {".", ":"}:
+            raise ConfigurationError(f"{field}: the key {key!r} is not supported; expected a name without '.' and ':'")
+    return {"type": "Dict", "spaces": {key: space_to_dict(part, f"{field}.{key}") for key, part in space.items()}}
 
 
 def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:

@@ -13,6 +13,14 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def no_seed_of_another_test():
+    """What `seed_everything` leaves behind is taken up by the processes that the next test starts."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture
 def in_tmp_path(tmp_path, monkeypatch):
     """Work in an empty folder, as a user would: runs are written to the current one."""

@@ -23,7 +23,7 @@ LAYERS = [
         "quiet",
     },
     {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints"},
+    {"checkpoint_format", "checkpoints", "observations"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},

@@ -4,7 +4,18 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, map_stacked, space_leaves
+from lightning_rl.nested import (
+    first_leaf,
+    leaves,
+    map_leaves,
+    map_space,
+    map_stacked,
+    nested_paths,
+    part_at,
+    replace_leaves,
+    space_leaves,
+    without,
+)
 
 X = {"b": (torch.tensor(1), {"c": torch.tensor(2)}), "a": torch.tensor(3)}
 
@@ -44,3 +55,32 @@ def test_spaces_have_the_structure_of_their_elements():
     assert space_leaves(spaces.Discrete(3)) == {"": spaces.Discrete(3)}
     sample = space.sample()
     assert map_leaves(lambda x: x, sample).keys() == map_space(lambda leaf: leaf, space).keys()
+
+
+ARM = spaces.Dict({"arm": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, (3,))})])})
+
+
+def test_paths_lead_to_parts_of_spaces_and_of_their_elements():
+    assert nested_paths(ARM) == {"arm": ("arm.0", {"x": "arm.1.x"})}
+    assert nested_paths(spaces.Discrete(2)) == ""
+    x = {"arm": (1, {"x": 2})}
+    for path, part in (("", x), ("arm", (1, {"x": 2})), ("arm.0", 1), ("arm.1.x", 2)):
+        assert part_at(x, path) == part
+    for path, leaf in space_leaves(ARM).items():
+        assert part_at(ARM, path) is leaf
+
+
+def test_leaves_of_a_space_are_replaced_in_their_places():
+    replaced = replace_leaves(lambda path, leaf: spaces.Discrete(9) if path == "arm.1.x" else leaf, ARM)
+    assert replaced == spaces.Dict({"arm": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"x": spaces.Discrete(9)})])})
+
+
+def test_parts_are_left_out_of_dicts_and_of_their_spaces():
+    space = spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2), "c": spaces.Discrete(3)}), "d": spaces.Discrete(4)})
+    x = {"a": {"b": 0, "c": 1}, "d": 2}
+    assert without(x, ["a.b"]) == {"a": {"c": 1}, "d": 2}
+    assert without(x, ["a", "d"]) == {} and without(x, ["b"]) == x
+    assert without(space, ["a.b"]) == spaces.Dict(
+        {"a": spaces.Dict({"c": spaces.Discrete(3)}), "d": spaces.Discrete(4)}
+    )
+    assert without((0, 1), ["0"]) == (0, 1)

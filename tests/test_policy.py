@@ -130,7 +130,7 @@ def test_values_and_log_probabilities_of_a_bfloat16_policy_are_float32():
 def test_normalised_encoders_are_told_the_range_they_see():
     policy = ActorCritic(spaces.Box(0, 255, (3,), np.uint8), spaces.Discrete(2), normalize_observations=True)
     assert isinstance(policy.actor_encoder, MLPEncoder)
-    assert not policy.actor_encoder.is_uint8
+    assert not next(policy.actor_encoder.inputs.children()).is_uint8
 
 
 @pytest.mark.parametrize("space", [IMAGE, spaces.Discrete(3)])

@@ -92,7 +92,7 @@ def test_own_network_environment_and_algorithm_work_as_described():
     page = ROOT / "docs/custom.md"
     Path("my_package.py").write_text("\n\n".join(blocks(page, "python")))
     importlib.invalidate_caches()
-    network, environment = blocks(page, "yaml")
+    network, _, environment = blocks(page, "yaml")
     Path("network.yaml").write_text(network)
     Path("environment.yaml").write_text(environment)
     small = ["--config=network.yaml", "--config=environment.yaml", "--trainer.accelerator=cpu", "--num_threads=1"]

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
+from tests.nested_probes import PAIR
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
 _FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
@@ -64,6 +65,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"action_distribution": {"arm.0": "beta"}},
     ),
     "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
+    "dict_with_image": (
+        {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
+        {"normalize_observations": True, "critic_only": ["answer"]},
+    ),
+    "tuple": (
+        {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
+        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
+    ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }

@@ -52,7 +52,7 @@ def test_what_is_a_description_or_a_space_already_is_returned_unchanged(space):
 
 
 def test_space_of_another_kind_is_refused():
-    with pytest.raises(ConfigurationError, match=r"^space: Text is not supported; expected Box, Discrete"):
+    with pytest.raises(ConfigurationError, match=r"^space.name: Text is not supported; expected Box, Discrete"):
         space_to_dict(spaces.Dict(name=spaces.Text(5)))
 
 

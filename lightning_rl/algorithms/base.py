@@ -31,6 +31,7 @@ from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.nested import Nested
+from lightning_rl.networks import DiscreteEncoding, Network, network_to_plain_data
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
@@ -44,7 +45,6 @@ from lightning_rl.validation import (
     check_number,
     instantiate,
     is_int,
-    to_class_spec,
     to_plain_data,
 )
 
@@ -69,16 +69,20 @@ class OnPolicyAlgorithm(Reports):
         gamma: Discount factor.
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
-        network: `auto`, `mlp`, `nature`, `impala`, or the class of an encoder; see
-            `lightning_rl.networks.make_encoder`.
+        network: `auto`, `mlp`, `nature`, `impala`, the class of an encoder, or one of these for some leaves of a nested
+            observation, by path; see `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
-        shared_encoder: One encoder for actor and critic instead of two; None shares it for images only.
+        discrete_encoding: What the MLP makes of `Discrete` and `MultiDiscrete` observations: `one_hot` vectors, or an
+            `embedding`, which is learned.
+        shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
+            nothing is for the critic only.
+        critic_only: Paths of parts of a `Dict` that the critic sees and the actor does not: `goal`, `robot.mass`.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
             `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
             (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
-        normalize_observations: Standardise observations by their running moments.
+        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments.
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
@@ -102,10 +106,12 @@ class OnPolicyAlgorithm(Reports):
         max_grad_norm: float | None = 0.5,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
-        network: str | ClassSpec = "auto",
+        network: Network = "auto",
         hidden_sizes: Sequence[int] = (64, 64),
         activation: str = "tanh",
+        discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
+        critic_only: Sequence[str] | None = None,
         initial_log_std: float = 0.0,
         action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
@@ -134,6 +140,7 @@ class OnPolicyAlgorithm(Reports):
             check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
         is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
         check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
+        check(not isinstance(critic_only, str), "critic_only", critic_only, "a list of paths")
         # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
         plain: dict[str, Any] = {
@@ -146,7 +153,7 @@ class OnPolicyAlgorithm(Reports):
         if lr_scheduler is not None:
             plain["lr_scheduler"] = scheduler_spec(lr_scheduler)
         if not isinstance(network, str):
-            plain["network"] = to_class_spec("network", network)
+            plain["network"] = network_to_plain_data(network)
         plain = {name: to_plain_data(name, value) for name, value in (dict(self.hparams) | plain).items()}
         self.save_hyperparameters(plain)
         self.observation_space = space_from_dict(plain["observation_space"])
@@ -170,7 +177,9 @@ class OnPolicyAlgorithm(Reports):
             "network",
             "hidden_sizes",
             "activation",
+            "discrete_encoding",
             "shared_encoder",
+            "critic_only",
             "initial_log_std",
             "action_distribution",
             "normalize_observations",
@@ -199,7 +208,7 @@ class OnPolicyAlgorithm(Reports):
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
 
-    def forward(self, observations: Tensor, deterministic: bool = True) -> Nested:
+    def forward(self, observations: Nested, deterministic: bool = True) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
         In the units of the action space; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for

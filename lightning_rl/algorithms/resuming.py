@@ -17,7 +17,10 @@ from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
-_OF_THE_NETWORK = ("network", "hidden_sizes", "shared_encoder", "normalize_observations", "normalize_rewards")
+_OF_THE_NETWORK = (
+    *("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only"),
+    *("normalize_observations", "normalize_rewards"),
+)
 # Others of these would load without complaint, and act differently.
 _OF_ACTING = ("activation", "action_distribution")
 

@@ -20,6 +20,7 @@ from lightning_rl.environments.records import for_seeds, recorded, restore, to_a
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.workers import WorkerFailure
+from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +30,8 @@ class Step(NamedTuple):
     """What one step of `B` environments gave.
 
     Attributes:
-        observations: Where the next action is chosen, `[B, ...]`; may be overwritten by the next step.
+        observations: Where the next action is chosen, `[B, ...]`, nested as the space is; may be overwritten by the
+            next step.
         rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.
@@ -40,12 +42,12 @@ class Step(NamedTuple):
             `observations` has the first one of the next. Not `valid`.
     """
 
-    observations: Array
+    observations: Nested
     rewards: Array
     terminated: Array
     truncated: Array
     valid: Array | None
-    final_observations: list[tuple[int, Array]]
+    final_observations: list[tuple[int, Nested]]
     infos: dict[str, Any]
     lost: Sequence[int] = ()
 
@@ -87,14 +89,18 @@ class EnvironmentBatch:
                 f"{[mode.value for mode in AutoresetMode]}, so that episode ends can be told apart from resets"
             ) from None
         space = self.single_observation_space
-        self._is_float = isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+        self._is_float = map_space(
+            lambda leaf: isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating), space
+        )
+        # What a leaf is called in errors.
+        self._names = map_leaves(lambda path: f"observation {path}".rstrip(), nested_paths(space))
         self._failures: list[str] = []
         base = getattr(env, "unwrapped", env)
         if isinstance(base, RestartingProcesses):
             base.where = self._places.where
         self._resets_next = np.zeros(self.num_envs, bool)
 
-    def reset(self) -> Array:
+    def reset(self) -> Nested:
         """Begin every environment's stream of episodes again, and return the first observations.
 
         Raises:
@@ -126,7 +132,7 @@ class EnvironmentBatch:
         if lost:
             valid = np.ones(self.num_envs, bool)
             valid[lost] = False
-        finals: list[tuple[int, Array]] = []
+        finals: list[tuple[int, Nested]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next.any():
                 valid = ~self._resets_next
@@ -139,11 +145,10 @@ class EnvironmentBatch:
             reached = infos["final_obs"]
         else:
             self._check_observations(observations)
-            reached = observations.copy()
+            reached = map_leaves(np.copy, observations)
         for index in np.flatnonzero(ended).tolist():
-            final = np.asarray(reached[index])
-            if self._is_float and not surely_finite(final):
-                self._check_rows("observation", final[None], index)
+            final = self._row(reached, index)
+            self._check_observations(map_leaves(lambda x: x[None], final), index)
             finals.append((index, final))
         # In NEXT_STEP mode the step to come is the new episode's step 0.
         self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
@@ -222,7 +227,7 @@ class EnvironmentBatch:
         # A vector wrapper may have a state of its own, and observations that the arrays do not give.
         return "arrays" if isinstance(self.env, CartPoleVectorEnv) else None
 
-    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Array] | None:
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
         """Go to where the environments were.
 
         Returns:
@@ -247,12 +252,12 @@ class EnvironmentBatch:
         """Close the environments and end worker processes; may be called twice."""
         self.env.close()
 
-    def _reset(self, **kwargs: Any) -> Array:  # noqa: ANN401 - those of `VectorEnv.reset`
+    def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - those of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
         if FAILURE in infos:
             self._note_failures(infos, np.zeros(self.num_envs, bool))
-        return observations  # type: ignore[no-any-return]
+        return observations
 
     @contextlib.contextmanager
     def _named(self, where: str) -> Iterator[None]:
@@ -273,9 +278,21 @@ class EnvironmentBatch:
             failure.add_note(note)
         raise failure from error
 
-    def _check_observations(self, observations: Array) -> None:
-        if self._is_float and not surely_finite(observations):
-            self._check_rows("observation", observations)
+    def _row(self, batch: Nested, index: int) -> Nested:
+        """Return the observation of one environment; `batch` may be an array of one object for each."""
+        if isinstance(batch, np.ndarray):
+            return map_leaves(lambda _, x: np.asarray(x), self._names, batch[index])
+        return map_leaves(lambda _, x: np.asarray(x[index]), self._names, batch)
+
+    def _check_observations(self, observations: Nested, first: int = 0) -> None:
+        def check_leaf(is_float: bool, name: str, rows: Array) -> None:
+            if is_float and not surely_finite(rows):
+                self._check_rows(name, rows, first)
+
+        if isinstance(self._is_float, bool):  # a flat space, at no more cost than that of the check
+            check_leaf(self._is_float, self._names, observations)
+        else:
+            map_leaves(check_leaf, self._is_float, self._names, observations)
 
     def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
         """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""

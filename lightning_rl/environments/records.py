@@ -10,7 +10,7 @@ from gymnasium.vector import SyncVectorEnv
 
 from lightning_rl.environments.places import Places
 from lightning_rl.environments.seeding import OWN_STATE
-from lightning_rl.nested import map_leaves
+from lightning_rl.nested import Nested, map_leaves, nested_paths
 
 Array = np.ndarray[Any, Any]
 
@@ -25,7 +25,7 @@ def recorded(env: Any, places: Places) -> list[dict[str, Any]]:  # noqa: ANN401 
     return records
 
 
-def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Array]:  # noqa: ANN401
+def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
     """Give every environment its own record.
 
     Returns:
@@ -43,7 +43,9 @@ def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Arr
         answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
     exact, rows = zip(*answers, strict=True)
     places.begin(~np.array(exact))
-    return np.array(exact), np.stack(rows)
+    # Environments may give keys in any order, and lists for tuples.
+    like = nested_paths(env.single_observation_space)
+    return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:

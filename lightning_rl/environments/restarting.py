@@ -12,6 +12,7 @@ import numpy as np
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.finite import complaint
 from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.nested import map_leaves
 
 MAX_RESTARTS_IN_A_ROW = 3
 """An environment that fails once more without having completed a step in between will not recover."""
@@ -56,7 +57,7 @@ class RestartingEpisodes(SeededEpisodes):
         """Step, or begin the next episode of a new environment."""
         try:
             observation, reward, terminated, truncated, info = super().step(action)
-            self._check_finite("observation", observation)
+            self._check_observation(observation)
             self._check_finite("reward", reward)
         except EnvironmentFailure as failure:
             observation, info = self._restart(failure)
@@ -72,7 +73,7 @@ class RestartingEpisodes(SeededEpisodes):
 
     def _checked_reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         observation, info = super().reset(seed=seed, options=options)
-        self._check_finite("observation", observation)
+        self._check_observation(observation)
         return observation, info
 
     def _restart(self, failure: EnvironmentFailure) -> tuple[Any, dict[str, Any]]:
@@ -94,6 +95,10 @@ class RestartingEpisodes(SeededEpisodes):
                 failure = self._failure("the making of a new environment", error)
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
+
+    def _check_observation(self, observation: Any) -> None:  # noqa: ANN401
+        check = self._check_finite
+        map_leaves(lambda path, x: check(f"observation {path}".rstrip(), x), self._paths, observation)
 
     def _check_finite(self, what: str, value: Any) -> None:  # noqa: ANN401
         row = np.asarray(value)

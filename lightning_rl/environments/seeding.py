@@ -13,9 +13,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.nested import first_leaf, map_leaves, map_stacked
+from lightning_rl.nested import first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
 """Roles, the first branch of the tree."""
@@ -50,7 +51,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     The actions since the last true reset are logged, up to `MAX_LOGGED_ACTIONS`, so that another process can go to the
     same place (`recorded`, `restore`); that they give the same rewards again is checked, since a wrapper may remember
     earlier episodes, which are not played again. An environment that has `state_dict()` and `load_state_dict(state)` is
-    asked for its state instead; what it returns must be tensors and plain Python values.
+    asked for its state instead, if no wrapper but a time limit is around it; what it returns must be tensors and plain
+    Python values.
 
     Args:
         env: The environment.
@@ -71,12 +73,15 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
-        self._shape = env.observation_space.shape
+        self._shape = env.observation_space.shape  # None where observations are nested
+        self._paths = nested_paths(env.observation_space)
+        self._shapes = {path: leaf.shape for path, leaf in space_leaves(env.observation_space).items()}
         self._first_episode = 0
         self._observation: Any = None
         self._begin_log()
         self._may_go_on = env.has_wrapper_attr("went_on")
-        self._has_own_state = hasattr(env.unwrapped, "state_dict") and hasattr(env.unwrapped, "load_state_dict")
+        self._time_limits: list[Any] = []
+        self._has_own_state = self._owns_all_state(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin the stream `seed`, or its next episode."""
@@ -101,6 +106,11 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Step; an exception is raised again with index, episode, seed and step."""
         self.step_count += 1
+        # What the environment does to an action of its own must not be done to the record.
+        if type(action) is np.ndarray:
+            kept: Any = action.copy()
+        else:
+            kept = map_leaves(np.copy, action) if isinstance(action, dict | tuple) else action
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             over = bool(terminated or truncated)
@@ -110,7 +120,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             reward = self._to_number(reward)
         if type(observation) is not np.ndarray or observation.shape != self._shape:
             self._check_shape(observation)
-        self._log.append(action)
+        self._log.append(kept)
         self._reward_sum += reward
         if over:
             # The reset that follows must not write over it, even if the environment always returns the same array.
@@ -132,10 +142,11 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "step_count": self.step_count,
             "resets": [place for place, action in enumerate(self._log) if action is _RESET],
             "actions": map_stacked(np.stack, actions) if actions else np.zeros(0),
-            "observation": np.array(self._observation),
+            "observation": map_leaves(lambda _, x: np.array(x), self._paths, self._observation),
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
             OWN_STATE: own.state_dict() if self._has_own_state else None,
+            "elapsed": [limit._elapsed_steps for limit in self._time_limits],
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
@@ -153,6 +164,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             own: Any = self.env.unwrapped
             self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
             own.load_state_dict(record[OWN_STATE])
+            for limit, elapsed in zip(self._time_limits, record["elapsed"], strict=True):
+                limit._elapsed_steps = elapsed
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True, self._observation
@@ -174,12 +187,23 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             else:
                 self.step(map_leaves(lambda x, t=taken: x[t], actions))
                 taken += 1
+        same = map_leaves(lambda x, now: np.array_equal(np.asarray(now), x), record["observation"], self._observation)
         return (
-            np.array_equal(np.asarray(self._observation), record["observation"])
+            all(leaves(same))
             # Bit for bit: not even NaN can be in a reward that was learned from.
             and self._reward_sum == record["reward_sum"]
             and self._ends == record["ends"]
         )
+
+    def _owns_all_state(self, env: gymnasium.Env[Any, Any]) -> bool:
+        """Whether the environment gives its state, and no wrapper around it but time limits has any besides."""
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, TimeLimit):
+                self._time_limits.append(env)
+            elif type(env) not in (OrderEnforcing, PassiveEnvChecker):
+                return False
+            env = env.env
+        return hasattr(env, "state_dict") and hasattr(env, "load_state_dict")
 
     def _begin_log(self) -> None:
         self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)
@@ -195,14 +219,22 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         raise self._complain(f"returned reward {reward!r}: expected a number")
 
     def _check_shape(self, observation: Any) -> None:  # noqa: ANN401
-        if self._shape is None:  # a nested space
-            return
         try:
-            shape = str(np.shape(observation))
+            map_leaves(self._check_leaf, self._paths, observation)
+        except (LookupError, TypeError, ValueError) as error:
+            raise self._complain(
+                f"returned an observation of another structure than its space has ({type(error).__name__}: {error}): "
+                f"expected one in {self.env.observation_space}"
+            ) from error
+
+    def _check_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
+        try:
+            shape = str(np.shape(x))
         except ValueError:  # rows of different lengths
             shape = "unknown"
-        if shape != str(self._shape):
-            raise self._complain(f"returned an observation of shape {shape}: expected {self._shape}")
+        if shape != str(self._shapes[path]):
+            name = f"an observation {path}".rstrip()
+            raise self._complain(f"returned {name} of shape {shape}: expected {self._shapes[path]}")
 
     def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
         return self._complain(f"raised in {where}: {type(error).__name__}: {error}")

@@ -4,6 +4,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
+from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from lightning_rl.environments import seeding
 from lightning_rl.environments.seeding import SeededEpisodes
@@ -111,6 +113,53 @@ def test_environment_that_knows_its_own_state_needs_no_log(monkeypatch):
     assert record["own"] == {"count": 3}
     exact, observation = SeededEpisodes(Owner(lengths=(9,))).restore(record)
     assert exact and observation.tolist() == [1, 3]
+
+
+def test_the_time_limit_around_an_environment_that_knows_its_own_state_goes_on_too():
+    def limited():
+        return TimeLimit(OrderEnforcing(Owner(lengths=(100,))), 5)
+
+    record = played(limited(), 3).recorded()
+    assert record["own"] is not None
+    env = SeededEpisodes(limited())
+    assert env.restore(record)[0]
+    assert [env.step(0)[3] for _ in range(2)] == [False, True]
+
+
+def test_own_state_is_not_enough_where_a_wrapper_has_more():
+    def stacked():
+        return FrameStackObservation(Owner(lengths=(100,)), 3)
+
+    played_on = played(stacked(), 3)
+    record = played_on.recorded()
+    assert record["own"] is None
+    env = SeededEpisodes(stacked())
+    env.unwrapped.episode = 0  # the counter shows its episodes, of which one is over
+    exact, observation = env.restore(record)
+    assert exact
+    np.testing.assert_array_equal(observation, record["observation"])
+    np.testing.assert_array_equal(env.step(0)[0], played_on.step(0)[0])
+
+
+def test_an_environment_may_write_into_its_actions():
+    class Halves(gymnasium.Env):
+        observation_space, action_space = spaces.Box(-9, 9, (2,)), spaces.Box(-1, 1, (2,))
+
+        def reset(self, *, seed=None, options=None):
+            self.position = np.zeros(2, np.float32)
+            return self.position.copy(), {}
+
+        def step(self, action):
+            action *= 0.5
+            self.position += action
+            return self.position.copy(), 0.0, False, False, {}
+
+    env = SeededEpisodes(Halves())
+    env.reset(seed=7)
+    for _ in range(3):
+        env.step(np.ones(2, np.float32))
+    exact, observation = SeededEpisodes(Halves()).restore(env.recorded())
+    assert exact and observation.tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])

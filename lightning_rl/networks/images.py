@@ -1,10 +1,10 @@
-"""Encoders: observation space in, feature vector out."""
+"""Convolutional encoders of images."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.layers import orthogonal, orthogonal_linear
-from lightning_rl.validation import (
-    ClassSpec,
-    ConfigurationError,
-    check,
-    check_positive_int,
-    instantiate,
-    to_class_spec,
-)
+from lightning_rl.validation import check
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "tanh": nn.Tanh,
-    "relu": nn.ReLU,
-    "elu": nn.ELU,
-    "gelu": nn.GELU,
-    "silu": nn.SiLU,
-}
 _NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
 
 
@@ -48,48 +34,9 @@ def _image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
     return (True, last, first, middle) if channels_last else (False, first, middle, last)
 
 
-class MLPEncoder(nn.Module):
-    """Fully connected layers over the flattened observation.
-
-    uint8 observations are divided by 255; `Discrete` ones become one-hot vectors. Floating-point ones come in the dtype
-    of the parameters.
-
-    Args:
-        space: A `Box` of any shape, or `Discrete`.
-        hidden_sizes: Width of each layer; the last one is the number of features. Empty: the flattened
-            observation itself.
-        activation: One of `tanh`, `relu`, `elu`, `gelu`, `silu`, after each layer.
-    """
-
-    def __init__(
-        self, space: spaces.Space[Any], hidden_sizes: Sequence[int] = (64, 64), activation: str = "tanh"
-    ) -> None:
-        super().__init__()
-        check(activation in ACTIVATIONS, "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
-        for size in hidden_sizes:
-            check_positive_int("hidden_sizes", size)
-        self.start = int(space.start) if isinstance(space, spaces.Discrete) else 0
-        self.num_classes = int(space.n) if isinstance(space, spaces.Discrete) else 0
-        self.event_dims = 0 if self.num_classes else len(space.shape or ())
-        self.is_uint8 = space.dtype == np.uint8
-        in_features = self.num_classes or int(np.prod(space.shape or ()))
-        sizes = [in_features, *hidden_sizes]
-        self.layers = nn.Sequential()
-        for width, next_width in itertools.pairwise(sizes):
-            self.layers.append(orthogonal_linear(width, next_width))
-            self.layers.append(ACTIVATIONS[activation]())
-        self.out_features = sizes[-1]
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """Map observations `[..., *shape]` to features `[..., out_features]`."""
-        x = observations
-        if self.num_classes:
-            x = functional.one_hot(x.long() - self.start, self.num_classes)
-        elif self.event_dims != 1:
-            x = x.flatten(-self.event_dims) if self.event_dims else x.unsqueeze(-1)
-        if not x.is_floating_point():
-            x = x.to(cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype())
-        return self.layers(x / 255 if self.is_uint8 else x)  # type: ignore[no-any-return]
+def network_for_image(space: spaces.Space[Any]) -> str:
+    """Return the network that fits the size of an image: `nature` or `impala`."""
+    return "nature" if min(_image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
 
 
 class _ImageEncoder(nn.Module):
@@ -198,48 +145,3 @@ class ImpalaEncoder(_ImageEncoder):
         pixels = self._to_pixels(observations, self.linear.weight.dtype)
         features = functional.relu(self.linear(self.stages(pixels)))
         return features.reshape(*observations.shape[:-3], self.out_features)
-
-
-def make_encoder(
-    space: spaces.Space[Any],
-    network: str | ClassSpec = "auto",
-    hidden_sizes: Sequence[int] = (64, 64),
-    activation: str = "tanh",
-) -> nn.Module:
-    """Return an encoder for an observation space; it has `out_features`.
-
-    Args:
-        space: `Box` or `Discrete`.
-        network: `auto` (Nature CNN for images of at least 36×36 pixels, IMPALA CNN for smaller ones, else MLP),
-            `mlp`, `nature`, `impala`, or `{"class_path": ..., "init_args": ...}` of an `nn.Module` whose first
-            argument is the observation space and which has an integer attribute `out_features`.
-        hidden_sizes: Layers of the MLP.
-        activation: Activation of the MLP.
-
-    Raises:
-        ConfigurationError: The space, the name or the class cannot be used.
-    """
-    if not isinstance(space, spaces.Box | spaces.Discrete):
-        raise ConfigurationError(f"observation_space={space} is not supported: expected Box or Discrete")
-    if network == "auto":
-        network = "mlp"
-        if is_image(space):
-            network = "nature" if min(_image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
-    if network == "mlp":
-        return MLPEncoder(space, hidden_sizes, activation)
-    if network == "nature":
-        return NatureEncoder(space)
-    if network == "impala":
-        return ImpalaEncoder(space)
-    if isinstance(network, str) and "." not in network:
-        raise ConfigurationError(
-            f"network={network!r} is not valid: expected auto, mlp, nature, impala or a class_path"
-        )
-    spec = to_class_spec("network", network)
-    encoder = instantiate("network", spec, space)
-    if not isinstance(encoder, nn.Module) or not isinstance(getattr(encoder, "out_features", None), int):
-        raise ConfigurationError(
-            f"network: {spec['class_path']} is not an encoder: expected an nn.Module with an integer attribute "
-            "'out_features', the size of what its forward returns for one observation"
-        )
-    return encoder

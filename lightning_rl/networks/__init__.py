@@ -1,0 +1,19 @@
+"""Encoders: observation space in, feature vector out."""
+
+from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image
+from lightning_rl.networks.inputs import DiscreteEncoding, embedding_size
+from lightning_rl.networks.make import Network, make_encoder, network_to_plain_data
+from lightning_rl.networks.mlp import ACTIVATIONS, MLPEncoder
+
+__all__ = [
+    "ACTIVATIONS",
+    "DiscreteEncoding",
+    "ImpalaEncoder",
+    "MLPEncoder",
+    "NatureEncoder",
+    "Network",
+    "embedding_size",
+    "is_image",
+    "make_encoder",
+    "network_to_plain_data",
+]
