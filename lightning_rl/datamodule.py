@@ -29,7 +29,7 @@ from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy import Policy, copy_to_cpu
 from lightning_rl.random_state import gather_ranks
-from lightning_rl.restoring import restore, say_changes
+from lightning_rl.restoring import plain_parts, restore, say_changes
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import (
     ClassSpec,
@@ -221,16 +221,17 @@ class RolloutDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout; a seed that was given stays as it is."""
         if not self._seed_given:
-            self.seed = state_dict["seed"]
+            self.seed = state_dict["seed"]  # which is then no change
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
             self._starts, self._restored = state_dict["starts"], state_dict["ranks"]
             say_changes(state_dict.get("settings", {}), self._settings)  # format 1 has none
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """What a resumed run may have changed, as plain data."""
-        names = ("num_envs", "rollout_length", "rollouts_per_epoch")
-        return {"env_id": self.spec.env_id, "backend": self.spec.backend} | {n: getattr(self, n) for n in names}
+        """What a resumed run may have changed, as far as it is plain data."""
+        own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed")}
+        of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
+        return plain_parts(of_environments | own)
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""

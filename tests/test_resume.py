@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
+from tests.helpers import MemoryLogger
 from tests.nested_probes import PAIR
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
@@ -179,6 +180,23 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, stop: i
     resumed = fit(name, tmp_path / "second", 8, ckpt_path=str(tmp_path / f"first/after_{stop}.ckpt"))
     assert resumed.policy_version == 8
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+@pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts"])
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does(name: str, tmp_path: Path) -> None:
+    """Every value but seconds, at the same steps; a log of four rollouts that the stop falls into too."""
+    logs = {part: MemoryLogger() for part in ("whole", "first", "second")}
+    fit(name, tmp_path / "whole", 8, logger=logs["whole"])
+    fit(name, tmp_path / "first", 6, logger=logs["first"])
+    fit(name, tmp_path / "second", 8, str(tmp_path / "first/after_6.ckpt"), logger=logs["second"])
+
+    def rows(part: str) -> list[tuple[int | None, dict[str, float]]]:
+        calls = [(step, {k: v for k, v in row.items() if not k.startswith("time/")}) for row, step in logs[part].calls]
+        return [(step, row) for step, row in calls if row]
+
+    steps = [step for step, _ in rows("whole")]
+    assert steps == sorted(steps) and len(rows("second")) >= 2
+    assert rows("whole") == rows("first")[: len(rows("whole")) - len(rows("second"))] + rows("second")
 
 
 def test_a_stopped_run_alone_does_not_end_where_the_whole_one_does(tmp_path: Path) -> None:

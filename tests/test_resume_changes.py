@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import PPO, RolloutDataModule
+from lightning_rl import PPO, RolloutDataModule, restoring
 from lightning_rl.checkpoint_format import FORMAT, upgrade
 from lightning_rl.validation import ConfigurationError
 from tests.test_resume import fit, run_script
@@ -103,6 +103,37 @@ def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
         f"from {4 * 72} of them on the new line"
     )
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"seed": 11}, "seed=11 (before: 3), of evaluation and of further environments; others go on with the seeds"),
+        ({"env_kwargs": {"sutton_barto_reward": True}}, "env_kwargs={'sutton_barto_reward': True} (before: {})"),
+        (
+            {"training_wrappers": ["tests.test_interruption.Interrupts"]},
+            "wrappers=[{'class_path': 'tests.test_interruption.Interrupts', 'init_args': {}}] (before: [])",
+        ),
+    ],
+    ids=["seed", "arguments", "wrappers"],
+)
+@pytest.mark.filterwarnings("ignore:.*could not be taken back")
+def test_other_settings_of_the_environments_are_said(data, said, resume):
+    _, (message,) = resume("discrete", data=data)
+    assert message.startswith(f"Resuming with {said}")
+
+
+def test_a_setting_without_effect_is_said_to_have_none(resume):
+    _, (message,) = resume("continuous", model={"initial_log_std": -1.0})
+    assert message.startswith("Resuming with initial_log_std=-1.0 (before: 0.0), which takes no effect")
+
+
+def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(restoring, "_MANY_STEPS", 10)
+    fit("continuous", tmp_path / "first", 2)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        fit("continuous", tmp_path / "second", 3, str(tmp_path / "first/after_2.ckpt"))
+    assert "Playing 144 recorded steps of Pendulum-v1 (backend 'sync') again" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])

@@ -75,8 +75,9 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     """
     trainer = module.trainer
     stored, own, state = checkpoint["hyper_parameters"], module.hparams, checkpoint[CHECKPOINT_KEY]
-    after = {name: own.get(name) for name in sorted({*stored, *own} - {"_class_path", "_instantiator"})}
-    pairs = [(name, stored.get(name), value) for name, value in after.items()]
+    # An option that the checkpoint does not know has come later, with a default that changes nothing.
+    names = sorted(set(stored) & set(own) - {"_class_path", "_instantiator"})
+    pairs = [(name, stored[name], own[name]) for name in names]
     pairs += [
         ("algorithm", state["algorithm"] or type(module).__name__, type(module).__name__),
         ("precision", state["precision"] or trainer.precision, trainer.precision),
@@ -86,6 +87,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     ]
     effects = {
         "learning_rate": "; a schedule goes on in proportion",
+        "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
         "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),
