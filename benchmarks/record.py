@@ -18,7 +18,7 @@ import lightning_rl
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Everything but results that a run depends on.
-_SOURCES = ("lightning_rl", "configs", "benchmarks/*.py", "benchmarks/*.json", "benchmarks/peers")
+_SOURCES = ("lightning_rl", "configs", ":(glob)benchmarks/*.py", ":(glob)benchmarks/*.json", "benchmarks/peers")
 _PACKAGES = ("torch", "lightning", "gymnasium", "numpy")
 _PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid")
 

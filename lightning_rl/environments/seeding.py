@@ -27,6 +27,7 @@ MAX_LOGGED_ACTIONS = 1_000_000
 OWN_STATE = "own"
 """Where a record has what the environment itself returned as its state, which is left as it is."""
 
+_NUMBERS = frozenset((int, np.int64, np.int32))
 _RESET = None
 """In a log of actions: a reset that went on with what was before (a game between two lives)."""
 
@@ -107,10 +108,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Step; an exception is raised again with index, episode, seed and step."""
         self.step_count += 1
         # What the environment does to an action of its own must not be done to the record.
-        if type(action) is np.ndarray:
-            kept: Any = action.copy()
-        else:
-            kept = map_leaves(np.copy, action) if isinstance(action, dict | tuple) else action
+        kept: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             over = bool(terminated or truncated)

@@ -1,0 +1,103 @@
+"""What exact resuming costs: recording episodes while a run trains, and playing them again when it goes on.
+
+    OMP_NUM_THREADS=1 python benchmarks/resume.py
+
+The record's share is that of its nanoseconds in a step of W1's run; the result goes to
+`benchmarks/results/resume/cost.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import gymnasium
+import measure
+import numpy as np
+import throughput
+import torch
+from record import RESULTS, hardware, source, versions, write_json
+
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments.seeding import SeededEpisodes
+
+REPEATS, STEPS = 9, 20_000
+GAMES, GAME_STEPS = 8, 1_000
+
+
+def nanoseconds_per_step(env: gymnasium.Env[Any, Any]) -> float:
+    """Time steps of CartPole under a controller that balances it as a policy does that has learned something."""
+    observation, _ = env.reset(seed=0)
+    start = time.perf_counter_ns()
+    for _ in range(STEPS):
+        observation, _, terminated, truncated, _ = env.step(int(observation[2] + observation[3] > 0))
+        if terminated or truncated:
+            observation, _ = env.reset()
+    return (time.perf_counter_ns() - start) / STEPS
+
+
+class Unrecorded(SeededEpisodes):
+    """All that `SeededEpisodes` does, seeds, checks and places of errors, but for the record."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        self.step_count += 1
+        try:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            over = bool(terminated or truncated)
+        except Exception as error:
+            raise self._failure("step", error) from error
+        if type(reward) is not float:
+            reward = self._to_number(reward)
+        if type(observation) is not np.ndarray or observation.shape != self._shape:
+            self._check_shape(observation)
+        if over:
+            observation = observation.copy()
+        return observation, reward, terminated, truncated, info
+
+
+def recording() -> dict[str, float]:
+    """Measure what the record adds to a step of CartPole, in alternation."""
+    without, recorded = (kind(gymnasium.make("CartPole-v1")) for kind in (Unrecorded, SeededEpisodes))
+    pairs = [(nanoseconds_per_step(without), nanoseconds_per_step(recorded)) for _ in range(REPEATS)]
+    added = statistics.median(after - before for before, after in pairs)
+    args = throughput.parse(["W1", "--steps", "100000"])
+    clock = measure.Clock()
+    throughput.fit(args, measure.workload(args), clock, "plain")
+    steps, seconds, _ = clock.interval()
+    run = 1e9 * seconds / steps
+    return {"added_ns_per_step": round(added), "run_ns_per_step": round(run), "share": round(added / run, 4)}
+
+
+def restoring() -> dict[str, float]:
+    """Measure how long `GAMES` games of Pong take to be played again in this process, in mid-episode."""
+
+    def games() -> EnvironmentBatch:
+        return make_environments(EnvironmentSpec("ALE/Pong-v5", {}, (), "sync", None, None), GAMES, list(range(GAMES)))
+
+    first = games()
+    first.reset()
+    actions = np.random.default_rng(0).integers(0, 6, (GAME_STEPS, GAMES))
+    for row in actions:
+        step = first.step(row)
+    state = first.state_dict()
+    assert state is not None
+    again = games()
+    start = time.perf_counter()
+    restored = again.load_state_dict(state)
+    seconds = time.perf_counter() - start
+    assert restored is not None and restored[0].all() and np.array_equal(restored[1], step.observations)
+    recorded = sum(len(record["actions"]) for record in state["environments"])
+    return {"games": GAMES, "recorded_steps": recorded, "seconds": round(seconds, 2)}
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.set_num_threads(measure.THREADS)
+    result = {"recording CartPole-v1": recording(), "restoring ALE/Pong-v5": restoring()}
+    write_json(
+        RESULTS / "resume" / "cost.json", result | {"source": source(), "versions": versions(), "hardware": hardware()}
+    )
+    print(json.dumps(result))
