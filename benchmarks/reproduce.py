@@ -82,9 +82,10 @@ def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes
             )
         if cli.trainer.world_size != 1:
             raise ValueError(f"devices={cli.trainer.world_size}: expected one process")
-        log = Path(scratch, "log", "run")
-        result |= {"env_steps": cli.model.env_steps, "curve": read_curve(log / "metrics.csv")}
-        settings = shared_settings(log / "config.yaml")
+        assert cli.run_dir is not None
+        curve = read_curve(Path(scratch, "log", "run", "metrics.csv"))
+        result |= {"env_steps": cli.model.env_steps, "curve": curve}
+        settings = shared_settings(cli.run_dir / "config.yaml")
         with timed("evaluation", result):
             played = evaluate(cli, Path(scratch, "final.ckpt"), episodes)
     result["evaluation"] = {
