@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
-from lightning_rl.algorithms.optimizers import adam, optimizer_spec, scheduler_spec
+from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
+from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
@@ -31,7 +32,7 @@ from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.nested import Nested
-from lightning_rl.networks import DiscreteEncoding, Network, network_to_plain_data
+from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
@@ -41,11 +42,7 @@ from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
     check,
-    check_bool,
-    check_number,
     instantiate,
-    is_int,
-    to_plain_data,
 )
 
 
@@ -120,41 +117,8 @@ class OnPolicyAlgorithm(Reports):
         max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
-        for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
-            check_bool(name, locals()[name])
-        if shared_encoder is not None:
-            check_bool("shared_encoder", shared_encoder)
-        check_number("learning_rate", learning_rate, above=0)
-        check_number("gamma", gamma, at_least=0, at_most=1)
-        valid = is_int(max_skipped_updates) and max_skipped_updates >= 0
-        check(valid, "max_skipped_updates", max_skipped_updates, "an integer of at least 0")
-        if max_grad_norm is not None:
-            check_number("max_grad_norm", max_grad_norm, above=0)
-        check(
-            on_truncation in ("bootstrap", "terminal"),
-            "on_truncation",
-            on_truncation,
-            "bootstrap or terminal",
-        )
-        if lr_scheduler is not None:
-            check(not anneal_learning_rate, "anneal_learning_rate", True, "False, since lr_scheduler is given")
-        is_list = isinstance(hidden_sizes, Sequence) and not isinstance(hidden_sizes, str)
-        check(is_list, "hidden_sizes", hidden_sizes, "a list of integers of at least 1")
-        check(not isinstance(critic_only, str), "critic_only", critic_only, "a list of paths")
-        # Checkpoints and logs hold plain data only: spaces and classes are stored as their descriptions.
         self.save_hyperparameters()
-        plain: dict[str, Any] = {
-            "observation_space": space_to_dict(observation_space, "observation_space"),
-            "action_space": space_to_dict(action_space, "action_space"),
-            "hidden_sizes": list(hidden_sizes),
-        }
-        if optimizer is not None:
-            plain["optimizer"] = optimizer_spec(optimizer)
-        if lr_scheduler is not None:
-            plain["lr_scheduler"] = scheduler_spec(lr_scheduler)
-        if not isinstance(network, str):
-            plain["network"] = network_to_plain_data(network)
-        plain = {name: to_plain_data(name, value) for name, value in (dict(self.hparams) | plain).items()}
+        plain = plain_settings(self.hparams)
         self.save_hyperparameters(plain)
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])

@@ -1,0 +1,52 @@
+"""The options that every algorithm has: checked, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
+from lightning_rl.networks import network_to_plain_data
+from lightning_rl.spaces import space_to_dict
+from lightning_rl.validation import check, check_bool, check_number, is_int, to_plain_data
+
+
+def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of an algorithm as plain data, which checkpoints and logs can hold.
+
+    Spaces and classes become their descriptions.
+
+    Raises:
+        ConfigurationError: One of those that every algorithm has is out of range, or any of them is no plain data.
+    """
+    _check(given)
+    plain: dict[str, Any] = {name: space_to_dict(given[name], name) for name in ("observation_space", "action_space")}
+    plain["hidden_sizes"] = list(given["hidden_sizes"])
+    if given["optimizer"] is not None:
+        plain["optimizer"] = optimizer_spec(given["optimizer"])
+    if given["lr_scheduler"] is not None:
+        plain["lr_scheduler"] = scheduler_spec(given["lr_scheduler"])
+    if not isinstance(given["network"], str):
+        plain["network"] = network_to_plain_data(given["network"])
+    return {name: to_plain_data(name, value) for name, value in {**given, **plain}.items()}
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
+        check_bool(name, given[name])
+    if given["shared_encoder"] is not None:
+        check_bool("shared_encoder", given["shared_encoder"])
+    check_number("learning_rate", given["learning_rate"], above=0)
+    check_number("gamma", given["gamma"], at_least=0, at_most=1)
+    skipped = given["max_skipped_updates"]
+    check(is_int(skipped) and skipped >= 0, "max_skipped_updates", skipped, "an integer of at least 0")
+    if given["max_grad_norm"] is not None:
+        check_number("max_grad_norm", given["max_grad_norm"], above=0)
+    choice = given["on_truncation"]
+    check(choice in ("bootstrap", "terminal"), "on_truncation", choice, "bootstrap or terminal")
+    if given["lr_scheduler"] is not None:
+        check(not given["anneal_learning_rate"], "anneal_learning_rate", True, "False, since lr_scheduler is given")
+    sizes, paths = given["hidden_sizes"], given["critic_only"]
+    is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    check(is_list, "hidden_sizes", sizes, "a list of integers of at least 1")
+    check(not isinstance(paths, str), "critic_only", paths, "a list of paths")
