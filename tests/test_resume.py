@@ -286,6 +286,16 @@ def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_
         fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
 
 
+def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) -> None:
+    limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 10}}
+    walker = {"env_id": "BipedalWalker-v3", "training_wrappers": [limit]}
+    short = {"data": walker, "limit_val_batches": 0}
+    fit("continuous", tmp_path / "first", 2, **short)
+    with pytest.warns(UserWarning, match="of BipedalWalker-v3 .* could not be taken back"):
+        resumed = fit("continuous", tmp_path / "second", 4, str(tmp_path / "first/after_2.ckpt"), **short)
+    assert resumed.policy_version == 4
+
+
 def test_a_checkpoint_of_another_backend_begins_new_episodes_with_a_warning(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "first", 2)
     with pytest.warns(UserWarning, match="could not be taken back"):
