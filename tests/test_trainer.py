@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import PPO, EnvStepLimit, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import A2C, PPO, EnvStepLimit, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
@@ -338,12 +338,12 @@ def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(
     assert loaded.observation_space == data.observation_space
 
 
-def test_checkpoint_loads_where_the_package_cannot_be_imported(tmp_path):
+@pytest.mark.parametrize("algorithm", [PPO, A2C])
+def test_checkpoint_loads_where_the_package_cannot_be_imported(algorithm, tmp_path):
     data = make_data()
     optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.1)
-    model = make_model(
-        data, optimizer=optimizer, learning_rate=np.float64(1e-3), anneal_learning_rate=True, **NORMALIZED
-    )
+    options = {"optimizer": optimizer, "learning_rate": np.float64(1e-3), "anneal_learning_rate": True, **NORMALIZED}
+    model = algorithm(data.observation_space, data.action_space, hidden_sizes=(16,), **options)
     trainer = make_trainer(
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", save_last=True)],
