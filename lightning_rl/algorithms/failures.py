@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
@@ -116,10 +116,6 @@ class FailedUpdate:
         raise RuntimeError(f"training_step made {reached} updates, and did not come to the one after {self.number}")
 
 
-def _on_cpu(state: Any) -> Any:  # noqa: ANN401 - any collection
-    return apply_to_collection(state, Tensor, Tensor.cpu)
-
-
 class _Reached(Exception):
     """The update to look at has been made."""
 
@@ -177,8 +173,8 @@ def save_failed_update(
         "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
         "hyper_parameters": dict(module.hparams),
         "precision": trainer.precision,
-        "state_dict": _on_cpu(module.state_dict()),
-        "optimizer_states": [_on_cpu(optimizer.state_dict()) for optimizer in trainer.optimizers],
+        "state_dict": move_data_to_device(module.state_dict(), "cpu"),
+        "optimizer_states": [move_data_to_device(optimizer.state_dict(), "cpu") for optimizer in trainer.optimizers],
         "rollout": rollout.state_dict(),
         "terms": dict(terms),
         "number": int(module.diagnostics.num_updates),
