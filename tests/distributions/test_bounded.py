@@ -18,7 +18,7 @@ from torch.distributions import (
 from torch.distributions import Beta as TorchBeta
 
 from lightning_rl.distributions import Beta, Bounds, Distribution, SquashedGaussian
-from tests.distributions.test_flat import EXACT, generator, randn
+from tests.distributions.checks import EXACT, assert_samples_repeat, generator, randn
 
 LOW, HIGH = torch.tensor([-2.0, 0.0, 1.0]).double(), torch.tensor([2.0, 0.5, 4.0]).double()
 BOUNDS = Bounds(spaces.Box(LOW.numpy(), HIGH.numpy(), dtype=np.float64))
@@ -129,12 +129,7 @@ def test_samples_fill_the_tenths_of_the_distribution_evenly(kind):
 
 @PAIRS
 def test_samples_repeat_with_the_generator_and_leave_the_global_one_alone(pair):
-    distribution = pair()[0]
-    before = torch.get_rng_state()
-    first, again, other = (distribution.sample(generator(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(before, torch.get_rng_state())
+    assert_samples_repeat(pair()[0])
 
 
 @pytest.mark.parametrize("kind", ["squashed", "beta"])

@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
-from torch.distributions import Independent, Normal, kl_divergence
+from torch.distributions import Independent, Normal
 
 from lightning_rl.distributions import (
     Categorical,
@@ -16,16 +16,7 @@ from lightning_rl.distributions import (
     make_action_head,
 )
 from lightning_rl.validation import ConfigurationError
-
-EXACT = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+from tests.distributions.checks import EXACT, assert_equal_to_torch, assert_samples_repeat, generator, randn
 
 
 def categorical_pair(seed: int = 0) -> tuple[Categorical, TorchCategorical]:
@@ -43,13 +34,7 @@ PAIRS = pytest.mark.parametrize("pair", [categorical_pair, gaussian_pair], ids=[
 
 @PAIRS
 def test_log_prob_entropy_and_kl_equal_those_of_torch(pair):
-    (ours, theirs), (ours2, theirs2) = pair(0), pair(5)
-    torch.manual_seed(0)
-    action = theirs2.sample()
-    torch.testing.assert_close(ours.log_prob(action), theirs.log_prob(action), **EXACT)
-    torch.testing.assert_close(ours.entropy(), theirs.entropy(), **EXACT)
-    torch.testing.assert_close(ours.kl(ours2), kl_divergence(theirs, theirs2), **EXACT)
-    assert ours.log_prob(action).shape == ours.entropy().shape == ours.kl(ours2).shape == (4, 2)
+    assert_equal_to_torch(pair, (4, 2))
 
 
 @PAIRS
@@ -107,12 +92,7 @@ def test_dimensions_and_rows_of_gaussian_samples_are_uncorrelated():
 
 @PAIRS
 def test_samples_repeat_with_the_generator_and_leave_the_global_one_alone(pair):
-    distribution = pair()[0]
-    before = torch.get_rng_state()
-    first, again, other = (distribution.sample(generator(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(before, torch.get_rng_state())
+    assert_samples_repeat(pair()[0])
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
