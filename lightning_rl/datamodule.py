@@ -69,6 +69,9 @@ class RolloutDataModule(LightningDataModule):
             environment, episode, seed and step; `restart` (`sync` and `async` only) makes the environment anew, which
             goes on with its next episode. The episode that was cut off counts as truncated, the step that failed is
             not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the run.
+        action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
+            `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
+            draws its actions by, in training and evaluation. See the guide for their shapes.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -94,6 +97,7 @@ class RolloutDataModule(LightningDataModule):
         atari: AtariPreprocessing | None = None,
         step_timeout: float | None = None,
         on_env_failure: OnEnvFailure = "raise",
+        action_mask: str | None = None,
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
         eval_deterministic: bool = True,
@@ -112,7 +116,14 @@ class RolloutDataModule(LightningDataModule):
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
         self.spec = EnvironmentSpec(
-            env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout, on_env_failure
+            env_id,
+            env_kwargs or {},
+            (*always, *only_training),
+            backend,
+            atari,
+            step_timeout,
+            on_env_failure,
+            action_mask=action_mask,
         )
         self.eval_spec = self.spec.for_evaluation(always)
         self.num_envs = num_envs
@@ -230,7 +241,9 @@ class RolloutDataModule(LightningDataModule):
     def _settings(self) -> dict[str, Any]:
         """What a resumed run may have changed, as far as it is plain data."""
         own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed")}
-        of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
+        of_environments = {
+            n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers", "action_mask")
+        }
         return plain_parts(of_environments | own)
 
     def collect(self) -> Rollout:

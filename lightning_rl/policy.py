@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
+from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
@@ -71,7 +72,7 @@ class ActorCritic(nn.Module):
 
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
-            `Tuple`.
+            `Tuple`. `ActionMask`s in one part of it say which actions are valid; no encoder sees them.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
         network: See `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
@@ -106,7 +107,11 @@ class ActorCritic(nn.Module):
         encoded_space = observation_space
         if normalize_observations:
             self.observation_normalizer, encoded_space = make_normalizer(observation_space)
-        self.critic_only = check_critic_only(critic_only, observation_space, shared_encoder)
+        self._mask_path = find_masks(observation_space)
+        mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)
+        self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
+        encoded_space = without(encoded_space, self._masks)
+        self.critic_only = check_critic_only(critic_only, encoded_space, shared_encoder)
         actor_space = without(encoded_space, self.critic_only)
         # Any leaf that both see tells how many dimensions come before those of an observation.
         self._first_path, first = next(iter(space_leaves(actor_space).items()))
@@ -119,7 +124,7 @@ class ActorCritic(nn.Module):
         if not shared:
             self.critic_encoder = make_encoder(encoded_space, network, *options)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
-        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
+        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
         value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
 
@@ -128,14 +133,14 @@ class ActorCritic(nn.Module):
         x = self._prepare(observations)
         features = self._actor_features(x)
         value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
-        return self.action_head(features), self._value(value_features)
+        return self._distribution(features, observations), self._value(value_features)
 
     def act(
         self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
     ) -> PolicyOutput:
         """Choose an action for every row; see `Policy.act`. What is for the critic only may be missing."""
         features = self._actor_features(self._prepare(observations))
-        distribution: Distribution = self.action_head(features)
+        distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         environment_action = distribution.to_space(action)
         if self.critic_encoder is not None:
@@ -145,7 +150,7 @@ class ActorCritic(nn.Module):
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`."""
         features = self._actor_features(self._prepare(observations))
-        distribution: Distribution = self.action_head(features)
+        distribution = self._distribution(features, observations)
         return distribution.log_prob(actions)
 
     def value(self, observations: Nested) -> Tensor:
@@ -160,11 +165,18 @@ class ActorCritic(nn.Module):
         return None if counts is None else counts[0] / max(counts[1], 1)
 
     def _prepare(self, observations: Nested) -> Nested:
-        """Normalise, and bring floating-point observations to the dtype of the parameters."""
+        """Leave out masks, normalise, and bring floating-point observations to the dtype of the parameters."""
+        if self._masks:
+            observations = without(observations, self._masks)
         if self.observation_normalizer is not None:
             observations = self.observation_normalizer(observations)
         dtype = self.value_head.weight.dtype
         return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
+
+    def _distribution(self, features: Tensor, observations: Nested) -> Distribution:
+        if self._mask_path is None:
+            return self.action_head(features)  # type: ignore[no-any-return]
+        return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
 
     def _actor_features(self, observations: Nested) -> Tensor:
         if self.critic_only:

@@ -22,6 +22,7 @@ LAYERS = [
         "rank_errors",
         "quiet",
     },
+    {"masks"},
     {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
     {"checkpoint_format", "checkpoints", "observations"},
     {"interruption", "runs"},

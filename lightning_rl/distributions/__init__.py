@@ -4,6 +4,7 @@ Only what a policy gradient needs, without the validation of `torch.distribution
 Log-probabilities, entropies and divergences are computed in at least float32, whatever the network's precision.
 """
 
+from lightning_rl.distributions.autoregressive import Autoregressive
 from lightning_rl.distributions.base import Distribution
 from lightning_rl.distributions.bernoulli import Bernoulli
 from lightning_rl.distributions.beta import Beta
@@ -17,6 +18,7 @@ from lightning_rl.distributions.squashed import SquashedGaussian
 
 __all__ = [
     "ActionDistribution",
+    "Autoregressive",
     "Bernoulli",
     "Beta",
     "Bounds",

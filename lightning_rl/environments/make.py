@@ -19,12 +19,14 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.lives import NativeLives
+from lightning_rl.environments.masks import MaskedEnvironment
 from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import check_envpool, find_spec, is_atari, missing_package, unknown_id
 from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.environments.spec import EnvironmentSpec
+from lightning_rl.environments.vector_masks import MaskedVectorEnvironment
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
@@ -51,16 +53,17 @@ def make_environments(
         ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
         EnvironmentFailure: A worker process did not get so far as to make its environment.
     """
+    env: VectorEnv[Any, Any, Any]
     if spec.backend == "envpool":
         check_envpool()
         _, vector_wrappers = _split_wrappers(spec)
-        return EnvironmentBatch(_wrap_vector(_make_envpool(spec, num_envs, seeds), vector_wrappers), seeds, None)
+        env = _with_masks(_wrap_vector(_make_envpool(spec, num_envs, seeds), vector_wrappers), spec)
+        return EnvironmentBatch(env, seeds, None)
     gym_spec = find_spec(spec.env_id)
     env_wrappers, vector_wrappers = _split_wrappers(spec)
-    env: VectorEnv[Any, Any, Any]
     if spec.backend == "native":
         env, reset_seed = _make_native(spec, gym_spec, num_envs, seeds)
-        return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, reset_seed)
+        return EnvironmentBatch(_with_masks(_wrap_vector(env, vector_wrappers), spec), seeds, reset_seed)
     assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     if spec.backend == "sync":
@@ -125,7 +128,7 @@ def _make_wrapped(
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
     for wrapper in env_wrappers:
         env = instantiate("wrappers", wrapper, env)
-    return env
+    return env if spec.action_mask is None else MaskedEnvironment(env, spec.action_mask)
 
 
 def _make_native(
@@ -208,3 +211,7 @@ def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...])
     for wrapper in wrappers:
         env = instantiate("wrappers", wrapper, env)
     return env
+
+
+def _with_masks(env: VectorEnv[Any, Any, Any], spec: EnvironmentSpec) -> VectorEnv[Any, Any, Any]:
+    return env if spec.action_mask is None else MaskedVectorEnvironment(env, spec.action_mask)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.environments.masks import check_source
 from lightning_rl.validation import ClassSpec, check, check_number
 
 Backend = Literal["sync", "async", "native", "envpool"]
@@ -27,6 +28,7 @@ class EnvironmentSpec:
         step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
         on_env_failure: `raise`, or `restart`: replace an environment that fails (`sync` and `async` only).
         evaluation: Leave the environment's own rewards and episodes alone.
+        action_mask: Where masks of invalid actions come from: `info.<key>`, `observation.<path>` or `method.<name>`.
     """
 
     env_id: str
@@ -37,6 +39,7 @@ class EnvironmentSpec:
     step_timeout: float | None = None
     on_env_failure: OnEnvFailure = "raise"
     evaluation: bool = False
+    action_mask: str | None = None
 
     def __post_init__(self) -> None:
         """Check what can be checked without making an environment."""
@@ -46,6 +49,8 @@ class EnvironmentSpec:
             check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
             # The system call that waits counts milliseconds in 32 bits.
             check_number("step_timeout", self.step_timeout, above=0, at_most=1e6)
+        if self.action_mask is not None:
+            check_source(self.action_mask)
         check(self.on_env_failure in get_args(OnEnvFailure), "on_env_failure", self.on_env_failure, "raise or restart")
         check(
             self.on_env_failure == "raise" or self.backend in ("sync", "async"),
