@@ -161,7 +161,8 @@ class RecurrentCore(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             weights = [weight for layer in self._weights() for weight in layer]
             if not len(features):  # no step at all: outputs depend on every parameter all the same, as other layers' do
-                return features.new_zeros(0, self.out_features) + sum(w.sum() for w in weights) * 0, memory
+                nothing = 0 * sum((w.sum() for w in weights), features.sum())
+                return nothing + weights[0].new_zeros(0, self.out_features), memory
             x = features.to(weights[0].dtype)[segments.rows]
             state = map_leaves(
                 lambda m: torch.where(segments.fresh, 0, m[segments.sequence]).transpose(0, 1).contiguous(), memory

@@ -33,8 +33,9 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
         check(known, "indices", indices, f"some of the entries 0 to {space.shape[0] - 1}")
         self._indices = np.asarray(indices)
         low, high = space.low[self._indices], space.high[self._indices]
-        self.observation_space = spaces.Box(low, high, dtype=space.dtype)  # type: ignore[arg-type]
+        self.observation_space = spaces.Box(low, high, dtype=space.dtype)
 
     def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the entries that are shown."""
-        return observation[self._indices]
+        shown: np.ndarray[Any, Any] = observation[self._indices]
+        return shown
