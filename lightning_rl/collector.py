@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
+from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 from lightning_rl.rollout import EpisodeSummary, Rollout
@@ -70,6 +71,9 @@ class Collector:
         # Of steps that an environment failed in; the episodes before them have no end of their own.
         self._lost = np.zeros(shape, bool)
         self._started = False
+        self._memory = EpisodeMemory()
+        # Where the observation before the next step is an episode's first.
+        self._begins = np.ones(shape[1], bool)
         # Of the episodes that go on into the next rollout.
         self._returns = np.zeros(shape[1])
         self._lengths = np.zeros(shape[1], np.int64)
@@ -97,11 +101,18 @@ class Collector:
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
         self._valid.fill(True)
         self._lost.fill(False)
+        starts = np.empty_like(self._valid)
+        memory = self._memory if getattr(policy, "memory", None) is not None else None
+        if memory is not None:
+            memory.begin_rollout(policy, starts.shape[1], self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 row = self._rows[t]
                 row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
-                output = policy.act(row, self.generator)
+                if memory is None:
+                    output = policy.act(row, self.generator)
+                else:
+                    output = policy.act(row, self.generator, memory=memory.before(t))  # type: ignore[call-arg]
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
@@ -109,6 +120,11 @@ class Collector:
                 taken = map_leaves(_to_numpy, output.environment_action)
                 step = self.environments.step(to_environment(self.action_space, taken))
                 self._store(t, step)
+                starts[t] = self._begins
+                self._begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+                if memory is not None:
+                    truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
+                    memory.after(t, output.memory, self._begins, truncated, step.lost)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
@@ -118,6 +134,10 @@ class Collector:
         if self._lost.any():
             finals += self._cut_off_episodes()
         rollout = self._evaluate(policy, actions, log_probs, values, finals)
+        rollout.starts = torch.from_numpy(starts)
+        if memory is not None:
+            rollout.memory = map_stacked(torch.stack, memory.stored)
+            rollout.burn_in = memory.burn_in
         rollout.policy_version = policy_version
         rollout.episodes = episodes
         rollout.infos = infos
@@ -131,6 +151,8 @@ class Collector:
             "generator": self.generator.get_state(),
             "returns": torch.from_numpy(self._returns.copy()),
             "lengths": torch.from_numpy(self._lengths.copy()),
+            "begins": torch.from_numpy(self._begins.copy()),
+            "memory": self._memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
@@ -153,6 +175,10 @@ class Collector:
         for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             stored = state[name].numpy()[: len(own)]
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
+        if "begins" in state:  # not in checkpoints of before there was memory
+            stored = state["begins"].numpy()[: len(exact)]
+            self._begins[: len(stored)] = stored | ~exact[: len(stored)]
+            self._memory.load_state_dict(state["memory"], exact, self.generator.device)
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _put(self, t: int, observations: Nested) -> None:
@@ -198,14 +224,16 @@ class Collector:
         with torch.no_grad():
             if values:
                 log_prob = torch.stack(log_probs)
-                all_values = torch.cat([torch.stack(values), policy.value(_slice(observations, -1, None))])
+                last = map_leaves(itemgetter(-1), observations)
+                all_values = torch.stack([*values, self._value(policy, last, self._memory.state)])
             else:
                 parts = zip(self._chunks(_slice(observations, 0, -1)), self._chunks(stacked_actions), strict=True)
                 log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
                 all_values = torch.cat([policy.value(o) for o in self._chunks(observations)])
             next_values = all_values[1:].clone()
             for rows, final in zip(self._chunks(indices, 1), self._chunks(final_observations, 1), strict=True):
-                next_values[rows[:, 0], rows[:, 1]] = policy.value(final).to(next_values.dtype)
+                reached = self._value(policy, final, self._memory.at(rows.tolist()))
+                next_values[rows[:, 0], rows[:, 1]] = reached.to(next_values.dtype)
         terminated = torch.from_numpy(self._terminated).to(device)
         next_values[terminated] = 0
         return Rollout(
@@ -221,6 +249,11 @@ class Collector:
             final_indices=indices,
             final_observations=final_observations,
         )
+
+    def _value(self, policy: Any, observations: Nested, memory: Nested | None) -> Tensor:  # noqa: ANN401
+        """Return values of observations `[N, ...]`, of a policy with memory from there on."""
+        value: Tensor = policy.value(observations) if memory is None else policy.value(observations, memory)
+        return value
 
     def _chunks(self, x: Nested, width: int | None = None) -> Iterator[Nested]:
         """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""

@@ -276,7 +276,31 @@ class Aim(gymnasium.Env[np.ndarray, Any]):
         return np.ravel(action == space.start + (n - 1) * self.goal)
 
 
-for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim):
+class RepeatFirst(gymnasium.Env[np.ndarray, int]):
+    """One of two goals is shown once; every later step in which it is named earns an equal part of 1.
+
+    Args:
+        length: Steps of an episode, which then terminates.
+    """
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int = 6) -> None:
+        self.length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.steps, self.goal = 0, int(self.np_random.integers(2))
+        return np.array([2 * self.goal - 1, 1], np.float32), {}
+
+    def step(self, action: int):
+        self.steps += 1
+        reward = float(action == self.goal) / (self.length - 1) if self.steps > 1 else 0.0
+        return np.zeros(2, np.float32), reward, self.steps == self.length, False, {}
+
+
+for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim, RepeatFirst):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

@@ -186,7 +186,7 @@ def test_nothing_that_is_collected_takes_part_in_gradients():
         with torch.enable_grad():
             rollout = make_collector(environments, 5).collect(policy)
         tensors = [x for x in vars(rollout).values() if isinstance(x, torch.Tensor)]
-        assert len(tensors) == 10 and not any(x.requires_grad or x.is_inference() for x in tensors)
+        assert len(tensors) == 11 and not any(x.requires_grad or x.is_inference() for x in tensors)
         loss = (policy.log_prob(rollout.observations[:-1], rollout.actions) * rollout.next_values).mean()
         loss.backward()  # inference tensors would not be allowed here
         environments.reset()

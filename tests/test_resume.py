@@ -75,6 +75,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
     ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
+    "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
+    "memory_of_each": (
+        {"env_id": "tests.probes:Probe/Random-v0", "on_env_failure": "restart"},
+        {
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+            "normalize_observations": True,
+            "num_minibatches": 3,
+        },
+    ),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }
 

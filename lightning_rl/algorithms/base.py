@@ -28,14 +28,16 @@ from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.distributions import Distribution
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
+from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
-from lightning_rl.rollout import OnTruncation, Rollout
+from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -75,6 +77,8 @@ class OnPolicyAlgorithm(Reports):
         shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
             nothing is for the critic only.
         critic_only: Paths of parts of a `Dict` that the critic sees and the actor does not: `goal`, `robot.mass`.
+        memory: A recurrent core between encoder and heads: `lstm`, `gru`, or `{"kind": "lstm", option: value}` with
+            `hidden_size`, `num_layers`, `separate`, `sequence_length` and `burn_in`; None: none. See docs/policies.md.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
             `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
@@ -109,6 +113,7 @@ class OnPolicyAlgorithm(Reports):
         discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
+        memory: Memory = None,
         initial_log_std: float = 0.0,
         action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
@@ -144,6 +149,7 @@ class OnPolicyAlgorithm(Reports):
             "discrete_encoding",
             "shared_encoder",
             "critic_only",
+            "memory",
             "initial_log_std",
             "action_distribution",
             "normalize_observations",
@@ -172,13 +178,25 @@ class OnPolicyAlgorithm(Reports):
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
 
-    def forward(self, observations: Nested, deterministic: bool = True) -> Nested:
+    def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
         In the units of the action space; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for
         an environment.
+
+        Args:
+            observations: `[B, *shape]`, nested as the space is.
+            deterministic: Take the mode.
+            memory: Of a policy that has one: `self.policy.initial_memory(B)` where episodes begin, then the one that
+                came with the last actions. A pair is returned: actions, and the memory for the next step.
+
+        Raises:
+            ValueError: A policy with memory was not given one.
         """
-        return self.policy.act(observations, deterministic=deterministic).environment_action
+        if memory is None:
+            return self.policy.act(observations, deterministic=deterministic).environment_action
+        output = self.policy.act(observations, deterministic=deterministic, memory=memory)
+        return output.environment_action, output.memory
 
     # ------------------------------------------------------------------ learning
 
@@ -222,6 +240,12 @@ class OnPolicyAlgorithm(Reports):
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
         self.updating = False
+
+    def evaluate(self, batch: Batch) -> tuple[Distribution, Tensor]:
+        """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+        if batch.sequences is None:
+            return self.policy(batch.observations)  # type: ignore[no-any-return]
+        return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
@@ -278,6 +302,11 @@ class OnPolicyAlgorithm(Reports):
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)
+        if (memory := getattr(self.policy, "memory", None)) is not None:
+            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
+            check(not on_xla, "memory", self.hparams["memory"], expected)
+            if rollout_shape is not None:
+                memory.num_sequences(rollout_shape)
         ends = not self.anneal_learning_rate or is_bounded(trainer)
         check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
 

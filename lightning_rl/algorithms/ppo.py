@@ -85,7 +85,9 @@ class PPO(OnPolicyAlgorithm):
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches)
+            memory = getattr(self.policy, "memory", None)
+            num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
+            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
@@ -106,7 +108,7 @@ class PPO(OnPolicyAlgorithm):
         advantages = batch.advantages
         if self.normalize_advantages == "minibatch":
             advantages = self.normalize(advantages)
-        distribution, values = self.policy(batch.observations)
+        distribution, values = self.evaluate(batch)
         log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
         policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_range))
         if self.clip_range_value is None:

@@ -4,6 +4,7 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.make import make_environments, spaces_of
+from lightning_rl.environments.partial import PartialObservation
 from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "EnvironmentFailure",
     "EnvironmentSpec",
     "OnEnvFailure",
+    "PartialObservation",
     "Step",
     "make_environments",
     "spaces_of",
