@@ -17,6 +17,7 @@ from lightning_rl.environments.finite import complaint, first_not_finite, surely
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.places import Places
 from lightning_rl.environments.records import for_seeds, recorded, restore, to_arrays, to_tensors
+from lightning_rl.environments.repeat import FRAMES
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.workers import WorkerFailure
@@ -65,15 +66,21 @@ class EnvironmentBatch:
         reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
             them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
             which was given its seeds when it was made.
+        frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], seeds: list[int], reset_seed: list[int] | Array | int | None
+        self,
+        env: VectorEnv[Any, Any, Any],
+        seeds: list[int],
+        reset_seed: list[int] | Array | int | None,
+        frames_per_step: int = 1,
     ) -> None:
         self.env = env
+        self.frames_per_step = frames_per_step
         self.num_envs = env.num_envs
         # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.
         self.single_observation_space = getattr(env, "single_observation_space", env.observation_space)
@@ -191,6 +198,12 @@ class EnvironmentBatch:
                             f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
                         ) from None
         return found
+
+    def count_frames(self, step: Step) -> int:
+        """Return how many steps of the simulation a step was: more than environments where actions are repeated."""
+        if told := self.info_values(step, FRAMES):
+            return round(sum(told))
+        return self.frames_per_step * (self.num_envs if step.valid is None else int(step.valid.sum()))
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
