@@ -92,6 +92,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "env_id": "tests.probes:Probe/Aim-v0",
             "env_kwargs": {"action_space": HYBRID},
+            "num_envs": 4,
             "rollout_length": 23,
             "backend": "async",
             "previous_action": True,

@@ -61,7 +61,7 @@ class EnvironmentBatch:
     * `DISABLED`: it returns the final observation, and this class resets.
 
     Args:
-        env: A `gymnasium.vector.VectorEnv`, or EnvPool's.
+        env: A `gymnasium.vector.VectorEnv`.
         seeds: Seed of each environment's stream of episodes.
         reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
             them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
@@ -82,9 +82,8 @@ class EnvironmentBatch:
         self.env = env
         self.frames_per_step = frames_per_step
         self.num_envs = env.num_envs
-        # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.
-        self.single_observation_space = getattr(env, "single_observation_space", env.observation_space)
-        self.single_action_space = getattr(env, "single_action_space", env.action_space)
+        self.single_observation_space = env.single_observation_space
+        self.single_action_space = env.single_action_space
         self._places = Places(seeds, reset_seed)
         self._reset_seed = reset_seed
         mode = (env.metadata or {}).get("autoreset_mode")

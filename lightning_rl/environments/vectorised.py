@@ -10,7 +10,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.lives import NativeLives
@@ -70,8 +71,17 @@ def make_envpool(
     with explained(spec), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # EnvPool's own declarations
         env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
-        _ = env.observation_space, env.action_space
-    return env, atari
+        return _BatchedSpaces(env), atari
+
+
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class _BatchedSpaces(VectorWrapper):
+    """Gives the spaces of the batch, as vector wrappers expect, where EnvPool gives those of one environment."""
+
+    def __init__(self, env: Any) -> None:  # noqa: ANN401
+        super().__init__(env)
+        self.observation_space = batch_space(env.single_observation_space, env.num_envs)
+        self.action_space = batch_space(env.single_action_space, env.num_envs)
 
 
 def limited(max_episode_steps: int | None) -> dict[str, Any]:
