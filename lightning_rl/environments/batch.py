@@ -20,6 +20,7 @@ from lightning_rl.environments.records import for_seeds, recorded, restore, to_a
 from lightning_rl.environments.repeat import FRAMES
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
+from lightning_rl.environments.vector_history import IDLE
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
@@ -36,7 +37,8 @@ class Step(NamedTuple):
         rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.
-        valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
+        valid: False where the environment was only being reset, or waited for others, and ignored the action, `[B]`;
+            None if nowhere.
         final_observations: (environment, the observation it really reached) for each episode that this step ended.
         infos: Gymnasium's vector info.
         lost: Environments that failed in this step and were replaced: the episode ended with the step before it, and
@@ -138,6 +140,8 @@ class EnvironmentBatch:
         if lost:
             valid = np.ones(self.num_envs, bool)
             valid[lost] = False
+        if IDLE in infos:
+            valid = ~infos[IDLE]
         finals: list[tuple[int, Nested]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next.any():

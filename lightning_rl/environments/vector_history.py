@@ -12,6 +12,9 @@ from lightning_rl.nested import Nested, map_leaves, nested_paths
 
 Array = np.ndarray[Any, Any]
 
+IDLE = "lightning_rl/idle"
+"""Key of the `info` of a step: rows that ignored their action since they wait for others, `[B]`."""
+
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class VectorHistory(VectorWrapper, ABC):
@@ -65,6 +68,8 @@ class VectorHistory(VectorWrapper, ABC):
             self.advance(observations, actions, rewards)
             if self._resets_next.any():
                 self.begin(self._resets_next, observations)
+        if IDLE in infos:  # with the last of these steps an episode begins
+            self.begin(infos[IDLE], observations)
         if self._mode is AutoresetMode.NEXT_STEP:
             self._resets_next = ended
         return self.show(observations), rewards, terminated, truncated, infos
