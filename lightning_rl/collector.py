@@ -99,6 +99,7 @@ class Collector:
         values: list[Tensor] = []
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
+        repeats, frames = self.environments.frames_per_step > 1, 0
         self._valid.fill(True)
         self._lost.fill(False)
         starts = np.empty_like(self._valid)
@@ -128,6 +129,7 @@ class Collector:
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
+                frames += self.environments.count_frames(step) if repeats else 0
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
         episodes = self._finished_episodes()
@@ -141,6 +143,7 @@ class Collector:
         rollout.policy_version = policy_version
         rollout.episodes = episodes
         rollout.infos = infos
+        rollout.frames = frames if repeats else None
         rollout.seconds = time.perf_counter() - start
         return rollout
 

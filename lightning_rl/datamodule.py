@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning_rl.environments import (
     EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
+    RewardClip,
+    WrapperOptions,
     make_environments,
     spaces_of,
 )
@@ -69,6 +72,21 @@ class RolloutDataModule(LightningDataModule):
             environment, episode, seed and step; `restart` (`sync` and `async` only) makes the environment anew, which
             goes on with its next episode. The episode that was cut off counts as truncated, the step that failed is
             not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the run.
+        imports: Modules to import before the id is looked up, in worker processes too: those that register
+            environments.
+        max_episode_steps: Truncate episodes after this many steps of the environment, in the place of the limit that it
+            is registered with.
+        action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
+            the repetition (`sync` and `async` only; Atari games have `atari.frame_skip`).
+        reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
+        reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
+            5 · tanh(r / 5), times 0.3 where r is negative.
+        frame_stack: Observations are those of this many steps, oldest first, an episode beginning with copies of its
+            first: along a new first dimension, images along their channels. None does not stack.
+        flatten_observations: Make one vector of each observation, nested or not; what is discrete becomes one-hot.
+        previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
+            `previous_action`) where they are none; what is discrete is one-hot; zeros where an episode begins.
+        previous_reward: Add the previous reward, as it is learned from, in evaluation too.
         action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
             `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
             draws its actions by, in training and evaluation. See the guide for their shapes.
@@ -97,6 +115,15 @@ class RolloutDataModule(LightningDataModule):
         atari: AtariPreprocessing | None = None,
         step_timeout: float | None = None,
         on_env_failure: OnEnvFailure = "raise",
+        imports: Sequence[str] = (),
+        max_episode_steps: int | None = None,
+        action_repeat: int = 1,
+        reward_scale: float = 1.0,
+        reward_clip: RewardClip | None = None,
+        frame_stack: int | None = None,
+        flatten_observations: bool = False,
+        previous_action: bool = False,
+        previous_reward: bool = False,
         action_mask: str | None = None,
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
@@ -115,6 +142,18 @@ class RolloutDataModule(LightningDataModule):
         check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
+        check(not isinstance(imports, str), "imports", imports, "a list of modules")
+        options = WrapperOptions(
+            max_episode_steps,
+            action_repeat,
+            reward_scale,
+            reward_clip,
+            frame_stack,
+            flatten_observations,
+            previous_action,
+            previous_reward,
+            action_mask,
+        )
         self.spec = EnvironmentSpec(
             env_id,
             env_kwargs or {},
@@ -123,7 +162,8 @@ class RolloutDataModule(LightningDataModule):
             atari,
             step_timeout,
             on_env_failure,
-            action_mask=action_mask,
+            options=options,
+            imports=tuple(imports),
         )
         self.eval_spec = self.spec.for_evaluation(always)
         self.num_envs = num_envs
@@ -241,10 +281,8 @@ class RolloutDataModule(LightningDataModule):
     def _settings(self) -> dict[str, Any]:
         """What a resumed run may have changed, as far as it is plain data."""
         own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed")}
-        of_environments = {
-            n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers", "action_mask")
-        }
-        return plain_parts(of_environments | own)
+        of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
+        return plain_parts(of_environments | own | asdict(self.spec.options))
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""

@@ -54,6 +54,7 @@ class Rollout:
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
+        frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
         seconds: Wall time of collecting.
     """
 
@@ -97,6 +98,7 @@ class Rollout:
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos = dict(infos or {})
         self.failures: list[str] | None = None
+        self.frames: int | None = None
         self.seconds = seconds
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl.collector import Collector
-from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.policy import ActorCritic, PolicyOutput
@@ -346,11 +346,12 @@ def make_batch(
     **options: Any,
 ) -> EnvironmentBatch:
     """Environments with seeds from the tree; keyword arguments that a spec does not know are the environment's."""
-    names = EnvironmentSpec.__dataclass_fields__
+    fields, wrappers = EnvironmentSpec.__dataclass_fields__, WrapperOptions.__dataclass_fields__
     spec = EnvironmentSpec(
         env_id,
-        {key: value for key, value in options.items() if key not in names},
-        **{key: value for key, value in options.items() if key in names},
+        {key: value for key, value in options.items() if key not in fields and key not in wrappers},
+        options=WrapperOptions(**{key: value for key, value in options.items() if key in wrappers}),
+        **{key: value for key, value in options.items() if key in fields},
     )
     return make_environments(spec, num_envs, seeds_of(num_envs, seed), mode)
 

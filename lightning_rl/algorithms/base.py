@@ -237,7 +237,9 @@ class OnPolicyAlgorithm(Reports):
         if schedulers := self.lr_schedulers():
             cast(LRScheduler, schedulers).step()
         self.policy_version += 1
-        self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
+        frames = rollout.num_steps if rollout.frames is None else rollout.frames
+        counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
+        self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
         self._log_rollout(rollout, means, time.perf_counter() - start)
         self.updating = False
 
@@ -363,6 +365,7 @@ class OnPolicyAlgorithm(Reports):
         check_fits(checkpoint, self)
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
+        self.frames = state.get("frames", self.env_steps)
         if self._trainer is not None and self._trainer.state.fn == "fit":
             check_resumable(checkpoint)
             for sentence in changes(checkpoint, self):

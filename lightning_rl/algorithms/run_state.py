@@ -29,6 +29,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "precision": None if module._trainer is None else module._trainer.precision,
         "planned_env_steps": module._planned_env_steps,
         "env_steps": module.env_steps,
+        "frames": module.frames,
         "policy_version": module.policy_version,
         "skipped_updates": module.skipped_updates,
         "ranks": gather_ranks(of_this_rank),

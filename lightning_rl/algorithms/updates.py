@@ -34,6 +34,7 @@ class Updates(LightningModule):
         diagnostics: Of the rollout that is being learned from.
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
+        frames: Steps of the simulation in them: more where each action is repeated.
         policy_version: Number of rollouts that were learned from.
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
         skipped_updates: How many of the last ones in a row did.
@@ -49,6 +50,7 @@ class Updates(LightningModule):
         self.diagnostics = Diagnostics(torch.device("cpu"))
         self.generator = torch.Generator()
         self.env_steps = 0
+        self.frames = 0
         self.policy_version = 0
         self.reward_normalizer: RewardNormalizer | None = None
         self.skipped_updates = 0
