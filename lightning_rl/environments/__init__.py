@@ -6,6 +6,7 @@ from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.make import make_environments, spaces_of
 from lightning_rl.environments.partial import PartialObservation
 from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
+from lightning_rl.environments.tensors import TensorEnvironments, TensorStep
 
 __all__ = [
     "AtariPreprocessing",
@@ -16,6 +17,8 @@ __all__ = [
     "OnEnvFailure",
     "PartialObservation",
     "Step",
+    "TensorEnvironments",
+    "TensorStep",
     "make_environments",
     "spaces_of",
 ]

@@ -25,6 +25,7 @@ from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.environments.spec import EnvironmentSpec
+from lightning_rl.environments.tensors import AsArrays, TensorEnvironments, device_of_tensors
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
@@ -37,8 +38,10 @@ def make_environments(
     num_envs: int,
     seeds: list[int],
     autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
-) -> EnvironmentBatch:
+) -> EnvironmentBatch | TensorEnvironments:
     """Make `num_envs` environments.
+
+    Those of the backend `native` may speak tensors; for evaluation they are made to speak arrays.
 
     Args:
         spec: What to make.
@@ -60,7 +63,12 @@ def make_environments(
     env: VectorEnv[Any, Any, Any]
     if spec.backend == "native":
         env, reset_seed = _make_native(spec, gym_spec, num_envs, seeds)
-        return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, reset_seed)
+        env = _wrap_vector(env, vector_wrappers)
+        if (device := device_of_tensors(env)) is None:
+            return EnvironmentBatch(env, seeds, reset_seed)
+        if spec.evaluation:
+            return EnvironmentBatch(AsArrays(env), seeds, seeds[0])
+        return TensorEnvironments(env, seeds[0], device)
     assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     if spec.backend == "sync":
