@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter, setitem
 from typing import Any
 
@@ -16,12 +15,10 @@ from torch import Tensor
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
+from lightning_rl.estimates import Finals, estimate
+from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 from lightning_rl.rollout import EpisodeSummary, Rollout
-
-# Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
-_MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
 
 
 class Collector:
@@ -65,7 +62,6 @@ class Collector:
         # The same memory, row by row: what the policy sees at each step.
         tensors = map_leaves(torch.from_numpy, self._observations)
         self._rows = [map_leaves(itemgetter(t), tensors) for t in range(length + 1)]
-        self._num_entries = sum(math.prod(leaf.shape[2:]) for leaf in leaves(self._observations))
         self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         # Of steps that an environment failed in; the episodes before them have no end of their own.
@@ -224,21 +220,13 @@ class Collector:
             map_leaves(lambda storage, x, k=k: setitem(storage, k, x), final_arrays, observation)
         final_observations = map_leaves(lambda x: torch.from_numpy(x).to(device), final_arrays)
         stacked_actions = map_stacked(torch.stack, actions)
-        with torch.no_grad():
-            if values:
-                log_prob = torch.stack(log_probs)
-                last = map_leaves(itemgetter(-1), observations)
-                all_values = torch.stack([*values, self._value(policy, last, self._memory.state)])
-            else:
-                parts = zip(self._chunks(_slice(observations, 0, -1)), self._chunks(stacked_actions), strict=True)
-                log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
-                all_values = torch.cat([policy.value(o) for o in self._chunks(observations)])
-            next_values = all_values[1:].clone()
-            for rows, final in zip(self._chunks(indices, 1), self._chunks(final_observations, 1), strict=True):
-                reached = self._value(policy, final, self._memory.at(rows.tolist()))
-                next_values[rows[:, 0], rows[:, 1]] = reached.to(next_values.dtype)
         terminated = torch.from_numpy(self._terminated).to(device)
-        next_values[terminated] = 0
+        memory = self._memory.at([(t, index) for t, index, _ in finals])
+        estimates = estimate(
+            *(policy, observations, stacked_actions, log_probs, values, terminated),
+            Finals(indices, final_observations, memory),
+            self._memory.state,
+        )
         return Rollout(
             observations=observations,
             actions=stacked_actions,
@@ -246,23 +234,10 @@ class Collector:
             terminated=terminated,
             truncated=torch.from_numpy(self._truncated).to(device),
             valid=None if self._valid.all() else torch.from_numpy(self._valid).to(device),
-            log_probs=log_prob,
-            values=all_values[:-1],
-            next_values=next_values,
+            **estimates._asdict(),
             final_indices=indices,
             final_observations=final_observations,
         )
-
-    def _value(self, policy: Any, observations: Nested, memory: Nested | None) -> Tensor:  # noqa: ANN401
-        """Return values of observations `[N, ...]`, of a policy with memory from there on."""
-        value: Tensor = policy.value(observations) if memory is None else policy.value(observations, memory)
-        return value
-
-    def _chunks(self, x: Nested, width: int | None = None) -> Iterator[Nested]:
-        """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""
-        rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, self._num_entries)))
-        size = max(1, rows // (width or self._rewards.shape[1]))
-        return (_slice(x, start, start + size) for start in range(0, len(first_leaf(x)), size))
 
     def _finished_episodes(self) -> EpisodeSummary:
         """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
@@ -286,7 +261,3 @@ class Collector:
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x.cpu().numpy()
-
-
-def _slice(x: Nested, start: int, stop: int | None) -> Nested:
-    return map_leaves(itemgetter(slice(start, stop)), x)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -22,6 +22,7 @@ from lightning_rl.environments import (
     EnvironmentSpec,
     OnEnvFailure,
     RewardClip,
+    TensorEnvironments,
     WrapperOptions,
     make_environments,
     spaces_of,
@@ -34,6 +35,7 @@ from lightning_rl.policy import Policy, copy_to_cpu
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.restoring import plain_parts, restore, say_changes
 from lightning_rl.rollout import Rollout
+from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -175,9 +177,9 @@ class RolloutDataModule(LightningDataModule):
         self.info_keys = list(info_keys)
         self.seed = seed
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
-        self._environments: EnvironmentBatch | None = None
+        self._environments: EnvironmentBatch | TensorEnvironments | None = None
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
-        self._collector: Collector | None = None
+        self._collector: Collector | TensorCollector | None = None
         self._starts = 0
         self._seed_given = seed is not None
         self._last_state: dict[str, Any] | None = None
@@ -295,7 +297,7 @@ class RolloutDataModule(LightningDataModule):
             rollout = self._collector.collect(policy, version)
         self._look_for_infos(rollout)
         if self.spec.on_env_failure == "restart":
-            rollout.failures = self._take_failures(self._collector.environments)
+            rollout.failures = self._take_failures(cast(EnvironmentBatch, self._collector.environments))
         return rollout
 
     def _look_for_infos(self, rollout: Rollout) -> None:
@@ -320,7 +322,7 @@ class RolloutDataModule(LightningDataModule):
             )
         return failures
 
-    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector:
+    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector | TensorCollector:
         """Make the training environments: at the first rollout, when it is known what is resumed from."""
         assert self.trainer is not None
         if self.seed is None:
@@ -333,7 +335,12 @@ class RolloutDataModule(LightningDataModule):
         self._last_state = None
         self._environments = make_environments(self.spec, self.num_envs, seeds)
         spaces_ = self.observation_space, self.action_space
-        collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
+        options = (*spaces_, self.rollout_length, generator, dtype, self.info_keys)
+        collector: Collector | TensorCollector
+        if isinstance(self._environments, TensorEnvironments):
+            collector = TensorCollector(self._environments, *options)
+        else:
+            collector = Collector(self._environments, *options)
         if self._restored:
             states, self._restored = self._restored, []
             restore(collector, states, self._rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")

@@ -15,11 +15,13 @@ from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 Array = np.ndarray[Any, Any]
 
 
-def forget(memory: Nested, begins: Array) -> Nested:
+def forget(memory: Nested, begins: Array | Tensor) -> Nested:
     """Return a memory `[B, ...]` with zeros where a new episode begins, `[B]`."""
-    if not begins.any():
-        return memory
-    mask = torch.from_numpy(begins).to(first_leaf(memory).device)
+    if isinstance(begins, np.ndarray):
+        if not begins.any():
+            return memory
+        begins = torch.from_numpy(begins)
+    mask = begins.to(first_leaf(memory).device)
     return map_leaves(lambda x: torch.where(mask.view(-1, *[1] * (x.dim() - 1)), 0, x), memory)
 
 
@@ -52,7 +54,9 @@ class EpisodeMemory:
         self.stored += [self.state] * self._steps.count(t)
         return self.state
 
-    def after(self, t: int, state: Nested, begins: Array, truncated: Sequence[int], lost: Sequence[int]) -> None:
+    def after(
+        self, t: int, state: Nested, begins: Array | Tensor, truncated: Sequence[int], lost: Sequence[int]
+    ) -> None:
         """Take in the state after step `t`.
 
         Args:
@@ -62,11 +66,14 @@ class EpisodeMemory:
             truncated: Environments whose episode goes on from the value of a final observation.
             lost: Those whose episode ended, without an observation of its own, with the step before.
         """
-        for index in truncated:
-            self._after[t, index] = map_leaves(itemgetter(index), state)
-        for index in lost:
-            self._after[t - 1, index] = map_leaves(itemgetter(index), self.state)
+        self.keep(t, truncated, state)
+        self.keep(t - 1, lost, self.state)
         self.state = forget(state, begins)
+
+    def keep(self, t: int, indices: Sequence[int], state: Nested) -> None:
+        """Have the values of what some environments reached with step `t` be those from `state`, `[B, ...]`."""
+        for index in indices:
+            self._after[t, index] = map_leaves(itemgetter(index), state)
 
     def at(self, places: Sequence[Sequence[int]]) -> Nested | None:
         """Return the states after some steps `(t, environment)`, `[K, ...]`; None of a policy that has no memory."""

@@ -11,7 +11,7 @@ from lightning_rl.distributions.beta import Beta
 from lightning_rl.distributions.bounds import Bounds
 from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.choice import ActionDistribution, make_action_head
-from lightning_rl.distributions.conversion import to_environment
+from lightning_rl.distributions.conversion import tensor_conversion, to_environment
 from lightning_rl.distributions.gaussian import DiagonalGaussian
 from lightning_rl.distributions.joint import Joint
 from lightning_rl.distributions.squashed import SquashedGaussian
@@ -29,5 +29,6 @@ __all__ = [
     "MultiCategorical",
     "SquashedGaussian",
     "make_action_head",
+    "tensor_conversion",
     "to_environment",
 ]

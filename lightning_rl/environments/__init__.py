@@ -8,6 +8,7 @@ from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.environments.partial import PartialObservation
 from lightning_rl.environments.rewards import RewardClip
 from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
+from lightning_rl.environments.tensors import TensorEnvironments, TensorStep
 
 __all__ = [
     "AtariPreprocessing",
@@ -19,6 +20,8 @@ __all__ = [
     "PartialObservation",
     "RewardClip",
     "Step",
+    "TensorEnvironments",
+    "TensorStep",
     "WrapperOptions",
     "make_environments",
     "spaces_of",

@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
@@ -88,14 +89,7 @@ class EnvironmentBatch:
         self.single_action_space = env.single_action_space
         self._places = Places(seeds, reset_seed)
         self._reset_seed = reset_seed
-        mode = (env.metadata or {}).get("autoreset_mode")
-        try:
-            self.mode = mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
-        except ValueError:
-            raise ConfigurationError(
-                f"env_id: {env} has metadata['autoreset_mode']={mode!r}: expected one of "
-                f"{[mode.value for mode in AutoresetMode]}, so that episode ends can be told apart from resets"
-            ) from None
+        self.mode = autoreset_mode(env)
         space = self.single_observation_space
         self._is_float = map_space(
             lambda leaf: isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating), space

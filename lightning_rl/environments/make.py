@@ -28,6 +28,7 @@ from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.rewards import RewardTransform
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.environments.spec import EnvironmentSpec
+from lightning_rl.environments.tensors import AsArrays, TensorEnvironments, device_of_tensors
 from lightning_rl.environments.vectorised import explained, limited, make_envpool, make_native
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
@@ -41,8 +42,10 @@ def make_environments(
     num_envs: int,
     seeds: list[int],
     autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
-) -> EnvironmentBatch:
+) -> EnvironmentBatch | TensorEnvironments:
     """Make `num_envs` environments.
+
+    Those of the backend `native` may speak tensors; for evaluation they are made to speak arrays.
 
     Args:
         spec: What to make.
@@ -84,10 +87,14 @@ def _vectorised(
     atari: AtariPreprocessing | None,
     seeds: list[int],
     reset_seed: np.ndarray[Any, Any] | int | None,
-) -> EnvironmentBatch:
-    """Apply wrappers to environments that come vectorised."""
+) -> EnvironmentBatch | TensorEnvironments:
+    """Apply wrappers to environments that come vectorised, and see whether they speak tensors."""
     _, vector_wrappers = _split_wrappers(spec)
-    env = spec.options.wrap_vector(_wrap_vector(env, vector_wrappers), spec.evaluation, _clips(atari))
+    env = _wrap_vector(env, vector_wrappers)
+    device = device_of_tensors(env) if spec.backend == "native" else None
+    if device is not None and not spec.evaluation:
+        return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0], device)
+    env = spec.options.wrap_vector(env if device is None else AsArrays(env), spec.evaluation, _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari))
 
 

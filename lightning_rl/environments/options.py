@@ -129,3 +129,15 @@ class WrapperOptions:
             shown = (transform or clips) if evaluation else None
             env = VectorPreviousStep(env, self.previous_action, self.previous_reward, shown)
         return env if self.action_mask is None else MaskedVectorEnvironment(env, self.action_mask)
+
+    def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
+        """Apply what can be applied to training environments that speak tensors: the options of rewards.
+
+        Raises:
+            ConfigurationError: Another option is set.
+        """
+        for name in ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask"):
+            value = getattr(self, name)
+            check(not value, name, value, "its default for environments that speak tensors, which can do it themselves")
+        transform = self.reward_transform
+        return env if transform is None else vector_wrappers.TransformReward(env, transform)

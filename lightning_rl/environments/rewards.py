@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_rl.validation import check, check_number
 
@@ -43,11 +45,13 @@ def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) ->
 
 
 def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # noqa: ANN401
-    scaled = np.asarray(rewards, np.float64) * scale
+    is_tensor = isinstance(rewards, Tensor)
+    library: Any = torch if is_tensor else np
+    scaled = (rewards if is_tensor else np.asarray(rewards, np.float64)) * scale
     if clip == "soft_asymmetric":
-        squeezed = 5 * np.tanh(scaled / 5)
-        scaled = np.where(scaled < 0, 0.3 * squeezed, squeezed)
+        squeezed = 5 * library.tanh(scaled / 5)
+        scaled = library.where(scaled < 0, 0.3 * squeezed, squeezed)
     elif clip is not None:
         bound = 1.0 if isinstance(clip, str) else clip
-        scaled = np.clip(scaled, -bound, bound)
-    return scaled if np.ndim(rewards) else float(scaled)
+        scaled = library.clip(scaled, -bound, bound)
+    return scaled if is_tensor or np.ndim(rewards) else float(scaled)
