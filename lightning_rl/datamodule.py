@@ -61,9 +61,10 @@ class RolloutDataModule(LightningDataModule):
         rollout_length: Steps of each environment in a rollout.
         rollouts_per_epoch: Rollouts in an epoch: how often the Trainer validates and checkpoints by default.
         backend: `sync` steps the environments one after another in this process, `async` has a worker process for each,
-            `native` is the environment's own vectorised version, `envpool` is EnvPool's.
+            `native` is the environment's own vectorised version, `torch` one that speaks tensors, and `envpool` that
+            of EnvPool.
         env_kwargs: Arguments of the environment's constructor.
-        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native` and `envpool`) as
+        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
             class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
         training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
         atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
