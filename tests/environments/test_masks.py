@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -10,11 +11,13 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.masks import MaskedEnvironment
+from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policy import ActorCritic
 from lightning_rl.validation import ConfigurationError
-from tests.mask_probes import CASES, kwargs_of, source_of
+from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
 from tests.probes import make_batch, make_collector
 
 SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
@@ -112,7 +115,7 @@ def test_every_kind_of_action_obeys_its_masks(name, more, where):
     assert rollout.num_steps == 320
 
 
-def test_masks_of_native_environments_with_nested_actions_that_are_resets_in_part():
+def test_masks_of_native_environments_with_nested_actions_that_are_reset_in_part():
     rollout = roll(make("hybrid", num_envs=3, backend="native", mode=DISABLED), 20)
     assert rollout.num_steps == 60 and rollout.truncated.any()
 
@@ -231,7 +234,7 @@ def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
         make_batch(**puzzle, wrappers=(taken,), action_mask="info.left")
 
 
-class Left(__import__("gymnasium").Wrapper):
+class Left(gymnasium.Wrapper):
     """Allows the first of two actions; with a key, an observation has a part of that name."""
 
     def __init__(self, env, key: str | None = None) -> None:
@@ -246,3 +249,36 @@ class Left(__import__("gymnasium").Wrapper):
     def step(self, action: Any):
         *rest, info = self.env.step(action)
         return *rest, {**info, "left": [1, 0]}
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+def test_masks_are_copies_of_what_the_environment_may_write_over(where):
+    env = gymnasium.make("Probe/Invalid-v0", **kwargs_of("discrete", where=where), disable_env_checker=True)
+    masked = MaskedEnvironment(env, source_of(where))
+    observation, _ = masked.reset(seed=1)
+    mask = observation["legal" if where == "observation" else "action_mask"]
+    before = mask.copy()
+    env.unwrapped.mask[:] = ~env.unwrapped.mask
+    assert np.array_equal(mask, before) and mask.dtype == np.int8
+    assert masked.observation_space.contains(observation)
+
+
+def test_an_environment_that_gives_its_state_is_asked_for_it_within_masks_too():
+    env = MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask")
+    episodes = SeededEpisodes(env)
+    observation, _ = episodes.reset(seed=3)
+    record = episodes.recorded()
+    assert record["own"] == {"count": 0}
+    again = SeededEpisodes(MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask"))
+    exact, found = again.restore(record)
+    assert exact and np.array_equal(found["action_mask"], observation["action_mask"])
+
+
+class WithState(Invalid):
+    """Can be told where to go on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
