@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.masks import MaskedEnvironment
@@ -16,6 +16,7 @@ from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policy import ActorCritic
+from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
 from tests.probes import make_batch, make_collector
@@ -220,6 +221,46 @@ def test_sources_without_masks_are_refused(source, message, backend):
             action_mask=source,
             **kwargs_of("discrete"),
         )
+
+
+@pytest.mark.parametrize("backend", ["sync", "native"])
+@pytest.mark.parametrize("form", ["list", "tuple", "dict"])
+def test_masks_of_all_components_are_one_of_the_whole(form, backend):
+    """As arrays for each, the way that Gymnasium's own spaces take them, or side by side in a list."""
+    environments = make_batch(
+        "tests.environments.test_masks:Probe/Forms-v0", 2, backend=backend, action_mask="info.action_mask", form=form
+    )
+    assert environments.single_observation_space["action_mask"] == ActionMask(5)
+    assert environments.reset()["action_mask"].tolist() == [[1, 0, 1, 0, 1]] * 2
+    rollout = make_collector(environments, 8).collect(make_policy(environments))
+    actions = rollout.flatten().actions
+    assert (actions[:, 0] != 1).all() and (actions[:, 1] == 1).all()
+    environments.close()
+
+
+class Forms(Invalid):
+    """Says the same of two components in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(space_to_dict(spaces.MultiDiscrete([3, 2])))
+        first, second = np.array([True, False, True]), [0, 1]
+        self.form = {"list": [*first, *second], "tuple": (first, second), "dict": {"0": first, "1": second}}[form]
+
+    def draw(self) -> Any:
+        return self.form
+
+    def check(self, action: Any) -> None:
+        assert action[0] != 1 and action[1] == 1
+
+
+class FormsVector(SyncVectorEnv):
+    """Two of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Forms(**kwargs)] * num_envs)
+
+
+gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
 
 
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
