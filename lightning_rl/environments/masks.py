@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import Nested, join, map_leaves, map_space, nested_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check
@@ -85,7 +86,7 @@ class MaskSource:
             return _stacked(masks) if leading and getattr(masks, "dtype", None) == np.dtype(object) else masks
         parts = {
             key: self.by_name(part, leading, join(path, key))
-            for key, part in masks.items()
+            for key, part in zip(map(str, masks), masks.values(), strict=True)
             if part is not None and not (leading and key.startswith("_"))
         }
         names = [join(path, key) for key in parts]
@@ -95,7 +96,7 @@ class MaskSource:
 
     def read(self, masks: Nested) -> Nested:
         """Return masks as arrays `[..., *shape]`, nested as their space is."""
-        return map_leaves(lambda _, x: np.asarray(x).astype(np.int8), self._paths, masks)
+        return map_leaves(lambda _, x: np.array(x, np.int8), self._paths, masks)
 
     def everything(self, *leading: int) -> Nested:
         """Return masks `[*leading, *shape]` that allow everything."""
@@ -178,7 +179,7 @@ class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._masks = MaskSource(source, env.observation_space, env.action_space)
         if self._masks.kind != "observation":
-            _, info = env.reset(seed=0)
+            info = first_info(env)
             try:
                 masks = self._find(info)
             except (LookupError, AttributeError) as error:
@@ -214,6 +215,19 @@ class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not over and (found := source.layout.nothing_allowed(masks)) is not None:
             raise ValueError(source.complaint(found[0]))
         return observation
+
+
+def first_info(env: Any) -> dict[str, Any]:  # noqa: ANN401 - of either kind
+    """Return the `info` of a reset, before anything counts.
+
+    Raises:
+        EnvironmentFailure: The environment raised.
+    """
+    try:
+        return env.reset()[1]  # type: ignore[no-any-return]
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise EnvironmentFailure(f"an environment raised in the reset that shows its action masks: {what}") from error
 
 
 def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> ConfigurationError:

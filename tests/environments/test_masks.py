@@ -224,7 +224,7 @@ def test_sources_without_masks_are_refused(source, message, backend):
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
-@pytest.mark.parametrize("form", ["list", "tuple", "dict"])
+@pytest.mark.parametrize("form", ["list", "tuple", "dict", "numbers"])
 def test_masks_of_all_components_are_one_of_the_whole(form, backend):
     """As arrays for each, the way that Gymnasium's own spaces take them, or side by side in a list."""
     environments = make_batch(
@@ -244,7 +244,12 @@ class Forms(Invalid):
     def __init__(self, form: str) -> None:
         super().__init__(space_to_dict(spaces.MultiDiscrete([3, 2])))
         first, second = np.array([True, False, True]), [0, 1]
-        self.form = {"list": [*first, *second], "tuple": (first, second), "dict": {"0": first, "1": second}}[form]
+        self.form = {
+            "list": [*first, *second],
+            "tuple": (first, second),
+            "dict": {"0": first, "1": second},
+            "numbers": {0: first, 1: second},
+        }[form]
 
     def draw(self) -> Any:
         return self.form
@@ -261,6 +266,51 @@ class FormsVector(SyncVectorEnv):
 
 
 gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
+
+
+@pytest.mark.parametrize(("where", "step"), [("info", 0), ("method", 0), ("info", 2), ("method", 2)])
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, step, backend):
+    options = {"backend": backend, "action_mask": source_of(where), "where": where, "at": step}
+    if step == 0:
+        with pytest.raises(
+            EnvironmentFailure, match=r"raised in the reset that shows its action masks: ArithmeticError"
+        ):
+            make_batch("tests.environments.test_masks:Probe/Spoilt-v0", 2, **options)
+        return
+    environments = make_batch("tests.environments.test_masks:Probe/Spoilt-v0", 2, **options)
+    message = (
+        r"action_mask of shape \(4,\): expected \(5,\)" if backend == "sync" else "the environments raised in step: "
+    )
+    with pytest.raises(EnvironmentFailure, match=message):
+        roll(environments)
+
+
+class Spoilt(Invalid):
+    """Raises in its resets, or gives a mask that is too short from some step on."""
+
+    def __init__(self, where: str, at: int) -> None:
+        self.at = at
+        super().__init__(space_to_dict(spaces.Discrete(5)), where=where)
+
+    def draw(self) -> Any:
+        if self.at == 0:
+            raise ArithmeticError("the physics exploded")
+        mask = super().draw()
+        return mask[:4] | True if self.count == self.at else mask
+
+
+class SpoiltVector(SyncVectorEnv):
+    """Several of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Spoilt(**kwargs)] * num_envs)
+
+    def action_masks(self) -> np.ndarray:
+        return np.stack([env.action_masks() for env in self.envs])
+
+
+gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
 
 
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
