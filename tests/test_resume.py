@@ -18,6 +18,7 @@ from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests.helpers import MemoryLogger
+from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
@@ -99,6 +100,28 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "previous_reward": True,
         },
         {},
+    ),
+    "masked": (
+        # A length that leaves episodes, of three steps, in their middle.
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("hybrid"),
+            "action_mask": "info.action_mask",
+            "num_envs": 4,
+            "rollout_length": 25,
+        },
+        {},
+    ),
+    "conditional_masks": (
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("pair", conditional=True, where="method"),
+            "action_mask": "method.action_masks",
+            "num_envs": 4,
+            "rollout_length": 25,
+            "backend": "async",
+        },
+        {"action_distribution": "autoregressive"},
     ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
