@@ -28,6 +28,7 @@ LAYERS = [
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
+    {"sampler"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress"},
     {"cli_errors", "cli_parts"},
