@@ -136,14 +136,14 @@ class RolloutDataModule(LightningDataModule):
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
         check(not isinstance(imports, str), "imports", imports, "a list of modules")
         options = WrapperOptions(
-            max_episode_steps,
-            action_repeat,
-            reward_scale,
-            reward_clip,
-            frame_stack,
-            flatten_observations,
-            previous_action,
-            previous_reward,
+            max_episode_steps=max_episode_steps,
+            action_repeat=action_repeat,
+            reward_scale=reward_scale,
+            reward_clip=reward_clip,
+            frame_stack=frame_stack,
+            flatten_observations=flatten_observations,
+            previous_action=previous_action,
+            previous_reward=previous_reward,
         )
         self.spec = EnvironmentSpec(
             env_id,
