@@ -38,8 +38,8 @@ class Rollout:
         rewards: Raw rewards, `[T, B]`.
         terminated: The episode ended in a terminal state with this step, `[T, B]`.
         truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
-        valid: False where an environment was only being reset, or failed and was replaced, `[T, B]`; None if every
-            entry is a real step.
+        valid: False where an environment was only being reset, failed and was replaced, or waited for other agents,
+            `[T, B]`; None if every entry is a real step.
         log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
         values: Its value estimate of each observation, `[T, B]`.
         next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was

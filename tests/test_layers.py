@@ -30,6 +30,7 @@ LAYERS = [
     {"estimates"},
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
+    {"sampler"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress"},
     {"cli_errors", "cli_parts"},

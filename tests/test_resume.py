@@ -377,6 +377,6 @@ def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_p
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
     assert data.seed == 123
-    assert data._starts == 0
+    assert data._sampler.starts == 0
     assert model.env_steps == 2 * 3 * 24
     assert model._restored_ranks == []
