@@ -72,6 +72,41 @@ class Policy(Protocol):
         ...
 
 
+class RecurrentPolicy(Protocol):
+    """What a collector needs of a policy that remembers: `ActorCritic` with `memory` is one.
+
+    Attributes:
+        memory: How rollouts are cut into sequences; None of a policy that does not remember.
+    """
+
+    memory: MemoryOptions | None
+
+    def initial_memory(self, batch_size: int, critic: bool = True) -> Nested:
+        """Return the memory before an episode, nested tensors `[B, ...]` of zeros, with that of the critic or without."""
+        ...
+
+    def act(
+        self,
+        observations: Nested,
+        generator: torch.Generator | None = None,
+        deterministic: bool = False,
+        memory: Nested = None,
+    ) -> PolicyOutput:
+        """Choose actions for rows `[B, ...]`, and say in the output what to act from next.
+
+        With the memory of the critic it gives log-probabilities and values too.
+        """
+        ...
+
+    def value(self, observations: Nested, memory: Nested) -> Tensor:
+        """Return value estimates `[B]` of observations `[B, ...]` that are seen with a memory."""
+        ...
+
+    def __call__(self, observations: Nested, sequences: Sequences) -> tuple[Distribution, Tensor]:
+        """Return the action distribution and values `[N]` of rows `[N, ...]`, which follow one another in sequences."""
+        ...
+
+
 class ActorCritic(nn.Module):
     """Encoder, action head and value head.
 
