@@ -26,7 +26,8 @@ from lightning_rl.environments.seeding import EVALUATION, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy import Policy, copy_to_cpu
+from lightning_rl.policy import copy_to_cpu
+from lightning_rl.policy_interface import Policy
 from lightning_rl.restoring import plain_parts, say_changes
 from lightning_rl.rollout import Rollout
 from lightning_rl.sampler import Sampler

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,55 +21,11 @@ from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, witho
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
 from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
+from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
 
 T = TypeVar("T")
-
-
-@dataclass
-class PolicyOutput:
-    """What acting on a batch of observations gave.
-
-    Attributes:
-        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is. In the policy's own form,
-            in which its log-probability is exact (see `lightning_rl.distributions.Distribution`).
-        log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
-        value: Value estimate of the observation, shape `[B]`; None likewise.
-        environment_action: The action in the units of the action space, for `to_environment`; None: the same.
-        memory: What to act from at the next step, `[B, ...]`; None of a policy without memory.
-    """
-
-    action: Nested
-    log_prob: Tensor | None = None
-    value: Tensor | None = None
-    environment_action: Nested | None = None
-    memory: Nested | None = None
-
-    def __post_init__(self) -> None:
-        if self.environment_action is None:
-            self.environment_action = self.action
-
-
-class Policy(Protocol):
-    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
-
-    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them.
-    """
-
-    def act(
-        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
-    ) -> PolicyOutput:
-        """Choose an action for every row of `observations`, shape `[B, ...]`."""
-        ...
-
-    def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
-        """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
-        ...
-
-    def value(self, observations: Nested) -> Tensor:
-        """Return value estimates `[...]` of observations `[..., *shape]`."""
-        ...
 
 
 class ActorCritic(nn.Module):

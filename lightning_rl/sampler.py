@@ -18,7 +18,7 @@ from lightning_rl.environments import (
     make_environments,
 )
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
-from lightning_rl.policy import Policy
+from lightning_rl.policy_interface import Policy
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.restoring import restore
 from lightning_rl.rollout import Rollout

@@ -24,7 +24,7 @@ LAYERS = [
     },
     {"masks", "sequences", "episode_memory"},
     {"spaces", "networks", "distributions", "memory", "normalization", "rollout", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints", "observations"},
+    {"checkpoint_format", "checkpoints", "observations", "policy_interface"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"estimates"},
