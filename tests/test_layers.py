@@ -22,7 +22,7 @@ LAYERS = [
         "rank_errors",
         "quiet",
     },
-    {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
+    {"spaces", "networks", "distributions", "normalization", "rollout", "schedules", "strategies", "progress_text"},
     {"checkpoint_format", "checkpoints", "observations"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},

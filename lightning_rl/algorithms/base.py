@@ -18,10 +18,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.optimizers import adam
+from lightning_rl.algorithms.parameter_groups import (
+    ParameterGroups,
+    check_group_options,
+    make_optimizer,
+    set_learning_rate,
+    split_parameters,
+)
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
+from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
@@ -36,6 +44,7 @@ from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import OnTruncation, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -55,14 +64,20 @@ class OnPolicyAlgorithm(Reports):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser.
+        learning_rate: Step size of the optimiser: a number, or a schedule; see `lightning_rl.schedules.parse_schedule`.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
             spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
             above 0 as they took.
         optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
             one; None is Adam with epsilon 1e-5, fused where that exists.
         lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
-        max_grad_norm: Clip the global norm of the gradient; None does not.
+        critic_optimizer: Optimiser class likewise for the critic's own encoder and head, which then has an optimiser of
+            its own; None with a `critic_learning_rate` is another one of the class of `optimizer`.
+        critic_learning_rate: Its step size, a number or a schedule; None with a `critic_optimizer` is `learning_rate`.
+        parameter_groups: Options of some parameters, by the beginning of their names in the policy or a pattern like
+            `*.bias`: `learning_rate_scale`, which the learning rate is multiplied by, and any that the optimiser knows
+            for a group, such as `weight_decay`. A parameter takes those of the first pattern that fits.
+        max_grad_norm: Clip the global norm of the gradient, with two optimisers that of each; None does not.
         gamma: Discount factor.
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
@@ -96,10 +111,13 @@ class OnPolicyAlgorithm(Reports):
         observation_space: spaces.Space[Any] | SpaceDict,
         action_space: spaces.Space[Any] | SpaceDict,
         *,
-        learning_rate: float = 3e-4,
+        learning_rate: Scheduled = 3e-4,
         anneal_learning_rate: bool = False,
         optimizer: ClassSpec | type[Optimizer] | None = None,
         lr_scheduler: ClassSpec | type[LRScheduler] | None = None,
+        critic_optimizer: ClassSpec | type[Optimizer] | None = None,
+        critic_learning_rate: Scheduled | None = None,
+        parameter_groups: ParameterGroups | None = None,
         max_grad_norm: float | None = 0.5,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
@@ -117,6 +135,7 @@ class OnPolicyAlgorithm(Reports):
         max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
+        self._scheduled = ScheduledOptions()
         self.save_hyperparameters()
         plain = plain_settings(self.hparams)
         self.save_hyperparameters(plain)
@@ -124,13 +143,18 @@ class OnPolicyAlgorithm(Reports):
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
         self.on_truncation: OnTruncation = on_truncation
-        self.learning_rate = float(learning_rate)
-        self.anneal_learning_rate = anneal_learning_rate
+        critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
+        self.learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
+        self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
+        if anneal_learning_rate:
+            for name in RATES:
+                self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
+        self._check_optimizers()
         self._saturation = SaturationWatch()
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
@@ -198,7 +222,7 @@ class OnPolicyAlgorithm(Reports):
         start = time.perf_counter()
         self.updating = True
         self.diagnostics = Diagnostics(self.device)
-        self._set_learning_rate()
+        self._follow_schedules()
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
@@ -216,8 +240,9 @@ class OnPolicyAlgorithm(Reports):
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
-        if schedulers := self.lr_schedulers():
-            cast(LRScheduler, schedulers).step()
+        means |= {name: getattr(self, name) for name in self._scheduled if name not in RATES}
+        for scheduler in self._schedulers():
+            scheduler.step()
         self.policy_version += 1
         self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
         self._log_rollout(rollout, means, time.perf_counter() - start)
@@ -229,11 +254,35 @@ class OnPolicyAlgorithm(Reports):
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
-    def _set_learning_rate(self) -> None:
-        if self.anneal_learning_rate and self._planned_env_steps:
-            remaining = max(0.0, 1 - self.env_steps / self._planned_env_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate * remaining
+    def scheduled(
+        self,
+        name: str,
+        value: Scheduled,
+        *,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> float:
+        """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
+
+        Where `value` is a schedule, `learning` sets that attribute before each update, and it is logged.
+
+        Raises:
+            ConfigurationError: It is neither a number within the bounds nor a schedule.
+        """
+        return self._scheduled.add(name, value, above, at_least, at_most)
+
+    def _follow_schedules(self) -> None:
+        values = self._scheduled.values(self.env_steps, self._planned_env_steps)
+        for name, value in values.items():
+            setattr(self, name, value)
+        for name, optimizer in zip(RATES, self.all_optimizers, strict=False):
+            if name in values:
+                set_learning_rate(optimizer.optimizer, values[name])
+
+    def _schedulers(self) -> list[LRScheduler]:
+        made = self.lr_schedulers()
+        return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def _update_normalizers(self, rollout: Rollout) -> None:
         """Take the rollout into the running moments, now that it has been learned from."""
@@ -249,12 +298,32 @@ class OnPolicyAlgorithm(Reports):
         return adam(self.device)
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make the optimiser and, if there is one, the scheduler."""
-        spec: ClassSpec = self.hparams["optimizer"] or self.default_optimizer()
-        optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
+        """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
+        groups, specs = self.hparams["parameter_groups"] or {}, self._optimizer_specs()
+        parts = split_parameters(self.policy, groups, separate=len(specs) > 1)
+        rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
+        optimizers = [
+            make_optimizer(field, spec, part, groups, rate)
+            for (field, spec), part, rate in zip(specs.items(), parts, rates, strict=False)
+        ]
         if (scheduler := self.hparams["lr_scheduler"]) is None:
-            return optimizer
-        return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+            return optimizers if len(optimizers) > 1 else optimizers[0]
+        return optimizers, [instantiate("lr_scheduler", scheduler, optimizer) for optimizer in optimizers]
+
+    def _optimizer_specs(self) -> dict[str, ClassSpec]:
+        """Return class and arguments of each optimiser, by the option that they come from."""
+        options = self.hparams
+        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
+        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
+            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
+        return specs
+
+    def _check_optimizers(self) -> None:
+        """Find out before anything is collected whether the optimisers can be made."""
+        groups, specs = self.hparams["parameter_groups"] or {}, self._optimizer_specs()
+        parts = split_parameters(self.policy, groups, separate=len(specs) > 1)
+        for (field, spec), part in zip(specs.items(), parts, strict=True):
+            check_group_options(field, spec, part, groups)
 
     def configure_callbacks(self) -> list[Callback]:
         """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
@@ -278,8 +347,7 @@ class OnPolicyAlgorithm(Reports):
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)
-        ends = not self.anneal_learning_rate or is_bounded(trainer)
-        check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
+        self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
 
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
@@ -307,18 +375,14 @@ class OnPolicyAlgorithm(Reports):
         else:  # ranks that were not there could not add up what they have not seen
             self.begin_window()
         self._restored_ranks = []
-        for group in self.optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
-            group |= {name: self.optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
+        for optimizer in self.all_optimizers:
+            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+                group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
-        differs = self._restored_plan not in (None, self._planned_env_steps)
-        if self.anneal_learning_rate and differs and self.env_steps < (self._planned_env_steps or 0):
-            rank_zero_info(
-                f"Resuming with a learning rate that reaches 0 at {self._planned_env_steps} environment steps (before: "
-                f"{self._restored_plan}): it goes on from {self.env_steps} of them on the new line"
-            )
+        self._scheduled.tell_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
         self._restored_plan = None
-        known = not self.anneal_learning_rate or self._planned_env_steps is not None
-        check(known, "anneal_learning_rate", True, "a run whose length is known: set max_env_steps")
+        is_known = self._planned_env_steps is not None
+        self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_number, check_positive_int
 
@@ -50,36 +51,32 @@ class PPO(OnPolicyAlgorithm):
         *,
         num_epochs: int = 4,
         num_minibatches: int = 4,
-        gae_lambda: float = 0.95,
-        clip_range: float = 0.2,
-        clip_range_value: float | None = None,
+        gae_lambda: Scheduled = 0.95,
+        clip_range: Scheduled = 0.2,
+        clip_range_value: Scheduled | None = None,
         value_coef: float = 0.5,
-        entropy_coef: float = 0.0,
+        entropy_coef: Scheduled = 0.0,
         normalize_advantages: Literal["minibatch", "rollout", "none"] = "minibatch",
-        target_kl: float | None = None,
+        target_kl: Scheduled | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
-        check_number("gae_lambda", gae_lambda, at_least=0, at_most=1)
-        check_number("clip_range", clip_range, above=0)
         check_number("value_coef", value_coef, at_least=0)
-        check_number("entropy_coef", entropy_coef, at_least=0)
-        for name, value in (("clip_range_value", clip_range_value), ("target_kl", target_kl)):
-            if value is not None:
-                check_number(name, value, above=0)
         choices = ("minibatch", "rollout", "none")
         check(normalize_advantages in choices, "normalize_advantages", normalize_advantages, f"one of {choices}")
         self.num_epochs = num_epochs
         self.num_minibatches = num_minibatches
-        self.gae_lambda = gae_lambda
-        self.clip_range = clip_range
-        self.clip_range_value = clip_range_value
+        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        self.clip_range = self.scheduled("clip_range", clip_range, above=0)
+        self.clip_range_value = (
+            None if clip_range_value is None else self.scheduled("clip_range_value", clip_range_value, above=0)
+        )
         self.value_coef = value_coef
-        self.entropy_coef = entropy_coef
+        self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
         self.normalize_advantages = normalize_advantages
-        self.target_kl = target_kl
+        self.target_kl = None if target_kl is None else self.scheduled("target_kl", target_kl, above=0)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
