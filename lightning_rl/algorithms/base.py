@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +41,7 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
@@ -236,6 +238,7 @@ class OnPolicyAlgorithm(Reports):
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
+            self.after_updates(means)
             self._update_normalizers(rollout)
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
@@ -254,6 +257,27 @@ class OnPolicyAlgorithm(Reports):
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
+    @torch.no_grad()
+    def revalued(self, rollout: Rollout, parts: int = 1) -> Rollout:
+        """Return a rollout of the same steps, with values by the critic as it is now.
+
+        Args:
+            rollout: Stays as it is.
+            parts: Into how many parts, over time, to cut what is given to the critic at once.
+        """
+        result = copy.copy(rollout)
+        slices = torch.arange(rollout.shape[0] + 1).tensor_split(parts)
+        bounds = [slice(int(part[0]), int(part[-1]) + 1) for part in slices if len(part)]
+        dtype = rollout.values.dtype
+        values = [self.policy.value(map_leaves(itemgetter(part), rollout.observations)).to(dtype) for part in bounds]
+        result.values, following = torch.cat(values).tensor_split([rollout.shape[0]])
+        result.next_values = torch.cat([result.values[1:], following])
+        if len(rollout.final_indices):
+            steps, envs = rollout.final_indices.unbind(1)
+            result.next_values[steps, envs] = self.policy.value(rollout.final_observations).to(dtype)
+        result.next_values[rollout.terminated] = 0
+        return result
+
     def scheduled(
         self,
         name: str,
@@ -271,6 +295,17 @@ class OnPolicyAlgorithm(Reports):
             ConfigurationError: It is neither a number within the bounds nor a schedule.
         """
         return self._scheduled.add(name, value, above, at_least, at_most)
+
+    def scheduled_or_none(self, name: str, value: Scheduled | None, *, above: float | None = None) -> float | None:
+        """Return the same as `scheduled` of an option that may also be left out."""
+        return None if value is None else self.scheduled(name, value, above=above)
+
+    def after_updates(self, means: dict[str, float]) -> None:
+        """React to how the updates from a rollout went; called once after all of them, if none was left out.
+
+        Args:
+            means: Mean of every term over this rank's minibatches, by name.
+        """
 
     def _follow_schedules(self) -> None:
         values = self._scheduled.values(self.env_steps, self._planned_env_steps)

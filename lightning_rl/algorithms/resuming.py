@@ -192,7 +192,8 @@ def _adopt_learning_rates(checkpoint: dict[str, Any], own: Mapping[str, Any], op
 
 def _is_scheduled(options: Mapping[str, Any]) -> bool:
     rates = [options.get(name) for name in ("learning_rate", "critic_learning_rate")]
-    return bool(options.get("anneal_learning_rate")) or any(isinstance(rate, dict) for rate in rates)
+    changing = (options.get(name) for name in ("anneal_learning_rate", "adaptive_learning_rate"))
+    return any(changing) or any(isinstance(rate, dict) for rate in rates)
 
 
 def _first_rate(options: Mapping[str, Any], index: int) -> float:
