@@ -21,6 +21,7 @@ from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_enco
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
 from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
 from lightning_rl.validation import check
+from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
 
 
 @dataclass
@@ -82,6 +83,8 @@ class ActorCritic(nn.Module):
         critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
         normalize_observations: Standardise every `Box` that is no image by its running moments.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        value_normalization: None, `running_std` or `popart`: in which units the value head predicts; see
+            `lightning_rl.value_normalization`. What this class returns is in units of return all the same.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
     """
@@ -98,6 +101,7 @@ class ActorCritic(nn.Module):
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
+        value_normalization: ValueNormalization | None = None,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
@@ -122,6 +126,7 @@ class ActorCritic(nn.Module):
         self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
         value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
+        self.value_normalizer = make_value_normalizer(value_normalization)
 
     def forward(self, observations: Nested) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
@@ -183,7 +188,8 @@ class ActorCritic(nn.Module):
         return features.reshape(*leading, features.shape[-1])
 
     def _value(self, features: Tensor) -> Tensor:
-        return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+        values: Tensor = self.value_head(features).squeeze(-1)
+        return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
 
 
 def check_modes_agree(policy: nn.Module) -> None:

@@ -17,7 +17,15 @@ NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
     "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
-    "none": {"normalize_advantages": "none", "max_grad_norm": None},
+    "none": {"normalize_advantages": "none", "max_grad_norm": None, "value_normalization": "popart"},
+    "two_optimizers": {
+        "critic_learning_rate": 1e-3,
+        "num_value_epochs": EPOCHS + 1,
+        "target_kl": 1e-2,
+        "kl_rollback": True,
+        "adaptive_learning_rate": {"target_kl": 1e-3},
+        "recompute_advantages": True,
+    },
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
 CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]

@@ -23,7 +23,7 @@ LAYERS = [
         "quiet",
     },
     {"spaces", "networks", "distributions", "normalization", "rollout", "schedules", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints", "observations"},
+    {"checkpoint_format", "checkpoints", "observations", "value_normalization"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},

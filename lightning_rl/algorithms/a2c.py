@@ -76,7 +76,7 @@ class A2C(OnPolicyAlgorithm):
         distribution, values = self.policy(batch.observations)
         log_probs = distribution.log_prob(batch.actions)
         policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))
-        value_loss = batch.mean(rl.value_loss(values, batch.returns))
+        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
         entropy = self.entropy(distribution, batch)
         self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         self.observe_first_ratios(log_probs - batch.log_probs)

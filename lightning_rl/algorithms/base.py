@@ -55,6 +55,7 @@ from lightning_rl.validation import (
     check,
     instantiate,
 )
+from lightning_rl.value_normalization import ValueNormalization, ValueNormalizer
 
 
 class OnPolicyAlgorithm(Reports):
@@ -98,6 +99,9 @@ class OnPolicyAlgorithm(Reports):
             (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
         normalize_observations: Standardise every `Box` of the observation that is no image by its running moments.
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
+        value_normalization: `running_std`: the value head predicts returns over their running deviation, and the value
+            loss is in these units; `popart`: less their running mean besides, with a head that is rescaled whenever
+            these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.value_normalization`.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
@@ -133,6 +137,7 @@ class OnPolicyAlgorithm(Reports):
         action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
         normalize_rewards: bool = False,
+        value_normalization: ValueNormalization | None = None,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
     ) -> None:
@@ -158,6 +163,7 @@ class OnPolicyAlgorithm(Reports):
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         self._check_optimizers()
         self._saturation = SaturationWatch()
+        self._value_targets: Tensor | None = None
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -173,6 +179,7 @@ class OnPolicyAlgorithm(Reports):
             "initial_log_std",
             "action_distribution",
             "normalize_observations",
+            "value_normalization",
         )
         options = {name: self.hparams[name] for name in names}
         return ActorCritic(self.observation_space, self.action_space, **options)
@@ -240,6 +247,7 @@ class OnPolicyAlgorithm(Reports):
             self.skipped_updates = 0
             self.after_updates(means)
             self._update_normalizers(rollout)
+        self._value_targets = None
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
@@ -255,7 +263,22 @@ class OnPolicyAlgorithm(Reports):
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
         rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
         discounts = rollout.discounts(self.gamma, self.on_truncation)
-        return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+        advantages = gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+        self.keep_value_targets(rollout, advantages + rollout.values)
+        return advantages
+
+    def keep_value_targets(self, rollout: Rollout, returns: Tensor) -> None:
+        """Remember what the critic learns from a rollout, `[T, B]`, for `value_normalization`; `gae` calls this."""
+        self._value_targets = returns.flatten() if rollout.valid is None else returns[rollout.valid]
+
+    def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return values and returns, of any shape, in units of the value head; for losses, that look at differences."""
+        normalizer = self._value_normalizer
+        return values if normalizer is None else tuple(map(normalizer, values))
+
+    @property
+    def _value_normalizer(self) -> ValueNormalizer | None:
+        return getattr(self.policy, "value_normalizer", None)
 
     @torch.no_grad()
     def revalued(self, rollout: Rollout, parts: int = 1) -> Rollout:
@@ -323,6 +346,10 @@ class OnPolicyAlgorithm(Reports):
         """Take the rollout into the running moments, now that it has been learned from."""
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
+        if (values := self._value_normalizer) is not None:
+            if self._value_targets is None:
+                raise RuntimeError("value_normalization needs returns: call self.gae or self.keep_value_targets")
+            values.update(self._value_targets, self.policy.value_head, self.all_reduce)
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
 

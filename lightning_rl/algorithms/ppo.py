@@ -171,7 +171,8 @@ class PPO(OnPolicyAlgorithm):
 
     def critic_loss(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the term of the value: value_coef · value loss."""
-        returns, old_values, delta = batch.returns, batch.values, self.value_huber_delta
+        values, returns, old_values = self.normalize_values(values, batch.returns, batch.values)
+        delta = self.value_huber_delta
         error = rl.value_loss if delta is None else partial(rl.huber_value_loss, delta=delta)
         losses = error(values, returns)
         if (limit := self.clip_range_value) is not None:

@@ -26,7 +26,7 @@ _OF_THE_NETWORK = (
     *("normalize_observations", "normalize_rewards"),
 )
 # Others of these would load without complaint, and act differently.
-_OF_ACTING = ("activation", "action_distribution")
+_OF_ACTING = ("activation", "action_distribution", "value_normalization")
 _OPTIMIZERS = ("optimizer", "critic_optimizer")
 
 

@@ -190,7 +190,7 @@ class Updates(LightningModule):
         taken_back = self.diagnostics.open & ~keep
         if taken_back:
             before.restore()
-        self.diagnostics.num_updates -= taken_back
+        self.diagnostics.num_updates -= taken_back.long()
         self.diagnostics.observe(updates_taken_back=taken_back.float())
         self.diagnostics.close_unless(keep)
 
