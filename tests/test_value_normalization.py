@@ -21,7 +21,6 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
-    parameters_of,
     random_rollout,
 )
 from tests.vectors.load import load
@@ -142,10 +141,8 @@ def test_a_loss_of_ones_own_without_returns_is_told():
 
     torch.manual_seed(0)
     model = Silent(VECTOR, DISCRETE, hidden_sizes=(8,), value_normalization="popart")
-    before = parameters_of(model)
     with pytest.raises(RuntimeError, match=r"value_normalization needs returns: call self\.gae"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
-    assert before.keys() == parameters_of(model).keys()
 
 
 def test_another_name_is_refused():
