@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +20,9 @@ from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import (
     ParameterGroups,
-    check_group_options,
-    make_optimizer,
+    check_optimizers,
+    make_optimizers,
     set_learning_rate,
-    split_parameters,
 )
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
@@ -41,7 +38,7 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
@@ -161,7 +158,7 @@ class OnPolicyAlgorithm(Reports):
         self.max_skipped_updates = max_skipped_updates
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
-        self._check_optimizers()
+        check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
         self._saturation = SaturationWatch()
         self._value_targets: Tensor | None = None
         self._restored_ranks: list[dict[str, Any]] = []
@@ -280,27 +277,6 @@ class OnPolicyAlgorithm(Reports):
     def _value_normalizer(self) -> ValueNormalizer | None:
         return getattr(self.policy, "value_normalizer", None)
 
-    @torch.no_grad()
-    def revalued(self, rollout: Rollout, parts: int = 1) -> Rollout:
-        """Return a rollout of the same steps, with values by the critic as it is now.
-
-        Args:
-            rollout: Stays as it is.
-            parts: Into how many parts, over time, to cut what is given to the critic at once.
-        """
-        result = copy.copy(rollout)
-        slices = torch.arange(rollout.shape[0] + 1).tensor_split(parts)
-        bounds = [slice(int(part[0]), int(part[-1]) + 1) for part in slices if len(part)]
-        dtype = rollout.values.dtype
-        values = [self.policy.value(map_leaves(itemgetter(part), rollout.observations)).to(dtype) for part in bounds]
-        result.values, following = torch.cat(values).tensor_split([rollout.shape[0]])
-        result.next_values = torch.cat([result.values[1:], following])
-        if len(rollout.final_indices):
-            steps, envs = rollout.final_indices.unbind(1)
-            result.next_values[steps, envs] = self.policy.value(rollout.final_observations).to(dtype)
-        result.next_values[rollout.terminated] = 0
-        return result
-
     def scheduled(
         self,
         name: str,
@@ -361,13 +337,10 @@ class OnPolicyAlgorithm(Reports):
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
-        groups, specs = self.hparams["parameter_groups"] or {}, self._optimizer_specs()
-        parts = split_parameters(self.policy, groups, separate=len(specs) > 1)
         rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
-        optimizers = [
-            make_optimizer(field, spec, part, groups, rate)
-            for (field, spec), part, rate in zip(specs.items(), parts, rates, strict=False)
-        ]
+        optimizers = make_optimizers(
+            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
+        )
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizers if len(optimizers) > 1 else optimizers[0]
         return optimizers, [instantiate("lr_scheduler", scheduler, optimizer) for optimizer in optimizers]
@@ -379,13 +352,6 @@ class OnPolicyAlgorithm(Reports):
         if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
             specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
         return specs
-
-    def _check_optimizers(self) -> None:
-        """Find out before anything is collected whether the optimisers can be made."""
-        groups, specs = self.hparams["parameter_groups"] or {}, self._optimizer_specs()
-        parts = split_parameters(self.policy, groups, separate=len(specs) > 1)
-        for (field, spec), part in zip(specs.items(), parts, strict=True):
-            check_group_options(field, spec, part, groups)
 
     def configure_callbacks(self) -> list[Callback]:
         """Guard every Trainer against interruptions; what overrides it adds to what it returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -102,39 +102,49 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
-def check_group_options(field: str, spec: ClassSpec, patterns: Iterable[str | None], groups: ParameterGroups) -> None:
-    """Raise unless the class of an optimiser knows the options of those of its groups that have a pattern.
+def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups) -> None:
+    """Raise unless optimisers can be made; for the arguments see `make_optimizers`.
 
     Raises:
-        ConfigurationError: It does not; names pattern and option.
+        ConfigurationError: No parameter belongs to a pattern, a class does not know an option of its groups, or the
+            critic shares parameters; names it.
     """
-    known = set(inspect.signature(import_class(field, spec["class_path"])).parameters) - {"params", "lr"}
-    for pattern in patterns:
-        options = {} if pattern is None else groups[pattern]
-        unknown = sorted({*options} - known - {SCALE})
-        expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
-        check(not unknown, f"parameter_groups: {pattern}", options, expected)
+    for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
+        known = set(inspect.signature(import_class(field, spec["class_path"])).parameters) - {"params", "lr"}
+        for pattern in filter(None, part):
+            unknown = sorted({*groups[pattern]} - known - {SCALE})
+            expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
+            check(not unknown, f"parameter_groups: {pattern}", groups[pattern], expected)
 
 
-def make_optimizer(
+def make_optimizers(
+    policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups, rates: Sequence[float]
+) -> list[Optimizer]:
+    """Make the optimiser of a policy, or that of its actor and that of its critic.
+
+    Args:
+        policy: Whose parameters they have.
+        specs: Class and arguments of one or two, by the setting that they come from.
+        groups: Options of some parameters, by pattern.
+        rates: Learning rate of each for a group whose scale is 1.
+
+    Raises:
+        ConfigurationError: A class refuses an argument.
+    """
+    parts = split_parameters(policy, groups, separate=len(specs) > 1)
+    return [
+        _make(field, spec, part, groups, rate)
+        for (field, spec), part, rate in zip(specs.items(), parts, rates, strict=False)
+    ]
+
+
+def _make(
     field: str,
     spec: ClassSpec,
     parameters: Mapping[str | None, list[nn.Parameter]],
     groups: ParameterGroups,
     rate: float,
 ) -> Optimizer:
-    """Make an optimiser whose groups have options of their own.
-
-    Args:
-        field: Name of the setting that it comes from, for errors.
-        spec: Its class and arguments.
-        parameters: By pattern, from `split_parameters`.
-        groups: Options by pattern.
-        rate: Learning rate of a group whose scale is 1.
-
-    Raises:
-        ConfigurationError: The class refuses an argument.
-    """
     given: list[dict[str, Any]] = []
     for pattern, members in parameters.items():
         options = {} if pattern is None else groups[pattern]

@@ -15,6 +15,7 @@ from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_settings import check_settings
+from lightning_rl.algorithms.values import revalued
 from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.schedules import Scheduled
@@ -123,7 +124,7 @@ class PPO(OnPolicyAlgorithm):
             self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
             for epoch in range(max(self.num_epochs, self.num_value_epochs)):
                 if epoch > 0 and self.recompute_advantages:
-                    batch = self.targets(self.revalued(rollout, self.num_minibatches))
+                    batch = self.targets(revalued(self.policy, rollout, self.num_minibatches))
                 half = self._half(epoch)
                 for minibatch in self.minibatches(batch, self.num_minibatches):
                     keep_if = partial(self._is_close, minibatch) if self.kl_rollback and half != "critic" else None
