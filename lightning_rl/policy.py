@@ -24,6 +24,7 @@ from lightning_rl.observations import check_critic_only, make_normalizer, networ
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
+from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
 
 T = TypeVar("T")
 
@@ -46,6 +47,8 @@ class ActorCritic(nn.Module):
         memory: A recurrent core between encoder and heads: `lstm`, `gru`, or a dict with `kind` and further options of
             `lightning_rl.memory.MemoryOptions`; None: none.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        value_normalization: None, `running_std` or `popart`: in which units the value head predicts; see
+            `lightning_rl.value_normalization`. What this class returns is in units of return all the same.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
     """
@@ -63,6 +66,7 @@ class ActorCritic(nn.Module):
         critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
         memory: Memory = None,
+        value_normalization: ValueNormalization | None = None,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
@@ -99,6 +103,7 @@ class ActorCritic(nn.Module):
             width = value_width = self.memory.hidden_size
         self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
+        self.value_normalizer = make_value_normalizer(value_normalization)
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
@@ -269,7 +274,8 @@ class ActorCritic(nn.Module):
         return features.reshape(*leading, features.shape[-1])
 
     def _value(self, features: Tensor) -> Tensor:
-        return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+        values: Tensor = self.value_head(features).squeeze(-1)
+        return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
 
 
 def _given(x: T | None, name: str) -> T:

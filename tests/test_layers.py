@@ -23,8 +23,18 @@ LAYERS = [
         "quiet",
     },
     {"masks", "sequences", "episode_memory"},
-    {"spaces", "networks", "distributions", "memory", "normalization", "rollout", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints", "observations", "policy_interface"},
+    {
+        "spaces",
+        "networks",
+        "distributions",
+        "memory",
+        "normalization",
+        "rollout",
+        "schedules",
+        "strategies",
+        "progress_text",
+    },
+    {"checkpoint_format", "checkpoints", "observations", "policy_interface", "value_normalization"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"estimates"},
@@ -69,7 +79,7 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms" if name in ("", "a2c", "ppo") else "algorithms.base"
+        return "algorithms" if name in ("", "a2c", "ppo", "ppo_settings") else "algorithms.base"
     return package
 
 

@@ -48,6 +48,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
         },
     ),
+    "schedules_and_two_optimizers": (
+        {"env_id": "CartPole-v1"},
+        {
+            "learning_rate": {"kind": "cosine", "start": 1e-2, "end": 1e-3},
+            "clip_range": {"kind": "piecewise", "points": [[0, 0.3], [300, 0.1]], "interpolate": True},
+            "critic_optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
+            "parameter_groups": {"*.bias": {"learning_rate_scale": 2.0}},
+            "num_value_epochs": 5,
+        },
+    ),
+    "adaptive": (
+        {"env_id": "CartPole-v1"},
+        {"adaptive_learning_rate": {"target_kl": 0.01}, "target_kl": 0.02, "kl_rollback": True},
+    ),
+    "popart": ({"env_id": "Pendulum-v1"}, {"value_normalization": "popart", "recompute_advantages": True}),
     "toy_text": ({"env_id": "Taxi-v4"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
