@@ -80,7 +80,8 @@ class ActorCritic(nn.Module):
         shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
             nothing is for the critic only.
         critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
-        normalize_observations: Standardise every `Box` that is no image by its running moments.
+        normalize_observations: Standardise every `Box` that is no image by its running moments; a dict says how, see
+            `lightning_rl.observations.make_normalizer`.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
@@ -97,15 +98,16 @@ class ActorCritic(nn.Module):
         discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
-        normalize_observations: bool = False,
+        normalize_observations: bool | dict[str, float] = False,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
         super().__init__()
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
-        if normalize_observations:
-            self.observation_normalizer, encoded_space = make_normalizer(observation_space)
+        if normalize_observations is not False:
+            options = None if normalize_observations is True else normalize_observations
+            self.observation_normalizer, encoded_space = make_normalizer(observation_space, options)
         self.critic_only = check_critic_only(critic_only, observation_space, shared_encoder)
         actor_space = without(encoded_space, self.critic_only)
         # Any leaf that both see tells how many dimensions come before those of an observation.
@@ -113,11 +115,11 @@ class ActorCritic(nn.Module):
         self._first_dims = len(first.shape or ())
         images = any(map(is_image, space_leaves(observation_space).values()))
         shared = images and not self.critic_only if shared_encoder is None else shared_encoder
-        options: Any = (hidden_sizes, activation, discrete_encoding)
-        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *options)
+        mlp: Any = (hidden_sizes, activation, discrete_encoding)
+        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *mlp)
         self.critic_encoder: nn.Module | None = None
         if not shared:
-            self.critic_encoder = make_encoder(encoded_space, network, *options)
+            self.critic_encoder = make_encoder(encoded_space, network, *mlp)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
         value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from gymnasium import spaces
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.algorithms.evaluating import with_recomputed_values
 from lightning_rl.algorithms.failures import skip_or_raise
+from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
@@ -24,7 +26,8 @@ from lightning_rl.algorithms.run_state import restore_rank, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
-from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
+from lightning_rl.algorithms.warm_start import Part, WarmStart, part_of, warm_start
+from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
@@ -33,9 +36,9 @@ from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
-from lightning_rl.normalization import RewardNormalizer
+from lightning_rl.normalization import RewardScale, make_reward_normalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
-from lightning_rl.rollout import OnTruncation, Rollout
+from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -79,17 +82,40 @@ class OnPolicyAlgorithm(Reports):
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
             `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
             (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
-        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments.
-        normalize_rewards: Divide rewards by the running deviation of the discounted return.
+        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments. A
+            dict changes how: `clip` bounds the result (10), `epsilon` is added to the variance (1e-8),
+            `initial_variance` is the variance before any data (1).
+        normalize_rewards: Divide rewards by the running deviation of the discounted return (true or `return_std`), or
+            by that of the rewards themselves (`reward_std`).
+        reward_clip: Bound on the absolute normalised reward; None does not clip.
+        update_normalizers: `after` the updates from a rollout the normalisers take it in, so that they are the same in
+            acting and learning, or `before`, so that the rollout is seen through them: importance ratios then do not
+            begin at 1.
+        recompute_values: Compute the values that targets are made of anew at the beginning of the updates from a
+            rollout, rather than take those of its collection. They only differ with `update_normalizers: before`, or
+            by rounding.
+        advantage_estimator: `gae`, or `monte_carlo`: the sum of rewards up to the end of the episode or rollout, less
+            the value; the same as λ = 1.
+        value_target: `td_lambda`: advantage plus value, or `empirical`: the sum of rewards, whatever λ is.
+        policy_l2: Coefficient of the squares of the weights that only the actor has; no biases, no ½.
+        value_l2: Of those that only the critic has.
+        shared_l2: Of those that both have.
+        histograms: Log histograms of each part of the actions, normalised advantages, parameters and gradients, at the
+            end of the first and the last epoch of a rollout that is logged; needs a logger like TensorBoard's.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
             there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
             names a file that `FailedUpdate.load` reads.
 
+    Attributes:
+        gae_lambda: λ of the advantage estimates that `targets` makes.
+
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    gae_lambda = 0.95
 
     def __init__(
         self,
@@ -111,8 +137,17 @@ class OnPolicyAlgorithm(Reports):
         critic_only: Sequence[str] | None = None,
         initial_log_std: float = 0.0,
         action_distribution: str | ClassSpec | None = None,
-        normalize_observations: bool = False,
-        normalize_rewards: bool = False,
+        normalize_observations: bool | dict[str, float] = False,
+        normalize_rewards: bool | RewardScale = False,
+        reward_clip: float | None = 10.0,
+        update_normalizers: Literal["after", "before"] = "after",
+        recompute_values: bool = False,
+        advantage_estimator: Literal["gae", "monte_carlo"] = "gae",
+        value_target: Literal["td_lambda", "empirical"] = "td_lambda",
+        policy_l2: float = 0.0,
+        value_l2: float = 0.0,
+        shared_l2: float = 0.0,
+        histograms: bool = False,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
     ) -> None:
@@ -129,9 +164,17 @@ class OnPolicyAlgorithm(Reports):
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
+        self.update_normalizers = update_normalizers
+        self.recompute_values = recompute_values
+        self.advantage_estimator = advantage_estimator
+        self.value_target = value_target
+        self.histograms = histograms
         self.policy = self.make_policy()
-        self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
+        self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
+        self.weight_penalty.check_policy(self.policy)
+        self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, reward_clip)
         self._saturation = SaturationWatch()
+        self._kept_normalizers: dict[str, Tensor] = {}
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -197,6 +240,7 @@ class OnPolicyAlgorithm(Reports):
             )
         start = time.perf_counter()
         self.updating = True
+        self._kept_normalizers = {}
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
         self._hooks_around_backward = self._find_hooks_around_backward()
@@ -207,12 +251,14 @@ class OnPolicyAlgorithm(Reports):
             yield
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
+            self._restore_normalizers()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
-            self._update_normalizers(rollout)
+            if self.update_normalizers == "after":
+                self.take_into_normalizers(rollout)
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
@@ -225,9 +271,68 @@ class OnPolicyAlgorithm(Reports):
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
-        rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
+        rewards = self.normalized_rewards(rollout)
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+
+    def normalized_rewards(self, rollout: Rollout) -> Tensor:
+        """Return a rollout's rewards `[T, B]` as `normalize_rewards` says."""
+        return rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
+
+    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
+        """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
+
+        What an update begins with: the options about values, returns and normalisers take effect here.
+
+        Args:
+            rollout: What to learn from.
+            **per_step: More tensors `[T, B, ...]` that the batch is to have.
+        """
+        if self.update_normalizers == "before":
+            self._keep_normalizers()
+            self.take_into_normalizers(rollout)
+        if self.recompute_values:
+            rollout = with_recomputed_values(rollout, self.policy)
+        advantages, returns = self.advantages_and_returns(rollout)
+        rows, weights = self.counted_steps(rollout, advantages, returns)
+        if weights is not None:
+            per_step["weights"] = weights
+        batch = rollout.flatten(rows, advantages=advantages, returns=returns, **per_step)
+        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
+        return batch
+
+    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return advantages and value targets `[T, B]` as `advantage_estimator` and `value_target` say."""
+        lambda_ = 1.0 if self.advantage_estimator == "monte_carlo" else self.gae_lambda
+        advantages = self.gae(rollout, lambda_)
+        empirical = self.value_target == "empirical" and lambda_ != 1
+        return advantages, (self.gae(rollout, 1.0) if empirical else advantages) + rollout.values
+
+    def counted_steps(
+        self, rollout: Rollout, advantages: Tensor, returns: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return which steps are learned from (None: the real ones), and how much they count (None: the same)."""
+        rows, weights = rollout.valid, self.step_weights(rollout)
+        if weights is None:
+            return rows, None
+        return (weights != 0) if rows is None else rows & (weights != 0), weights
+
+    def step_weights(self, rollout: Rollout) -> Tensor | None:
+        """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
+
+        Override it to weigh steps. Losses and means are then weighted means; steps of weight 0 are left out before
+        anything is computed from them.
+        """
+        return None
+
+    def _keep_normalizers(self) -> None:
+        """Remember the normalisers, should nothing be learned from the rollout that they take in now."""
+        self._kept_normalizers = {n: x.clone() for n, x in self.state_dict().items() if part_of(n) == "normalizers"}
+
+    def _restore_normalizers(self) -> None:
+        state = self.state_dict()
+        for name, x in self._kept_normalizers.items():
+            state[name].copy_(x)
 
     def _set_learning_rate(self) -> None:
         if self.anneal_learning_rate and self._planned_env_steps:
@@ -235,8 +340,8 @@ class OnPolicyAlgorithm(Reports):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate * remaining
 
-    def _update_normalizers(self, rollout: Rollout) -> None:
-        """Take the rollout into the running moments, now that it has been learned from."""
+    def take_into_normalizers(self, rollout: Rollout) -> None:
+        """Take the real steps of a rollout into the running moments."""
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
@@ -278,6 +383,8 @@ class OnPolicyAlgorithm(Reports):
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)
+        shown = not self.histograms or bool(that_show_histograms(trainer.loggers))
+        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
         ends = not self.anneal_learning_rate or is_bounded(trainer)
         check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
 

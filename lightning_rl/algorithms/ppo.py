@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_number, check_positive_int
@@ -30,7 +33,9 @@ class PPO(OnPolicyAlgorithm):
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.
-        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε].
+        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it.
+        log_prob_clip: Clip the log-probabilities of the current policy, not those of the one that acted, to ± this in
+            the importance ratio; None does not.
         clip_range_value: Clip the change of the value since the rollout to this; None does not.
         value_coef: Weight of the value loss ½(V - return)².
         entropy_coef: Weight of the entropy bonus.
@@ -51,7 +56,8 @@ class PPO(OnPolicyAlgorithm):
         num_epochs: int = 4,
         num_minibatches: int = 4,
         gae_lambda: float = 0.95,
-        clip_range: float = 0.2,
+        clip_range: float | None = 0.2,
+        log_prob_clip: float | None = None,
         clip_range_value: float | None = None,
         value_coef: float = 0.5,
         entropy_coef: float = 0.0,
@@ -63,10 +69,14 @@ class PPO(OnPolicyAlgorithm):
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
         check_number("gae_lambda", gae_lambda, at_least=0, at_most=1)
-        check_number("clip_range", clip_range, above=0)
         check_number("value_coef", value_coef, at_least=0)
         check_number("entropy_coef", entropy_coef, at_least=0)
-        for name, value in (("clip_range_value", clip_range_value), ("target_kl", target_kl)):
+        for name, value in {
+            "clip_range": clip_range,
+            "log_prob_clip": log_prob_clip,
+            "clip_range_value": clip_range_value,
+            "target_kl": target_kl,
+        }.items():
             if value is not None:
                 check_number(name, value, above=0)
         choices = ("minibatch", "rollout", "none")
@@ -75,6 +85,7 @@ class PPO(OnPolicyAlgorithm):
         self.num_minibatches = num_minibatches
         self.gae_lambda = gae_lambda
         self.clip_range = clip_range
+        self.log_prob_clip = log_prob_clip
         self.clip_range_value = clip_range_value
         self.value_coef = value_coef
         self.entropy_coef = entropy_coef
@@ -90,25 +101,32 @@ class PPO(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
-            advantages = self.gae(rollout, self.gae_lambda)
-            batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
-            self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
-            if self.normalize_advantages == "rollout":
-                batch = batch.replace(advantages=self.normalize(batch.advantages))
-            for _ in range(self.num_epochs):
-                for minibatch in self.minibatches(batch, self.num_minibatches):
-                    self.optimize(self.loss(minibatch))
-                    if self.diagnostics.known_closed:
-                        return
+            self.update(self.targets(rollout))
+
+    def update(self, batch: Batch) -> None:
+        """Make `num_epochs` passes of gradient steps over a batch, unless they are stopped."""
+        if self.normalize_advantages == "rollout":
+            batch = batch.replace(advantages=self.normalize(batch.advantages))
+        for epoch in range(self.num_epochs):
+            for minibatch in self.minibatches(batch, self.num_minibatches):
+                self.optimize(self.loss(minibatch))
+                if self.diagnostics.known_closed:
+                    return
+            if epoch in (0, self.num_epochs - 1):
+                self.log_histograms(batch, "first_epoch" if epoch == 0 else "last_epoch")
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of equation 9 over a minibatch."""
+        """Return the loss of equation 9 over a minibatch; it needs no Trainer."""
         advantages = batch.advantages
         if self.normalize_advantages == "minibatch":
             advantages = self.normalize(advantages)
         distribution, values = self.policy(batch.observations)
-        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
-        policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_range))
+        log_probs = distribution.log_prob(batch.actions)
+        self.observe_first_ratios(log_probs - batch.log_probs)
+        if self.log_prob_clip is not None:
+            log_probs = log_probs.clamp(-self.log_prob_clip, self.log_prob_clip)
+        log_ratios = log_probs - batch.log_probs
+        policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_radius))
         if self.clip_range_value is None:
             value_loss = batch.mean(rl.value_loss(values, batch.returns))
         else:
@@ -116,7 +134,26 @@ class PPO(OnPolicyAlgorithm):
         self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         entropy = self.entropy(distribution, batch)
         self._observe(batch, log_ratios.detach())
-        return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        penalties = self.penalties(batch, distribution)
+        return self.total(policy_loss, self.value_coef * value_loss, -self.entropy_coef * entropy, *penalties)
+
+    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
+        """Return further terms of the loss over a minibatch, scalars; there are none here.
+
+        Args:
+            batch: The minibatch.
+            distribution: Of its actions, by the current parameters.
+        """
+        return ()
+
+    @property
+    def clip_radius(self) -> float:
+        """`clip_range`, infinite where there is none."""
+        return math.inf if self.clip_range is None else self.clip_range
+
+    def clip_fraction(self, batch: Batch, log_ratios: Tensor) -> Tensor:
+        """Return the share of a minibatch whose importance ratio is clipped."""
+        return batch.mean(rl.clip_indicator(log_ratios, self.clip_radius))
 
     @torch.no_grad()
     def _observe(self, batch: Batch, log_ratios: Tensor) -> None:
@@ -125,9 +162,8 @@ class PPO(OnPolicyAlgorithm):
         self.diagnostics.observe(
             approx_kl=approx_kl,
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
-            clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
+            clip_fraction=self.clip_fraction(batch, log_ratios),
         )
-        self.observe_first_ratios(log_ratios)
         if self.target_kl is not None:
-            mean_kl = self.all_reduce(approx_kl) / self.trainer.world_size
+            mean_kl = self.all_reduce(approx_kl) / self.world_size
             self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)
