@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl import PPO, Rollout
+from lightning_rl import PPO, PPOKLPenalty, Rollout
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.rollout import Batch, EpisodeSummary
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
@@ -18,14 +18,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
     "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
     "none": {"normalize_advantages": "none", "max_grad_norm": None},
+    "penalties": {"kl_cutoff_coef": 100.0, "adaptive_kl_target": 1e-4, "policy_l2": 1e-3, "learning_rate": 3e-3},
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
 CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
 
 
-def fixed_model(option: str = "minibatch", precision: str = "64-true", cls: type[PPO] = PPO) -> PPO:
+class Weighing(PPOKLPenalty):
+    """KL penalties, and steps that count differently."""
+
+    def step_weights(self, rollout: Rollout) -> Tensor:
+        return 0.5 + rollout.observations[:-1, ..., 0].abs()
+
+
+def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bool = False) -> PPO:
     """PPO with the same initial weights each time."""
     torch.manual_seed(0)
+    cls = (AloneWeighing if alone else Weighing) if option == "penalties" else (Alone if alone else PPO)
     small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
     return cls(VECTOR, DISCRETE, **small | NORMALIZED | OPTIONS[option]).to(PRECISIONS[precision])
 
@@ -51,6 +60,10 @@ class Alone(PPO):
             of_ranks.append(rows.shuffled(generator).split(num_minibatches))
         for parts in zip(*of_ranks, strict=True):
             yield Batch({name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields})
+
+
+class AloneWeighing(Alone, Weighing):
+    """The same with penalties and weights."""
 
 
 class Recording:
@@ -124,7 +137,7 @@ def learn(model: PPO, loader: FixedRollouts | Recording, precision: str, **train
 
 def learn_alone(option: str, precision: str) -> tuple[dict[str, Any], list[list[Rollout]]]:
     """What one process learns, and the halves of the rollouts it learned from."""
-    model = fixed_model(option, precision, Alone)
+    model = fixed_model(option, precision, alone=True)
     loader = Recording(model)
     return learn(model, loader, precision), loader.pairs
 

@@ -159,8 +159,8 @@ class Updates(LightningModule):
             self.diagnostics.add(l2_penalty=penalty)
             terms = (*terms, penalty)
         loss = functools.reduce(operator.add, terms)
-        total_abs = functools.reduce(operator.add, [term.detach().abs() for term in terms])
-        self.diagnostics.add(loss=loss, total_abs_loss=total_abs)
+        absolute = self.over_ranks(torch.stack([term.detach() for term in terms])).abs()
+        self.diagnostics.add(loss=loss, total_abs_loss=absolute.sum())
         return loss
 
     def over_ranks(self, mean: Tensor) -> Tensor:

@@ -12,8 +12,9 @@ from lightning_rl import PPO, Rollout, TFAgentsPPO
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.rollout import Batch
+from lightning_rl.validation import ConfigurationError
 from tests.distributions.test_golden import as_action, build
-from tests.helpers import DISCRETE, VECTOR, Recorder, make_trainer
+from tests.helpers import DISCRETE, VECTOR, Recorder, make_trainer, random_rollout
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -404,3 +405,74 @@ def test_penalties_on_weights(name):
             torch.testing.assert_close(gradient.T, options["grad_first_actor_kernel"], **CLOSE)
         else:
             assert not any(coefficients.values())
+
+
+# -- What the preset keeps of the original's errors
+
+
+def small(**options: Any) -> TFAgentsPPO:
+    torch.manual_seed(0)
+    common = {"hidden_sizes": (4,), "normalize_rewards": False, "normalize_observations": False}
+    return TFAgentsPPO(VECTOR, DISCRETE, **common | options).double()
+
+
+def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
+    model = small(advantage_estimator="gae", gae_lambda=0.5, gamma=0.9)
+    rollout = random_rollout(model.policy)
+    advantages, _ = model.advantages_and_returns(rollout)
+    t, b = rollout.truncated[:-2].nonzero()[0].tolist()
+    torch.testing.assert_close(advantages[t, b], rollout.rewards[t, b] - rollout.values[t, b])
+    b = int((~rollout.ends[-2]).nonzero()[0])
+    # Its own value, not that of the step after it.
+    expected = rollout.rewards[-2, b] + (0.9 - 1) * rollout.values[-2, b]
+    torch.testing.assert_close(advantages[-2, b], expected)
+    batch = model.targets(rollout)
+    assert batch.weights.view(12, 4)[-1].tolist() == [0, 0, 0, 0]
+    assert batch.weights[:-4].all()
+
+
+def test_real_steps_whose_return_and_advantage_are_0_are_not_counted():
+    model = small()
+    rollout = random_rollout(model.policy)
+    rollout.rewards[:, 1], rollout.values[:, 1] = 0, 0
+    weights = model.targets(rollout).weights.view(12, 4)
+    assert not weights[:, 1].any()
+    assert weights[:-1, [0, 2, 3]].all()
+
+
+def test_the_first_rollout_is_seen_31_times_larger():
+    model = TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(4,))
+    x = torch.tensor([[0.1, -0.01, 1.0]])
+    torch.testing.assert_close(model.policy.observation_normalizer(x), torch.tensor([[3.162278, -0.3162278, 5.0]]))
+    rollout = random_rollout(model.policy)
+    rollout.rewards[:] = 0.1
+    torch.testing.assert_close(model.normalized_rewards(rollout)[0, 0].item(), 3.1623, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(summed, monkeypatch):
+    """As if two ranks had the same rows: a sum over both is twice a mean."""
+    terms = []
+    for ranks in (1, 2):
+        model = small(sum_losses_over_ranks=summed, clip_range=0.1, kl_cutoff_coef=50.0, policy_l2=0.01)
+        batch = model.targets(random_rollout(model.policy))
+        with torch.no_grad():
+            model.policy.action_head.logits.weight.add_(1.0)
+        monkeypatch.setattr(TFAgentsPPO, "world_size", ranks)
+        monkeypatch.setattr(TFAgentsPPO, "all_reduce", lambda self, x, *_, n=ranks: n * x)
+        (minibatch,) = model.minibatches(batch, 1)
+        model.loss(minibatch)
+        terms.append(model.diagnostics.means())
+        monkeypatch.undo()
+    one, two = terms
+    for name in ("kl_penalty", "clip_fraction"):
+        assert two[name] == pytest.approx(2 * one[name])
+        assert one[name] > 0
+    for name in ("policy_loss", "value_loss", "entropy"):
+        assert two[name] == pytest.approx((1 + summed) * one[name])
+    assert two["l2_penalty"] == one["l2_penalty"] > 0
+
+
+def test_time_limits_that_bootstrap_are_refused():
+    with pytest.raises(ConfigurationError, match=r"on_truncation='bootstrap' .* expected terminal"):
+        small(on_truncation="bootstrap")
