@@ -50,5 +50,5 @@ def _chunks(x: Nested, lead: int) -> Iterator[Nested]:
     width = math.prod(first_leaf(x).shape[1:lead])
     entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
     size = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries)) // max(1, width))
-    for start in range(0, len(first_leaf(x)), size):
+    for start in range(0, max(len(first_leaf(x)), 1), size):  # one of a rank that has no rows too
         yield map_leaves(itemgetter(slice(start, start + size)), x)

@@ -80,7 +80,7 @@ class PPOKLPenalty(PPO):
         """Learn from one rollout, then adapt β to how far that has moved the policy."""
         kl = self.kl_coef.new_tensor(torch.nan)  # leaves β as it is
         with self.learning(rollout):
-            self.diagnostics.observe(kl_coef=self.kl_coef)
+            self.diagnostics.observe(kl_coef=self.kl_coef.clone())
             batch = self.targets(rollout)
             self.update(batch)
             kl = self.mean_kl(batch)
