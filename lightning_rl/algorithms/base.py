@@ -12,11 +12,9 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.algorithms.evaluating import with_recomputed_values
 from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
@@ -25,20 +23,20 @@ from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits
 from lightning_rl.algorithms.run_state import restore_rank, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.settings import plain_settings
+from lightning_rl.algorithms.targets import Targets
 from lightning_rl.algorithms.updates import NotFiniteError
-from lightning_rl.algorithms.warm_start import Part, WarmStart, part_of, warm_start
+from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
-from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardScale, make_reward_normalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
-from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -49,7 +47,7 @@ from lightning_rl.validation import (
 )
 
 
-class OnPolicyAlgorithm(Reports):
+class OnPolicyAlgorithm(Targets, Reports):
     """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
 
     An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside
@@ -108,14 +106,9 @@ class OnPolicyAlgorithm(Reports):
             there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
             names a file that `FailedUpdate.load` reads.
 
-    Attributes:
-        gae_lambda: λ of the advantage estimates that `targets` makes.
-
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
-
-    gae_lambda = 0.95
 
     def __init__(
         self,
@@ -158,7 +151,7 @@ class OnPolicyAlgorithm(Reports):
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
-        self.on_truncation: OnTruncation = on_truncation
+        self.on_truncation = on_truncation
         self.learning_rate = float(learning_rate)
         self.anneal_learning_rate = anneal_learning_rate
         self.max_grad_norm = max_grad_norm
@@ -174,7 +167,6 @@ class OnPolicyAlgorithm(Reports):
         self.weight_penalty.check_policy(self.policy)
         self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, reward_clip)
         self._saturation = SaturationWatch()
-        self._kept_normalizers: dict[str, Tensor] = {}
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -240,7 +232,7 @@ class OnPolicyAlgorithm(Reports):
             )
         start = time.perf_counter()
         self.updating = True
-        self._kept_normalizers = {}
+        self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
         self._set_learning_rate()
         self._hooks_around_backward = self._find_hooks_around_backward()
@@ -257,7 +249,7 @@ class OnPolicyAlgorithm(Reports):
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
-            if self.update_normalizers == "after":
+            if not self._kept_normalizers:  # unless they took it in before
                 self.take_into_normalizers(rollout)
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
@@ -269,83 +261,11 @@ class OnPolicyAlgorithm(Reports):
         self._log_rollout(rollout, means, time.perf_counter() - start)
         self.updating = False
 
-    def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
-        """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
-        rewards = self.normalized_rewards(rollout)
-        discounts = rollout.discounts(self.gamma, self.on_truncation)
-        return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
-
-    def normalized_rewards(self, rollout: Rollout) -> Tensor:
-        """Return a rollout's rewards `[T, B]` as `normalize_rewards` says."""
-        return rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
-
-    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
-
-        What an update begins with: the options about values, returns and normalisers take effect here.
-
-        Args:
-            rollout: What to learn from.
-            **per_step: More tensors `[T, B, ...]` that the batch is to have.
-        """
-        if self.update_normalizers == "before":
-            self._keep_normalizers()
-            self.take_into_normalizers(rollout)
-        if self.recompute_values:
-            rollout = with_recomputed_values(rollout, self.policy)
-        advantages, returns = self.advantages_and_returns(rollout)
-        rows, weights = self.counted_steps(rollout, advantages, returns)
-        if weights is not None:
-            per_step["weights"] = weights
-        batch = rollout.flatten(rows, advantages=advantages, returns=returns, **per_step)
-        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
-        return batch
-
-    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]` as `advantage_estimator` and `value_target` say."""
-        lambda_ = 1.0 if self.advantage_estimator == "monte_carlo" else self.gae_lambda
-        advantages = self.gae(rollout, lambda_)
-        empirical = self.value_target == "empirical" and lambda_ != 1
-        return advantages, (self.gae(rollout, 1.0) if empirical else advantages) + rollout.values
-
-    def counted_steps(
-        self, rollout: Rollout, advantages: Tensor, returns: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return which steps are learned from (None: the real ones), and how much they count (None: the same)."""
-        rows, weights = rollout.valid, self.step_weights(rollout)
-        if weights is None:
-            return rows, None
-        return (weights != 0) if rows is None else rows & (weights != 0), weights
-
-    def step_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
-
-        Override it to weigh steps. Losses and means are then weighted means; steps of weight 0 are left out before
-        anything is computed from them.
-        """
-        return None
-
-    def _keep_normalizers(self) -> None:
-        """Remember the normalisers, should nothing be learned from the rollout that they take in now."""
-        self._kept_normalizers = {n: x.clone() for n, x in self.state_dict().items() if part_of(n) == "normalizers"}
-
-    def _restore_normalizers(self) -> None:
-        state = self.state_dict()
-        for name, x in self._kept_normalizers.items():
-            state[name].copy_(x)
-
     def _set_learning_rate(self) -> None:
         if self.anneal_learning_rate and self._planned_env_steps:
             remaining = max(0.0, 1 - self.env_steps / self._planned_env_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate * remaining
-
-    def take_into_normalizers(self, rollout: Rollout) -> None:
-        """Take the real steps of a rollout into the running moments."""
-        if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
-            normalizer.update(rollout.flatten().observations, self.all_reduce)
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
 
     # ------------------------------------------------------------------ Lightning's hooks
 
