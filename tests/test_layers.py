@@ -79,7 +79,7 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms" if name in ("", "a2c", "ppo", "ppo_settings") else "algorithms.base"
+        return "algorithms" if name in ("", "a2c", "ppo", "ppo_settings", "ppo_kl", "tf_agents") else "algorithms.base"
     return package
 
 
