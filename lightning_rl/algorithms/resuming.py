@@ -88,6 +88,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     effects = {
         "learning_rate": "; a schedule goes on in proportion",
         "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
+        "initial_kl_coef": "; the coefficient itself goes on from where it was",
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
         "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),
