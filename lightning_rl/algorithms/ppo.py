@@ -144,7 +144,8 @@ class PPO(OnPolicyAlgorithm):
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
-                self.optimize(self.loss(minibatch, only), only, keep_if)
+                loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
+                self.optimize(loss, only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return
             if epoch in (0, num_passes - 1):

@@ -57,7 +57,8 @@ class Targets(Updates):
     def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
         """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
 
-        What an update begins with: the options about values, returns and normalisers take effect here.
+        What an update begins with: the options about values, returns and normalisers take effect here. With
+        `update_normalizers: before` the normalisers take the rollout in.
 
         Args:
             rollout: What to learn from.
@@ -104,8 +105,8 @@ class Targets(Updates):
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
 
-        Override it to weigh steps. Losses and means are then weighted means; steps of weight 0 are left out before
-        anything is computed from them.
+        Override it to weigh steps. Losses and means are then weighted means; steps of weight 0 are in no minibatch.
+        Advantages and returns of the steps before them are made of their rewards and values all the same.
         """
         return None
 

@@ -143,8 +143,10 @@ class TFAgentsPPO(PPOKLPenalty):
 
     def weigh(self, parts: Sequence[Batch]) -> None:
         """Have means divide by the number of all rows, whatever they weigh."""
-        counts = torch.tensor([len(part) for part in parts], device=self.device)
-        for part, count in zip(parts, self.all_reduce(counts).tolist(), strict=True):
+        counts = [len(part) for part in parts]
+        if self.world_size > 1:
+            counts = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
+        for part, count in zip(parts, counts, strict=True):
             part.weight = self.world_size / max(count, 1)
 
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:

@@ -100,11 +100,11 @@ class FromFrames(TFAgentsPPO):
         self.batch = super().targets(rollout, **per_step)
         return self.batch
 
-    def optimize(self, loss: Tensor) -> None:
+    def optimize(self, loss: Tensor, **options: Any) -> None:
         self.optimized += 1
         for group in self.optimizer.param_groups:
             group["eps"] = self.epsilon / (1 - 0.999**self.optimized) ** 0.5
-        super().optimize(loss)
+        super().optimize(loss, **options)
 
 
 def distribution_of(model: TFAgentsPPO, frames: dict[str, Any]) -> Distribution:
@@ -478,3 +478,41 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
 def test_time_limits_that_bootstrap_are_refused():
     with pytest.raises(ConfigurationError, match=r"on_truncation='bootstrap' .* expected terminal"):
         small(on_truncation="bootstrap")
+
+
+# -- Returns, advantages and masks of every configuration
+
+
+PREPROCESSED = load("tf_agents/01_returns_advantages")
+
+
+@pytest.mark.parametrize("case", PREPROCESSED["cases"])
+def test_returns_advantages_and_masks(case):
+    inputs, config = {name: x for name, x in PREPROCESSED["inputs"].items() if name != "row_names"}, case["config"]
+    x = map_leaves(lambda x: x.T, inputs)
+    over, rewards = x["next_step_type"] == 2, x["reward"]
+    terminated = over & (x["discount"] == 0)
+    model = TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(2,), **in_our_terms(config))
+    rollout = Rollout(
+        observations=torch.zeros(len(rewards) + 1, rewards.shape[1], 3),
+        actions=torch.zeros_like(rewards).long(),
+        rewards=rewards,
+        terminated=terminated,
+        truncated=over & ~terminated,
+        valid=x["step_type"] != 2,
+        log_probs=torch.zeros_like(rewards),
+        values=x["value_prediction"],
+        next_values=torch.full_like(rewards, torch.nan),
+        final_indices=torch.zeros(0, 2, dtype=torch.long),
+        final_observations=torch.zeros(0, 3),
+    )
+    # Gymnasium's environments have no discount of their own; theirs here have.
+    gymnasiums = rollout.discounts
+    rollout.discounts = lambda gamma, on_truncation: gymnasiums(gamma, on_truncation) * x["discount"]
+    if model.reward_normalizer is not None:
+        model.take_into_normalizers(rollout)
+    advantages, returns = model.advantages_and_returns(rollout)
+    torch.testing.assert_close(advantages.T, case["advantages"], **CLOSE)
+    torch.testing.assert_close(returns.T, case["returns"], **CLOSE)
+    _, weights = model.counted_steps(rollout, advantages, returns)
+    torch.testing.assert_close(weights.T, torch.as_tensor(case["mask"], dtype=torch.float32))

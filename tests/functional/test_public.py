@@ -62,6 +62,9 @@ def test_no_function_reads_a_value_on_the_host() -> None:
             functional.weighted_mean(x, x),
             functional.explained_variance(x, x, x),
             functional.normalize(x, x),
+            functional.kl_cutoff_penalty(x.mean(), 0.01, 2.0),
+            functional.adapted_kl_coef(x.mean(), x.mean(), 0.01, 0.3),
+            functional.squared_norm([x, x[0]]),
         ]
         assert {result.device.type for result in results} == {"meta"}
         assert {result.dtype for result in results} == {torch.float32}
