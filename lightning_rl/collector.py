@@ -102,10 +102,9 @@ class Collector:
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
         self._valid.fill(True)
         self._lost.fill(False)
-        starts = np.empty_like(self._valid)
         recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
         if recurrent is not None:
-            self._memory.begin_rollout(recurrent, starts.shape[1], self.length)
+            self._memory.begin_rollout(recurrent, len(self._begins), self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 row = self._rows[t]
@@ -121,16 +120,17 @@ class Collector:
                 taken = map_leaves(_to_numpy, output.environment_action)
                 step = self.environments.step(to_environment(self.action_space, taken))
                 self._store(t, step)
-                starts[t] = self._begins
-                self._begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
                 if recurrent is not None:
                     truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                    self._memory.after(t, output.memory, self._begins, truncated, step.lost)
+                    begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+                    self._memory.after(t, output.memory, begins, truncated, step.lost)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
+        begins = self._terminated | self._truncated | ~self._valid
+        starts, self._begins = np.concatenate([self._begins[None], begins[:-1]]), begins[-1]
         episodes = self._finished_episodes()
         if self._lost.any():
             finals += self._cut_off_episodes()
