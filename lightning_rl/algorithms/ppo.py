@@ -28,7 +28,8 @@ class PPO(OnPolicyAlgorithm):
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
         num_epochs: Passes over each rollout.
-        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`, with memory the number of sequences.
+        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`, with `memory` the number of
+            sequences.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.
         clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε].
         clip_range_value: Clip the change of the value since the rollout to this; None does not.
