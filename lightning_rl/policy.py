@@ -155,15 +155,13 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        if self.memory is not None:
-            return self._act_from(_given(memory, "memory"), observations, generator, deterministic)
-        features = self._actor_features(self._prepare(observations))
+        features, value_features, after = self._acting_features(self._prepare(observations), memory)
         distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
-        environment_action = distribution.to_space(action)
-        if self.critic_encoder is not None:
-            return PolicyOutput(action, environment_action=environment_action)
-        return PolicyOutput(action, distribution.log_prob(action), self._value(features), environment_action)
+        output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
+        if value_features is not None:
+            output.log_prob, output.value = distribution.log_prob(action), self._value(value_features)
+        return output
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
@@ -239,25 +237,24 @@ class ActorCritic(nn.Module):
         critic, after["critic"] = self.critic_core(value_features, sequences.segments, memory["critic"])
         return actor, critic, after
 
-    def _act_from(
-        self, memory: Nested, observations: Nested, generator: torch.Generator | None, deterministic: bool
-    ) -> PolicyOutput:
-        """Act; with values and log-probabilities where the memory has what the critic needs for it."""
-        assert self.actor_core is not None
-        x, after = self._prepare(observations), {}
+    def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
+        """Return, one step on, features for the actor, for the critic where they cost nothing more, and the memory.
+
+        A critic with a core of its own has features where its memory is given.
+        """
         encoded = self._actor_features(x)
-        features, after["actor"] = self.actor_core.step(encoded, memory["actor"])
-        distribution = self._distribution(features, observations)
-        action = distribution.mode() if deterministic else distribution.sample(generator)
-        output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
-        if self.critic_core is not None:
-            if "critic" not in memory:
-                return output
-            if self.critic_encoder is not None:
-                encoded = self._encode(self.critic_encoder, x)
-            features, after["critic"] = self.critic_core.step(encoded, memory["critic"])
-        output.log_prob, output.value = distribution.log_prob(action), self._value(features)
-        return output
+        if self.actor_core is None:
+            return encoded, encoded if self.critic_encoder is None else None, None
+        memory = _given(memory, "memory")
+        features, actor = self.actor_core.step(encoded, memory["actor"])
+        if self.critic_core is None:
+            return features, features, {"actor": actor}
+        if "critic" not in memory:
+            return features, None, {"actor": actor}
+        if self.critic_encoder is not None:
+            encoded = self._encode(self.critic_encoder, x)
+        value_features, critic = self.critic_core.step(encoded, memory["critic"])
+        return features, value_features, {"actor": actor, "critic": critic}
 
     def _actor_features(self, observations: Nested) -> Tensor:
         if self.critic_only:

@@ -129,8 +129,8 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
         copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self._tensors())
-        absent = dict.fromkeys(("valid", "starts", "memory"))
-        return {**absent, **copies, "burn_in": self.burn_in, "policy_version": self.policy_version}
+        of_memory = {"burn_in": self.burn_in} if self.memory is not None else {}
+        return {"valid": None, **copies, **of_memory, "policy_version": self.policy_version}
 
     def _tensors(self) -> dict[str, Nested]:
         fields = {name: getattr(self, name) for name in _FIELDS}

@@ -39,7 +39,8 @@ class PPO(OnPolicyAlgorithm):
         num_epochs: Passes over each rollout.
         num_value_epochs: Passes of the value loss, if not as many: the first ones are joint, those that only one of
             the two losses has left are without the other. With a shared encoder each of them changes that.
-        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
+        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`, with `memory` the number of
+            sequences.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo. May be a schedule.
         clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it. May be a schedule.
         clip_range_low: ε of the lower bound, if it is another one. May be a schedule.
