@@ -179,8 +179,7 @@ class Updates(LightningModule):
             return
         others = parameters_of_other_half(self.policy, only)
         # DDP waits for the gradient of every parameter.
-        zero = functools.reduce(operator.add, [0 * parameter.sum() for parameter in others])
-        self.manual_backward(loss + zero)
+        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in others))
         for parameter in others:
             parameter.grad = None
 
