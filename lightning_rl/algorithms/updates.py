@@ -241,8 +241,9 @@ class Updates(LightningModule):
         """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"
-        strategy = self.trainer.strategy
-        step = optimizer.step if counts else functools.partial(strategy.optimizer_step, raw, do_nothing_closure)
+        step: Callable[[], Any] = optimizer.step
+        if not counts:
+            step = functools.partial(self.trainer.strategy.optimizer_step, raw, do_nothing_closure)
         if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             step()
