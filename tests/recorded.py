@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "normalize_advantages": "rollout",
         "entropy_coef": 0.01,
         "clip_range_value": 0.2,
-        "num_value_epochs": EPOCHS + 1,
+        "num_value_epochs": EPOCHS - 1,
     },
     "none": {"normalize_advantages": "none", "max_grad_norm": None, "value_normalization": "popart"},
     "two_optimizers": {

@@ -181,11 +181,13 @@ class OnPolicyAlgorithm(Targets, Reports):
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
         self.on_truncation = on_truncation
-        critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
-        self.learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
-        self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
+        self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
+        rates = RATES[: len(self._optimizer_specs())]
+        if len(rates) > 1:
+            critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
+            self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
         if anneal_learning_rate:
-            for name in RATES:
+            for name in rates:
                 self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics

@@ -226,8 +226,7 @@ class Updates(LightningModule):
             return
         others = parameters_of_other_half(self.policy, only)
         # DDP waits for the gradient of every parameter.
-        zero = functools.reduce(operator.add, [0 * parameter.sum() for parameter in others])
-        self.manual_backward(loss + zero)
+        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in others))
         for parameter in others:
             parameter.grad = None
 
@@ -289,8 +288,9 @@ class Updates(LightningModule):
         """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"
-        strategy = self.trainer.strategy
-        step = optimizer.step if counts else functools.partial(strategy.optimizer_step, raw, do_nothing_closure)
+        step: Callable[[], Any] = optimizer.step
+        if not counts:
+            step = functools.partial(self.trainer.strategy.optimizer_step, raw, do_nothing_closure)
         if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             step()
