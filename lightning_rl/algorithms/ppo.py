@@ -33,7 +33,7 @@ class PPO(OnPolicyAlgorithm):
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.
-        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it.
+        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]. None does not clip it.
         log_prob_clip: Clip the log-probabilities of the current policy, not those of the one that acted, to ± this in
             the importance ratio; None does not.
         clip_range_value: Clip the change of the value since the rollout to this; None does not.
