@@ -104,7 +104,9 @@ class PPOKLPenalty(PPO):
             return super().targets(rollout, acting_distribution=self.acting_distribution(rollout), **per_step)
         batch = super().targets(rollout, **per_step)
         with torch.no_grad():
-            return batch.replace(acting_distribution=self.evaluate(batch)[0].parameters())
+            # Copies: what is the same for all observations is a view of a parameter, which the updates change.
+            acting = map_leaves(torch.clone, self.evaluate(batch)[0].parameters())
+        return batch.replace(acting_distribution=acting)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
         """Return the penalties on the divergence over a minibatch that are wanted."""

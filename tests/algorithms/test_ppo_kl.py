@@ -22,6 +22,7 @@ from tests.helpers import (
     parameters_of,
     random_rollout,
 )
+from tests.recorded import remember
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SMALL: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 3, "num_minibatches": 2}
@@ -143,6 +144,22 @@ def test_distributions_of_every_kind_are_made_again_from_their_parameters():
     assert torch.equal(again.log_prob(action), acted.log_prob(action))
     assert torch.equal(again.kl(current), acted.kl(current))
     assert (again.kl(current) > 0).all()
+
+
+@pytest.mark.parametrize("memory", [None, "lstm"])
+def test_distributions_of_the_policy_that_acted_stay_what_they_were(memory):
+    """Also the standard deviation, which here is a parameter that is updated in place."""
+    model = make(memory=memory)
+    rollout = random_rollout(make().policy)
+    if memory is not None:
+        remember(model.policy, rollout)
+    acting = model.targets(rollout).acting_distribution
+    before = {name: x.clone() for name, x in acting.items()}
+    with torch.no_grad():
+        for parameter in model.policy.parameters():
+            parameter.add_(1.0)
+    assert all(torch.equal(x, before[name]) and not x.requires_grad for name, x in acting.items())
+    assert model.policy.action_head.log_std.min() > before["log_std"].max() + 0.9
 
 
 def test_it_learns_with_nested_actions_from_environments():
