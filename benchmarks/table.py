@@ -34,9 +34,9 @@ def scores(results: Path = RESULTS) -> str:
                 data["env_id"],
                 f"{max(run['env_steps'] for run in runs):,}",
                 f"{goals[name]:g}" if name in goals else "",
-                f"{statistics.fmean(means):.1f}",
+                _score(statistics.fmean(means)),
                 ", ".join(
-                    f"{mean:.1f} ± {run['evaluation']['standard_deviation']:.1f}"
+                    f"{_score(mean)} ± {_score(run['evaluation']['standard_deviation'], mean)}"
                     for mean, run in zip(means, runs, strict=True)
                 ),
                 f"{statistics.median(run['training_seconds']['cpu'] for run in runs):.0f}",
@@ -53,6 +53,12 @@ def load_scores(results: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
     for path in results.glob("*/*/seed*.json"):
         runs[path.parent.relative_to(results).as_posix()].append(json.loads(path.read_text()))
     return {name: sorted(found, key=lambda run: run["seed"]) for name, found in runs.items()}
+
+
+def _score(value: float, beside: float | None = None) -> str:
+    """Return a score, or the deviation of one, in as many digits as tell scores of about its size apart."""
+    size = abs(value if beside is None else beside)
+    return f"{value:.1f}" if size >= 5 else f"{value:.3f}"
 
 
 def throughput(results: Path = RESULTS) -> str:

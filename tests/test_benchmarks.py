@@ -137,6 +137,12 @@ def test_table_shows_a_new_result(reproduced):
     assert cells[1:5] == ["CartPole-v1", "1,024", "475", f"{reproduced[1]['evaluation']['mean']:.1f}"]
 
 
+def test_table_tells_small_scores_apart():
+    assert [table._score(*pair) for pair in ((463.94,), (0.9656,), (36.0, 463.9), (0.0123, 0.9656))] == [
+        *("463.9", "0.966", "36.0", "0.012")
+    ]
+
+
 def test_shipped_results_reach_their_goals_with_every_seed():
     goals = json.loads((BENCHMARKS / "goals.json").read_text())
     runs = table.load_scores()

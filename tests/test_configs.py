@@ -25,6 +25,7 @@ MODULES = {
     "LunarLander": "Box2D",
     "HalfCheetah": "mujoco",
     "Hopper": "mujoco",
+    "popgym": "popgym",
 }
 
 
