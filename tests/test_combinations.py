@@ -1,0 +1,105 @@
+"""Every kind of observation with every kind of action, with and without masks and memory, in one policy.
+
+All of them train and play; a sample, in which every kind of observation and of action is, does what else there is.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule
+from tests.combination_probes import ACTIONS, MASKABLE, OBSERVATIONS, SAMPLE, Combination, data_options, model_options
+from tests.helpers import Recorder, make_data, make_trainer, parameters_of
+from tests.test_precision import BOUNDS
+from tests.test_resume import differences, fit, run_state
+
+COMBINATIONS = [
+    Combination(observation, action, memory, masked)
+    for observation, action, memory, masked in product(OBSERVATIONS, ACTIONS, (False, True), (False, True))
+    if action in MASKABLE or not masked
+]
+every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+sample = pytest.mark.parametrize("combination", SAMPLE, ids=str)
+
+
+def make(
+    combination: Combination,
+    algorithm: type[OnPolicyAlgorithm] = PPO,
+    data: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[OnPolicyAlgorithm, RolloutDataModule]:
+    """An algorithm with the same initial weights each time, and its environments."""
+    module = make_data(**data_options(combination) | (data or {}))
+    torch.manual_seed(0)
+    passes = {"num_epochs": 1, "num_minibatches": 2} if issubclass(algorithm, PPO) else {}
+    spaces = module.observation_space, module.action_space
+    return algorithm(*spaces, **passes | model_options(combination) | options), module
+
+
+def check_training(
+    model: OnPolicyAlgorithm, data: RolloutDataModule, bound: float = 1e-6, **trainer_options: Any
+) -> Trainer:
+    """Two rollouts are on-policy and move every parameter; then two episodes are played."""
+    before, recorder = parameters_of(model), Recorder()
+    trainer = make_trainer(callbacks=[recorder], limit_val_batches=1, **trainer_options)
+    trainer.fit(model, data)
+    assert len(recorder.rows) == 2
+    assert max(recorder.column("first_ratio_error")) <= bound
+    assert trainer.callback_metrics["val/episodes"] == 2
+    assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == []
+    return trainer
+
+
+def test_the_sample_has_every_kind():
+    assert {combination.observation for combination in SAMPLE} == set(OBSERVATIONS)
+    assert {combination.action for combination in SAMPLE} == set(ACTIONS)
+    assert {combination[2:] for combination in SAMPLE} == set(product((False, True), repeat=2))
+
+
+@every_combination
+def test_it_trains_on_policy_and_plays(combination):
+    check_training(*make(combination))
+
+
+@sample
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(combination, tmp_path: Path):
+    options = {"data": data_options(combination), "model": model_options(combination) | {"num_minibatches": 2}}
+    fit("discrete", tmp_path / "whole", 4, **options)
+    fit("discrete", tmp_path / "first", 2, **options)
+    fit("discrete", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"), **options)
+    assert differences(run_state(tmp_path / "whole/after_4.ckpt"), run_state(tmp_path / "second/after_4.ckpt")) == []
+
+
+@sample
+@pytest.mark.parametrize("algorithm", [A2C, PPOKLPenalty])
+def test_other_algorithms_take_the_same_policy(combination, algorithm):
+    check_training(*make(combination, algorithm))
+
+
+@sample
+@pytest.mark.parametrize(
+    "options",
+    [{"value_normalization": "popart"}, {"critic_learning_rate": 1e-2, "shared_encoder": False}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_critic_go_with_it(combination, options):
+    check_training(*make(combination, **options))
+
+
+@sample
+def test_the_previous_action_and_reward_and_normalisers_go_with_it(combination):
+    """The previous reward is what there always is to normalise."""
+    normalised = {"normalize_observations": True, "normalize_rewards": True}
+    model, data = make(combination, data={"previous_action": True, "previous_reward": True}, **normalised)
+    assert {"previous_action", "previous_reward"} <= set(data.observation_space)
+    check_training(model, data)
+    assert {float(x.moments.count) for x in model.policy.observation_normalizer.leaves.values()} == {2 * 2 * 8}
+
+
+@sample
+def test_it_trains_in_bfloat16(combination):
+    check_training(*make(combination), bound=BOUNDS["bf16-mixed"], precision="bf16-mixed")
