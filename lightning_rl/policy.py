@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,22 +15,18 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
-from lightning_rl.masks import find_masks
-from lightning_rl.memory import Memory, MemoryOptions, RecurrentCore
-from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
-from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
-from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
-from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
+from lightning_rl.memory import Memory
+from lightning_rl.nested import Nested, part_at
+from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
+from lightning_rl.trunk import Trunk
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
 
-T = TypeVar("T")
 
-
-class ActorCritic(nn.Module):
-    """Encoder, action head and value head.
+class ActorCritic(Trunk):
+    """A trunk, which makes features of observations, with an action head and a value head upon it.
 
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
@@ -71,41 +67,26 @@ class ActorCritic(nn.Module):
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
-        super().__init__()
-        self.memory = MemoryOptions.parse(memory)
-        self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
-        encoded_space = observation_space
-        if normalize_observations is not False:
-            options = None if normalize_observations is True else normalize_observations
-            self.observation_normalizer, encoded_space = make_normalizer(observation_space, options)
-        self._mask_path = find_masks(observation_space)
+        super().__init__(
+            observation_space,
+            network=network,
+            hidden_sizes=hidden_sizes,
+            activation=activation,
+            discrete_encoding=discrete_encoding,
+            shared_encoder=shared_encoder,
+            critic_only=critic_only,
+            memory=memory,
+            normalize_observations=normalize_observations,
+        )
         mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)
-        self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
-        encoded_space = without(encoded_space, self._masks)
-        self.critic_only = check_critic_only(critic_only, encoded_space, shared_encoder)
-        actor_space = without(encoded_space, self.critic_only)
-        # Any leaf that both see tells how many dimensions come before those of an observation.
-        self._first_path, first = next(iter(space_leaves(actor_space).items()))
-        self._first_dims = len(first.shape or ())
-        images = any(map(is_image, space_leaves(observation_space).values()))
-        shared = images and not self.critic_only if shared_encoder is None else shared_encoder
-        mlp: Any = (hidden_sizes, activation, discrete_encoding)
-        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *mlp)
-        self.critic_encoder: nn.Module | None = None
-        if not shared:
-            self.critic_encoder = make_encoder(encoded_space, network, *mlp)
-        width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
-        value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
-        self.actor_core: RecurrentCore | None = None
-        self.critic_core: RecurrentCore | None = None
-        if self.memory is not None:
-            self.actor_core = RecurrentCore(width, self.memory)
-            if self.memory.are_separate(shared):
-                self.critic_core = RecurrentCore(value_width, self.memory)
-            width = value_width = self.memory.hidden_size
-        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
-        self.value_head = HeadLinear(value_width, 1, gain=1.0)
+        self.action_head = make_action_head(action_space, self.width, initial_log_std, action_distribution, mask_space)
+        self.value_head = HeadLinear(self.value_width, 1, gain=1.0)
         self.value_normalizer = make_value_normalizer(value_normalization)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters; of one that takes no search, since acting asks at every step."""
+        return self.value_head.weight.dtype
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
@@ -117,25 +98,8 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: A policy with memory was not given them.
         """
-        if self.memory is not None:
-            features, value_features = self._unroll(observations, _given(sequences, "sequences"))
-        else:
-            features, value_features = self._features(self._prepare(observations))
+        features, value_features = self._features(observations, sequences)
         return self._distribution(features, observations), self._value(value_features)
-
-    def initial_memory(self, batch_size: int, critic: bool = True) -> Nested | None:
-        """Return the memory before an episode, `[B, ...]`; None for a policy without one.
-
-        Args:
-            batch_size: `B`.
-            critic: With that of a critic that has its own, to get values and log-probabilities too while acting.
-        """
-        if self.actor_core is None:
-            return None
-        memory = {"actor": self.actor_core.initial(batch_size)}
-        if critic and self.critic_core is not None:
-            memory["critic"] = self.critic_core.initial(batch_size)
-        return memory
 
     def act(
         self,
@@ -155,7 +119,7 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        features, value_features, after = self._acting_features(self._prepare(observations), memory)
+        features, value_features, after = self._acting_features(observations, memory)
         distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
@@ -169,9 +133,7 @@ class ActorCritic(nn.Module):
             raise ValueError(
                 "log_prob is for policies without memory: act and forward give log-probabilities of others"
             )
-        features = self._actor_features(self._prepare(observations))
-        distribution = self._distribution(features, observations)
-        return distribution.log_prob(actions)
+        return self._distribution(self._actor_features(observations), observations).log_prob(actions)
 
     def value(self, observations: Nested, memory: Nested | None = None) -> Tensor:
         """Return value estimates; see `Policy.value`. With memory of observations `[B, *shape]`, one step from there.
@@ -179,15 +141,7 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
-        features = self._encode(encoder, self._prepare(observations))
-        if self.actor_core is not None:
-            memory = _given(memory, "memory")
-            if self.critic_core is None:
-                features, _ = self.actor_core.step(features, memory["actor"])
-            else:
-                features, _ = self.critic_core.step(features, memory["critic"])
-        return self._value(features)
+        return self._value(self._value_features(observations, memory))
 
     def saturation(self, actions: Nested) -> Tensor | None:
         """Return the share of components of `actions` that are clipped to the bounds; None where none may be."""
@@ -195,96 +149,14 @@ class ActorCritic(nn.Module):
         counts = head.saturation(actions) if hasattr(head, "saturation") else None
         return None if counts is None else counts[0] / max(counts[1], 1)
 
-    def _prepare(self, observations: Nested) -> Nested:
-        """Leave out masks, normalise, and bring floating-point observations to the dtype of the parameters."""
-        if self._masks:
-            observations = without(observations, self._masks)
-        if self.observation_normalizer is not None:
-            observations = self.observation_normalizer(observations)
-        dtype = self.value_head.weight.dtype
-        return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
-
     def _distribution(self, features: Tensor, observations: Nested) -> Distribution:
         if self._mask_path is None:
             return self.action_head(features)  # type: ignore[no-any-return]
         return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
 
-    def _features(self, x: Nested) -> tuple[Tensor, Tensor]:
-        """Return what the encoders make of prepared observations, for actor and critic."""
-        features = self._actor_features(x)
-        return features, features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
-
-    def _unroll(self, observations: Nested, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Return features of rows `[N, hidden]` for actor and critic, that know of the rows before."""
-        memory = sequences.memory
-        if sequences.burn_in is not None:
-            with torch.no_grad():
-                _, _, memory = self._run_cores(sequences.burn_in_observations, sequences.burn_in)
-        features, value_features, _ = self._run_cores(observations, sequences, memory)
-        return features, value_features
-
-    def _run_cores(
-        self, observations: Nested, sequences: Sequences, memory: Nested | None = None
-    ) -> tuple[Tensor, Tensor, Nested]:
-        """Return features for actor and critic, and the memory after each sequence."""
-        assert self.actor_core is not None
-        memory = sequences.memory if memory is None else memory
-        features, value_features = self._features(self._prepare(observations))
-        after: dict[str, Nested] = {}
-        actor, after["actor"] = self.actor_core(features, sequences.segments, memory["actor"])
-        if self.critic_core is None:
-            return actor, actor, after
-        critic, after["critic"] = self.critic_core(value_features, sequences.segments, memory["critic"])
-        return actor, critic, after
-
-    def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
-        """Return, one step on, features for the actor, for the critic where they cost nothing more, and the memory.
-
-        A critic with a core of its own has features where its memory is given.
-        """
-        encoded = self._actor_features(x)
-        if self.actor_core is None:
-            return encoded, encoded if self.critic_encoder is None else None, None
-        memory = _given(memory, "memory")
-        features, actor = self.actor_core.step(encoded, memory["actor"])
-        if self.critic_core is None:
-            return features, features, {"actor": actor}
-        if "critic" not in memory:
-            return features, None, {"actor": actor}
-        if self.critic_encoder is not None:
-            encoded = self._encode(self.critic_encoder, x)
-        value_features, critic = self.critic_core.step(encoded, memory["critic"])
-        return features, value_features, {"actor": actor, "critic": critic}
-
-    def _actor_features(self, observations: Nested) -> Tensor:
-        if self.critic_only:
-            observations = without(observations, self.critic_only)
-        return self._encode(self.actor_encoder, observations)
-
-    def _encode(self, encoder: nn.Module, observations: Nested) -> Tensor:
-        """Return features `[..., f]`; encoders see rows `[N, *shape]`, whatever the leading dimensions are."""
-        first = part_at(observations, self._first_path)
-        num_leading = first.dim() - self._first_dims
-        if num_leading == 1:
-            return encoder(observations)  # type: ignore[no-any-return]
-        leading = first.shape[:num_leading]
-        rows = map_leaves(lambda x: x.flatten(0, num_leading - 1) if leading else x.unsqueeze(0), observations)
-        features: Tensor = encoder(rows)
-        return features.reshape(*leading, features.shape[-1])
-
     def _value(self, features: Tensor) -> Tensor:
         values: Tensor = self.value_head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
-
-
-def _given(x: T | None, name: str) -> T:
-    """Return what a policy with memory cannot do without."""
-    if x is None:
-        raise ValueError(
-            f"a policy with memory needs {name}: initial_memory(batch_size) where episodes begin, then the memory that "
-            "acting gave; evaluate(batch) of the algorithm for the sequences of a batch"
-        )
-    return x
 
 
 def check_modes_agree(policy: nn.Module) -> None:

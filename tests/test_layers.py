@@ -35,7 +35,7 @@ LAYERS = [
         "progress_text",
     },
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "value_normalization"},
-    {"interruption", "runs"},
+    {"interruption", "runs", "trunk"},
     {"policy", "environments", "metrics"},
     {"estimates"},
     {"collector", "tensor_collector", "evaluation"},
