@@ -21,6 +21,7 @@ from tests.helpers import (
     random_rollout,
 )
 from tests.recorded import NORMALIZED, fixed_model, learn_as_rank
+from tests.recorded_combinations import learn_as_rank as combine_as_rank
 
 DDP = {"devices": 2, "strategy": "ddp"}
 
@@ -93,9 +94,12 @@ def main(folder: Path) -> None:
     rank = torch.distributed.get_rank()
     recorded = torch.load(folder / "recorded.pt", weights_only=False)
     learned = {case: learn_as_rank(*case, [pair[rank] for pair in pairs]) for case, pairs in recorded.items()}
+    combinations = torch.load(folder / "combinations.pt", weights_only=False)
+    combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
     restarts = count_restarts(rank)
-    torch.save({"ran": ran, "learned": learned, "failed": failed, "restarts": restarts}, folder / f"rank_{rank}.pt")
+    seen = {"ran": ran, "learned": learned, "combined": combined, "failed": failed, "restarts": restarts}
+    torch.save(seen, folder / f"rank_{rank}.pt")
 
 
 if __name__ == "__main__":

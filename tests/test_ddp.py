@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from lightning_rl import FailedUpdate
+from tests import recorded_combinations
 from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, learn_alone
+from tests.recorded_combinations import RANKED
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 TOLERANCES = {"32-true": 1e-6, "64-true": 1e-12}
@@ -33,7 +35,15 @@ def alone(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, alone: dict[tuple[str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+def combined_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The same of combinations of kinds."""
+    learned = {combination: recorded_combinations.learn_alone(combination) for combination in RANKED}
+    torch.save({one: recorded for one, (_, recorded) in learned.items()}, folder / "combinations.pt")
+    return {str(one): parameters for one, (parameters, _) in learned.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path, alone: dict[Any, Any], combined_alone: dict[str, Any]) -> list[dict[str, Any]]:
     """What both ranks left."""
     root = Path(__file__).parent.parent
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -150,6 +160,14 @@ def test_two_ranks_log_what_one_process_does(ranks, alone, option, precision):
         assert row.keys() == expected.keys()
         for name in row.keys() - OWN_TO_A_RANK:
             assert row[name] == pytest.approx(expected[name], rel=1e-3 if precision == "32-true" else 1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("combination", map(str, RANKED))
+def test_two_ranks_take_the_steps_of_one_process_whatever_the_spaces(ranks, combined_alone, combination):
+    for rank in ranks:
+        learned = rank["combined"][combination]
+        assert len(learned["errors"]) == 2 and max(learned["errors"]) <= 1e-12
+        torch.testing.assert_close(learned["parameters"], combined_alone[combination], rtol=0, atol=1e-12)
 
 
 def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
