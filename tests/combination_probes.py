@@ -81,7 +81,6 @@ class Combined(mask_probes.Invalid):
 gymnasium.register("Probe/Combined-v0", Combined)
 
 
-
 class Combination(NamedTuple):
     """Names of the kinds, whether the policy has a memory, and whether there are masks."""
 

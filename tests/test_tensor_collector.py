@@ -18,8 +18,8 @@ from lightning_rl.nested import map_leaves
 from lightning_rl.policy import ActorCritic
 from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_data, make_model, make_trainer
-from tests.torch_environments import ID, Reach
+from tests.helpers import Recorder, make_data, make_model, make_trainer
+from tests.torch_environments import ID, MASKED_ID, Reach
 
 MODES = [mode.value for mode in AutoresetMode]
 FIELDS = (
@@ -176,3 +176,15 @@ def test_a_run_resumes_bit_for_bit(tmp_path, memory):
     resumed = run(2, tmp_path / "1.ckpt").state_dict()
     for name, parameter in whole.items():
         assert torch.equal(parameter, resumed[name]), name
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])
+def test_masks_that_are_observed_and_memory_go_with_tensors(mode):
+    """The environment raises if an action is not valid, in training and evaluation."""
+    data = make_data(f"tests.torch_environments:{MASKED_ID}", backend="torch", env_kwargs={"mode": mode}, num_envs=4)
+    model, recorder = make_model(data, memory="gru", learning_rate=1e-2), Recorder()
+    trainer = make_trainer(callbacks=[recorder], limit_val_batches=1)
+    trainer.fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= 1e-6
+    assert min(recorder.column("approx_kl")) > 1e-6
+    assert trainer.callback_metrics["val/episodes"] == 2

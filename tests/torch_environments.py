@@ -13,6 +13,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from lightning_rl.masks import ActionMask
+
 
 class Reach(VectorEnv[Tensor, Tensor, Tensor]):
     """Move towards the goal; the reward is minus the distance. Falls off at ±2, and time is up after `limit` steps.
@@ -109,6 +111,31 @@ class Reach(VectorEnv[Tensor, Tensor, Tensor]):
         self.total_steps = state["total_steps"]
 
 
-ID = "Torch/Reach-v0"
+class OneWay(Reach):
+    """Some moves are not valid, as a mask that is observed says, and raise: those to the left in every second step."""
+
+    def __init__(self, num_envs: int = 1, mode: str = AutoresetMode.NEXT_STEP.value) -> None:
+        super().__init__(num_envs, mode, tells_final=False, kind="discrete")
+        parts = {"legal": ActionMask(3), "place": self.single_observation_space}
+        self.single_observation_space = spaces.Dict(parts)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+
+    def reset(self, **kwargs: Any):
+        return self.observe(super().reset(**kwargs)[0]), {}
+
+    def step(self, actions: Tensor):
+        legal = self.legal.gather(1, actions.unsqueeze(1)).squeeze(1).bool()
+        assert (legal | self.ended).all()  # an action in the place of a reset is none
+        observations, *rest = super().step(actions)
+        return self.observe(observations), *rest
+
+    def observe(self, place: Tensor) -> dict[str, Tensor]:
+        may_go_left = self.steps % 2 == 0
+        self.legal = torch.stack([may_go_left, *[torch.ones_like(may_go_left)] * 2], 1).to(torch.int8)
+        return {"legal": self.legal, "place": place}
+
+
+ID, MASKED_ID = "Torch/Reach-v0", "Torch/OneWay-v0"
 if ID not in gymnasium.registry:
     gymnasium.register(ID, vector_entry_point=Reach)
+    gymnasium.register(MASKED_ID, vector_entry_point=OneWay)
