@@ -20,7 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Everything but results that a run depends on.
 _SOURCES = ("lightning_rl", "configs", ":(glob)benchmarks/*.py", ":(glob)benchmarks/*.json", "benchmarks/peers")
 _PACKAGES = ("torch", "lightning", "gymnasium", "numpy")
-_PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid")
+_PACKAGES_IF_PRESENT = ("mujoco", "Box2D", "ale-py", "envpool", "minigrid", "popgym")
 
 
 def source() -> dict[str, Any]:
