@@ -71,7 +71,7 @@ def test_an_environment_that_was_replaced_begins_with_an_empty_memory():
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
 def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_end_alone(end):
-    """It fails in the first step of its second episode, once in the middle of a rollout and once with its first step."""
+    """It fails in the first step of its second episode, once within a rollout and once as it begins."""
     seed = derive_seed(seeds_of(1)[0], 1)
     options = {"how": "raise", "episode_seed": seed, "at": 1, "lengths": (5,), "ends": (end,)}
     for length in (5, 8):
