@@ -67,7 +67,8 @@ class EpisodeMemory:
             lost: Those whose episode ended, without an observation of its own, with the step before.
         """
         self.keep(t, truncated, state)
-        self.keep(t - 1, lost, self.state)
+        # Where the step before ended the episode, there is nothing to go on from, or it was kept with that step.
+        self.keep(t - 1, [index for index in lost if (t - 1, index) not in self._after], self.state)
         self.state = forget(state, begins)
 
     def keep(self, t: int, indices: Sequence[int], state: Nested) -> None:
@@ -77,7 +78,8 @@ class EpisodeMemory:
 
     def at(self, places: Sequence[Sequence[int]]) -> Nested | None:
         """Return the states after some steps `(t, environment)`, `[K, ...]`; None of a policy that has no memory."""
-        return map_stacked(torch.stack, [self._after[t, index] for t, index in places]) if self._after else None
+        kept = [self._after[t, index] for t, index in places] if self._after else []
+        return map_stacked(torch.stack, kept) if kept else None
 
     def state_dict(self) -> Nested | None:
         """Return a copy of the state on the CPU."""

@@ -227,7 +227,7 @@ class TensorCollector:
             final_indices=indices,
             final_observations=final_observations,
         )
-        rollout.starts = self._starts
+        rollout.starts = self._starts.cpu()
         rollout.episodes = acting.finished(rollout.ends)
         rollout.infos = {key: acting.info_values(key) for key in self.info_keys}
         return rollout

@@ -126,10 +126,18 @@ class Failing(Counter):
         episode_seed: Fails in the episode that is reset with this seed; None: in each.
         at: At which step; 0 is its reset.
         lengths: Of the episodes.
+        ends: How they end.
     """
 
-    def __init__(self, how: str, episode_seed: int | None, at: int, lengths: Sequence[int] = (5,)) -> None:
-        super().__init__(lengths, reward=1.0)
+    def __init__(
+        self,
+        how: str,
+        episode_seed: int | None,
+        at: int,
+        lengths: Sequence[int] = (5,),
+        ends: Sequence[str] = ("truncated",),
+    ) -> None:
+        super().__init__(lengths, ends, reward=1.0)
         self.how, self.episode_seed, self.at = how, episode_seed, at
         self.fails_here = False
 

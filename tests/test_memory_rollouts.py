@@ -69,6 +69,24 @@ def test_an_environment_that_was_replaced_begins_with_an_empty_memory():
     check_against_steps(policy, rollout, policy.initial_memory(2), 1e-12)
 
 
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_end_alone(end):
+    """It fails in the first step of its second episode, once within a rollout and once as it begins."""
+    seed = derive_seed(seeds_of(1)[0], 1)
+    options = {"how": "raise", "episode_seed": seed, "at": 1, "lengths": (5,), "ends": (end,)}
+    for length in (5, 8):
+        policy = counting_policy()
+        environments = make_batch("Probe/Failing-v0", **options, on_env_failure="restart")
+        rollouts = collect_two(policy, length, environments)
+        t = 5 % length
+        failed = rollouts[0 if length > 5 else 1]
+        assert not failed.valid[t, 0] and failed.starts[t + 1, 0]
+        memory = policy.initial_memory(1)
+        for rollout in rollouts[: 1 if length > 5 else 2]:
+            memory = check_against_steps(policy, rollout, memory, 1e-12)[-1]
+            memory = map_leaves(lambda x, ends=rollout.ends[-1]: x * ~ends.view(-1, 1, 1), memory)
+
+
 @pytest.mark.parametrize("burn_in", [0, 2, 9])
 @pytest.mark.parametrize("sequence_length", [None, 3, 6])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])

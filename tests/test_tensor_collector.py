@@ -150,6 +150,19 @@ def test_reward_options_apply_in_training_alone_and_others_are_refused():
         make_trainer().fit(make_model(data), make_data(ID, backend="torch", frame_stack=2))
 
 
+def test_evaluation_gets_by_without_final_observations():
+    """What the last step led to is not known: the observation before it is recorded in its place."""
+    played = []
+    for tells_final in (True, False):
+        data = make_data(ID, backend="torch", env_kwargs={"tells_final": tells_final})
+        (episodes,) = make_trainer().predict(make_model(data), data)
+        played.append(episodes)
+    for told, other in zip(*played, strict=True):
+        assert (other.length, other.episode_return) == (told.length, told.episode_return)
+        np.testing.assert_array_equal(other.observations[:-1], told.observations[:-1])
+        np.testing.assert_array_equal(other.observations[-1], told.observations[-2])
+
+
 def test_a_run_trains_evaluates_and_learns():
     data = make_data(ID, backend="torch", num_envs=64, rollout_length=14, rollouts_per_epoch=30, eval_episodes=20)
     model = make_model(data, learning_rate=3e-3, num_minibatches=4, num_epochs=4)

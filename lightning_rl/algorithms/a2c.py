@@ -71,7 +71,7 @@ class A2C(OnPolicyAlgorithm):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss over a rollout's steps."""
-        advantages = self.normalize(batch.advantages) if self.normalize_advantages else batch.advantages
+        advantages = self.normalized_advantages(batch) if self.normalize_advantages else batch.advantages
         distribution, values = self.evaluate(batch)
         log_probs = distribution.log_prob(batch.actions)
         policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))

@@ -175,7 +175,7 @@ class PPO(OnPolicyAlgorithm):
             distribution: Of its actions, by the current parameters.
         """
         normalized = self.normalize_advantages == "minibatch"
-        advantages = self.normalize(batch.advantages) if normalized else batch.advantages
+        advantages = self.normalized_advantages(batch) if normalized else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
         self.observe_first_ratios(log_probs - batch.log_probs)
         if self.log_prob_clip is not None:
@@ -234,7 +234,7 @@ class PPO(OnPolicyAlgorithm):
     def _with_normalized_advantages(self, batch: Batch) -> Batch:
         if self.normalize_advantages != "rollout":
             return batch
-        return batch.replace(advantages=self.normalize(batch.advantages))
+        return batch.replace(advantages=self.normalized_advantages(batch))
 
     def _half(self, epoch: int) -> Half | None:
         """Return the half of the network that a pass is about; None: both."""

@@ -113,7 +113,7 @@ class Reports(Updates):
         """
         if self.histograms and self._log_is_due:
             model: Any = self  # the parts that it logs are those of the subclass
-            advantages = self.normalize(batch.advantages)
+            advantages = self.normalized_advantages(batch)
             for logger in that_show_histograms(self.trainer.loggers):
                 for tag, values in histograms(batch, advantages, model.action_space, model.policy):
                     logger.experiment.add_histogram(f"{name}/{tag}", values.detach().cpu(), self.env_steps)

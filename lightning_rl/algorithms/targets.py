@@ -74,8 +74,12 @@ class Targets(Updates):
         if weights is not None:
             per_step["weights"] = weights
         batch = rollout.flatten(rows, advantages=advantages, returns=returns, **per_step)
-        self._value_targets = batch.returns
-        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
+        values, returns = batch.values, batch.returns
+        if weights is not None:  # with memory, steps that do not count are there too
+            counted = batch.weights != 0
+            values, returns = values[counted], returns[counted]
+        self._value_targets = returns
+        self.diagnostics.observe(explained_variance=self.explained_variance(values, returns))
         return batch
 
     def with_new_targets(self, batch: Batch, rollout: Rollout) -> Batch:

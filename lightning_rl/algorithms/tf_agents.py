@@ -165,6 +165,10 @@ class TFAgentsPPO(PPOKLPenalty):
         standardized: Tensor = centered * (variance + _VARIANCE_EPSILON).rsqrt()
         return standardized.to(x.dtype)
 
+    def normalized_advantages(self, batch: Batch) -> Tensor:
+        """Return the advantages as `normalize` makes them of all rows, weight or not."""
+        return self.normalize(batch.advantages)
+
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
         harmless = {

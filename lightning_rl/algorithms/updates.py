@@ -134,6 +134,13 @@ class Updates(LightningModule):
         standardized: Tensor = centered / (variance.sqrt() + 1e-8)
         return standardized.to(x.dtype)
 
+    def normalized_advantages(self, batch: Batch) -> Tensor:
+        """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
+        if "weights" not in batch.fields:
+            return self.normalize(batch.advantages)
+        counted = batch.weights != 0
+        return torch.zeros_like(batch.advantages).masked_scatter(counted, self.normalize(batch.advantages[counted]))
+
     def explained_variance(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
         if self.world_size == 1:

@@ -143,22 +143,36 @@ class TensorEnvironments:
 
 
 class AsArrays(VectorWrapper[Any, Any, Any, Any]):
-    """A vector environment of tensors seen as one of arrays, for evaluation, where every step is looked at."""
+    """A vector environment of tensors seen as one of arrays, for evaluation, where every step is looked at.
+
+    Where the environments do not tell what an episode reached, that is the observation before its last step.
+    """
+
+    _observations: Nested
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
         """Reset; a mask in `options` becomes a tensor."""
         if options and "reset_mask" in options:
-            options = {**options, "reset_mask": torch.from_numpy(np.asarray(options["reset_mask"]))}
-        observations, infos = self.env.reset(seed=seed, options=options)
-        return map_leaves(to_array, observations), infos
+            options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
+        self._observations, infos = self.env.reset(seed=seed, options=options)
+        return map_leaves(to_array, self._observations), infos
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
         """Step with arrays, nested as the action space is."""
-        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(torch.from_numpy, actions))
-        if "final_obs" in infos:
-            infos = {**infos, "final_obs": map_leaves(to_array, infos["final_obs"])}
+        before = self._observations
+        same_step = autoreset_mode(self.env) is AutoresetMode.SAME_STEP
+        if same_step:
+            before = map_leaves(to_array, map_leaves(torch.clone, before))  # the environments may write over theirs
+        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(self._to_tensor, actions))
+        self._observations = observations
+        if same_step:
+            infos = {**infos, "final_obs": map_leaves(to_array, infos.get("final_obs", before))}
         flags = (to_array(rewards), to_array(terminated).astype(bool), to_array(truncated).astype(bool))
         return map_leaves(to_array, observations), *flags, infos
+
+    def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
+        """Return a tensor on the device of the environments."""
+        return torch.from_numpy(x).to(next(leaves(self._observations)).device)
 
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_rl import PPO, FailedUpdate, Rollout
+from lightning_rl import A2C, PPO, FailedUpdate, Rollout
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -15,6 +16,7 @@ from tests.helpers import (
     VECTOR,
     FixedRollouts,
     Recorder,
+    make_data,
     make_trainer,
     parameters_of,
     random_rollout,
@@ -194,6 +196,37 @@ def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
         assert parameter.isfinite().all()
         assert torch.equal(parameter, results[1][name])
     assert len(model.targets(rollout)) == 46
+
+
+class WeighingA2C(A2C):
+    """Likewise."""
+
+    given: Tensor
+
+    def step_weights(self, rollout: Rollout) -> Tensor:
+        return self.given
+
+
+@pytest.mark.parametrize("kind", [Weighing, WeighingA2C])
+def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
+    """They stay in their sequences."""
+    data = make_data(rollout_length=8, rollouts_per_epoch=1)
+    torch.manual_seed(0)
+    model = kind(data.observation_space, data.action_space, memory="gru", value_normalization="popart")
+    model.num_minibatches = 1
+    model.given = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0, 0.0, 1.0, 3.0]).unsqueeze(1).expand(8, 2)
+    rollouts: list[Rollout] = []
+    keep = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: rollouts.append(batch))
+    make_trainer(callbacks=[keep]).fit(model, data)
+    batch = model.targets(rollouts[0])
+    counted = batch.weights != 0
+    assert counted.sum() == 10
+    assert len(batch) == 16
+    advantages = model.normalized_advantages(batch)
+    assert torch.equal(advantages[counted], model.normalize(batch.advantages[counted]))
+    assert not advantages[~counted].any()
+    mean = batch.returns[counted].double().mean()
+    assert model.policy.value_normalizer.moments.mean.item() == pytest.approx(mean.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("part", ["policy", "value", "shared"])
