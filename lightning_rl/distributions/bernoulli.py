@@ -53,5 +53,5 @@ class Bernoulli(Distribution):
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the same numbers either way: PyTorch cannot load an exported `uniform_`, and `rand_like` has no generator."""
+    """Return the same numbers either way: an exported `uniform_` cannot be loaded, `rand_like` takes no generator."""
     return torch.rand_like(like) if generator is None else torch.empty_like(like).uniform_(generator=generator)
