@@ -11,7 +11,16 @@ from torch import Tensor
 from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.algorithms.run_state import run_state
 from lightning_rl.nested import leaves
-from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, random_rollout
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    make_data,
+    make_model,
+    make_trainer,
+    random_rollout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -131,3 +140,29 @@ def test_callbacks_get_the_rollout_and_the_losses_after_each_step():
     assert [version for version, _ in seen] == [0, 1]
     assert seen[0][1] != seen[1][1]
     assert all(isinstance(value, float) for _, losses in seen for value in losses.values())
+
+
+def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
+    terms: list[dict[str, float]] = []
+
+    class Watched(PPO):
+        def optimize(self, loss, only=None, keep_if=None):
+            super().optimize(loss, only, keep_if)
+            newest = self.diagnostics._terms
+            terms.append({name: float(values[-1]) for name, values in newest.items()})
+
+    torch.manual_seed(0)
+    options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "policy_l2": 0.01, "learning_rate": 1e-2}
+    model = Watched(VECTOR, DISCRETE, hidden_sizes=(8,), **options)
+    logger = MemoryLogger()
+    rollouts = FixedRollouts([random_rollout(model.policy)], model)
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)
+    assert len(terms) == 12
+    for name in ("loss", "total_abs_loss", "policy_loss", "value_loss", "entropy", "l2_penalty"):
+        values = [update[name] for update in terms]
+        assert len(set(values)) > 3, "they change from minibatch to minibatch"
+        assert logger.rows(f"train/{name}") == [(48, pytest.approx(sum(values) / 12, rel=1e-6))]
+    assert logger.rows("train/learning_rate") == [(48, 1e-2)]
+    first = terms[0]
+    sizes = abs(first["policy_loss"]) + 0.5 * first["value_loss"] + 0.1 * first["entropy"] + first["l2_penalty"]
+    assert first["total_abs_loss"] == pytest.approx(sizes, rel=1e-5)
