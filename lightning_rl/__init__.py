@@ -4,7 +4,7 @@ from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.algorithms.failures import FailedUpdate
-from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
+from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation, PolicyExport
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
@@ -20,6 +20,7 @@ __all__ = [
     "AtariPreprocessing",
     "Batch",
     "EnvStepCheckpoint",
+    "EnvStepInterval",
     "EnvStepLimit",
     "EnvStepProgressBar",
     "EnvStepRichProgressBar",
@@ -28,6 +29,7 @@ __all__ = [
     "LastCheckpoint",
     "OnPolicyAlgorithm",
     "PPOKLPenalty",
+    "PolicyExport",
     "PolicyOutput",
     "Rollout",
     "RolloutDataModule",

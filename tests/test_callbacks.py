@@ -1,18 +1,31 @@
 """Limits, validation and checkpoints count environment steps: exactly, over epochs, and after a restart."""
 
+import json
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation, LastCheckpoint, quiet
+from lightning_rl import (
+    EnvStepCheckpoint,
+    EnvStepInterval,
+    EnvStepLimit,
+    EnvStepValidation,
+    LastCheckpoint,
+    PolicyExport,
+    quiet,
+)
 from lightning_rl.clock import planned_env_steps
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_data, make_model, make_trainer
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 ROLLOUT = 2 * 16  # environment steps of a rollout from `make_data`, of which an epoch has two
 
@@ -187,6 +200,14 @@ def test_checkpoints_by_steps_count_on_after_a_restart(tmp_path):
     assert steps_of(tmp_path) == [64, 128, 160]
 
 
+def test_the_newest_n_checkpoints_are_kept_without_a_monitor_and_over_restarts(tmp_path):
+    fit(EnvStepCheckpoint(32, tmp_path, save_top_k=3), EnvStepLimit(160), enable_checkpointing=True)
+    assert steps_of(tmp_path) == [96, 128, 160]
+    newest = EnvStepCheckpoint(32, tmp_path, save_top_k=3)
+    fit(newest, EnvStepLimit(224), enable_checkpointing=True, ckpt_path=tmp_path / "step=160.ckpt")
+    assert steps_of(tmp_path) == [160, 192, 224]
+
+
 def test_only_the_newest_checkpoints_are_kept_on_request(tmp_path):
     fit(EnvStepCheckpoint(32, tmp_path, save_top_k=1, save_last=True), max_epochs=2, enable_checkpointing=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=128.ckpt"]
@@ -303,10 +324,116 @@ def test_training_goes_on_with_the_same_objects_after_each_kind_of_evaluation():
         evaluate(model, data)
 
 
+# ---------------------------------------------------------------------- intervals
+
+
+class Counted(EnvStepInterval):
+    """Notes when it acts."""
+
+    def __init__(self, every_n_env_steps: int) -> None:
+        super().__init__(every_n_env_steps)
+        self.acted: list[int] = []
+
+    def on_interval(self, trainer, pl_module) -> None:
+        self.acted.append(pl_module.env_steps)
+
+
+def ask(callback: Counted, steps: Iterable[int], start: int = 0, force: bool = False) -> list[int]:
+    """The steps at which it acts, of those at which it is asked."""
+    model: Any = SimpleNamespace(env_steps=start)
+    trainer: Any = None
+    callback.on_train_start(trainer, model)
+    for model.env_steps in steps:
+        before = len(callback.acted)
+        assert callback.fire(trainer, model, force=force) == (len(callback.acted) > before)
+    return callback.acted
+
+
+def test_an_interval_counts_from_where_it_last_acted():
+    assert ask(Counted(10), [3, 9, 10, 14, 25, 29, 34, 35]) == [10, 25, 35]
+    assert ask(Counted(10), [23, 29, 30], start=20) == [30], "a restored step is where it begins"
+    for never in (0, -1):
+        assert ask(Counted(never), range(100)) == []
+        assert ask(Counted(never), range(100), force=True) == []
+
+
+def test_an_interval_can_be_forced_once_at_a_step():
+    assert ask(Counted(10), [0, 3, 3, 4, 4], force=True) == [3, 4]
+    forced = Counted(10)
+    ask(forced, [3, 4], force=True)
+    assert ask(forced, [10, 13, 14]) == [3, 4, 14], "it counts from there"
+
+
+def test_an_interval_acts_after_rollouts_and_counts_on_after_a_restart(tmp_path):
+    whole = Counted(50)
+    fit(whole, EnvStepLimit(256))
+    assert whole.acted == [64, 128, 192, 256]
+    whole = Counted(70)
+    fit(whole, EnvStepLimit(320))
+    assert whole.acted == [96, 192, 288]
+    fit(Counted(70), EnvStepLimit(160), LastCheckpoint(tmp_path), enable_checkpointing=True)
+    resumed = Counted(70)
+    fit(resumed, EnvStepLimit(320), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.acted == [192, 288]
+    new = Counted(65)  # of which the checkpoint knows nothing
+    fit(new, EnvStepLimit(320), ckpt_path=tmp_path / "last.ckpt")
+    assert new.acted == [160 + 96]
+
+
+def test_an_interval_without_anything_to_do_says_so():
+    with pytest.raises(NotImplementedError, match="EnvStepInterval has no on_interval"):
+        fit(EnvStepInterval(32))
+
+
+# ---------------------------------------------------------------------- exports
+
+
+def exports_of(folder: Path) -> list[int]:
+    """Environment steps of the exports in a folder, by their names and by their descriptions."""
+    found = {path.name: json.loads((path / "policy.json").read_text())["env_steps"] for path in folder.iterdir()}
+    assert all(name == f"step={env_steps}" for name, env_steps in found.items())
+    return sorted(found.values())
+
+
+def test_policies_are_exported_at_intervals_and_at_the_end_the_newest_kept(tmp_path):
+    _, model, _ = fit(PolicyExport(50, tmp_path / "some", keep=2), EnvStepLimit(160))
+    assert exports_of(tmp_path / "some") == [128, 160]
+    description = json.loads((tmp_path / "some" / "step=160" / "policy.json").read_text())
+    assert (description["env_id"], description["algorithm"]) == ("CartPole-v1", "PPO")
+    program = torch.export.load(tmp_path / "some" / "step=160" / "greedy.pt2").module()
+    observations = torch.randn(50, 4)
+    assert torch.equal(program(observations), model(observations))
+
+
+def test_all_policies_are_kept_beside_the_log_unless_told_otherwise(tmp_path):
+    logger = CSVLogger(tmp_path, name="run", version=0)
+    fit(PolicyExport(64), EnvStepLimit(128), logger=logger)
+    assert exports_of(tmp_path / "run" / "version_0" / "policies") == [64, 128]
+    fit(PolicyExport(64), EnvStepLimit(32), default_root_dir=tmp_path / "root")
+    assert exports_of(tmp_path / "root" / "policies") == [32]
+
+
+def test_exporting_does_not_change_a_run(tmp_path):
+    _, watched, _ = fit(PolicyExport(32, tmp_path), max_epochs=1)
+    _, alone, _ = fit(max_epochs=1)
+    assert_equal_parameters(watched, parameters_of(alone))
+
+
+def test_nothing_is_exported_in_a_fast_dev_run(tmp_path):
+    fit(PolicyExport(1, tmp_path), fast_dev_run=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keep", [0, -2, 1.5])
+def test_the_number_of_exports_to_keep_is_checked(keep):
+    with pytest.raises(ConfigurationError, match=f"keep={keep} is not valid: expected an integer of at least 1, or -1"):
+        PolicyExport(10, keep=keep)
+
+
 # ---------------------------------------------------------------------- bad input, and what is not said
 
 
-@pytest.mark.parametrize("make", [EnvStepLimit, EnvStepValidation, EnvStepCheckpoint])
+@pytest.mark.parametrize("make", [EnvStepLimit, EnvStepValidation, EnvStepCheckpoint, PolicyExport])
 @pytest.mark.parametrize("value", [0, -5, 1.5, True])
 def test_intervals_must_be_positive_integers(make, value):
     with pytest.raises(ConfigurationError, match=f"env_steps={value} is not valid: expected an integer of at least 1"):

@@ -37,7 +37,7 @@ LAYERS = [
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "value_normalization"},
     {"interruption", "runs", "trunk"},
     {"policy", "environments", "metrics"},
-    {"estimates"},
+    {"estimates", "export"},
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
     {"sampler"},

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -87,6 +88,42 @@ def test_the_scripts_of_the_first_steps_run():
         exec(script.replace("20_000", "2_048"), namespace)
     assert isinstance(namespace["model"], PPO)
     assert namespace["action"].shape == (1,)
+
+
+def test_the_scripts_for_those_who_come_from_tf_agents_run():
+    """What the learner does there: at the intervals that are asked for, and with the files that are promised."""
+    page = ROOT / "docs/coming_from_tf_agents.md"
+    namespace: dict = {}
+    for script in blocks(page, "python"):
+        exec(script, namespace)
+    kept = sorted(path.name for path in Path("tf_agents_run/checkpoints").iterdir())
+    assert kept == ["step=1024.ckpt", "step=1536.ckpt", "step=2048.ckpt"]
+    assert sorted(path.name for path in Path("tf_agents_run/policies").iterdir()) == ["step=1024", "step=2048"]
+    assert namespace["action"].shape == (1,)
+    assert {"loss", "policy_loss", "value_loss", "entropy"} <= set(namespace["losses"]) & set(
+        namespace["after_step"].losses
+    )
+    assert namespace["after_step"].rollout.shape == (64, 4)
+    assert "train/weight_norm" in namespace["trainer"].logged_metrics
+    items = re.findall(r"^(\d+)\. ", page.read_text(), re.MULTILINE)
+    assert items == [str(number) for number in range(1, 29)]
+
+
+def test_the_scripts_about_exporting_and_logging_run():
+    namespace: dict = {}
+    for page in ("docs/export.md", "docs/logging.md"):
+        for script in blocks(ROOT / page, "python"):
+            exec(script, namespace)
+    assert namespace["actions"].shape == (3,)
+    assert namespace["memory"]["actor"].abs().sum() > 0
+    assert sorted(path.name for path in Path("policies").iterdir()) == ["final", "step=1024", "step=512"]
+    described = set(re.findall(r"`(\w+)`", (ROOT / "docs/export.md").read_text()))
+    assert set(json.loads(Path("policies/final/policy.json").read_text())) <= described
+    data, model = namespace["data"], namespace["model"]
+    callbacks = [namespace["EnvStepLimit"](1_280), namespace["WeightNorm"](200), namespace["Watch"]()]
+    trainer = namespace["Trainer"](max_epochs=-1, logger=False, limit_val_batches=0, callbacks=callbacks)
+    trainer.fit(model, data)
+    assert "train/weight_norm" in trainer.callback_metrics
 
 
 def write_own_package() -> None:

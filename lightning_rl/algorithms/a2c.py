@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
@@ -61,13 +62,14 @@ class A2C(OnPolicyAlgorithm):
         """Return RMSprop with the decay of the paper."""
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
-        """Learn from one rollout."""
+    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+        """Learn from one rollout, and return the losses."""
         with self.learning(rollout):
             batch = self.targets(rollout)
             for whole in self.minibatches(batch, num_minibatches=1):
                 self.optimize(self.loss(whole))
             self.log_histograms(batch, "update")
+        return {"losses": self.losses}
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss over a rollout's steps."""

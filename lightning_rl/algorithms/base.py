@@ -291,7 +291,7 @@ class OnPolicyAlgorithm(Targets, Reports):
             self.diagnostics.observe(action_saturation=share)
         with suppress(NotFiniteError):
             yield
-        means = self.diagnostics.means()
+        means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
             self._restore_normalizers()
             skip_or_raise(self, rollout, not_finite, generator_state)
@@ -305,8 +305,8 @@ class OnPolicyAlgorithm(Targets, Reports):
             self._take_into_value_normalizer()
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
-            means["skipped_updates"] = float(bool(not_finite))
-        means |= {name: getattr(self, name) for name in self._scheduled if name not in RATES}
+            means = means | {"skipped_updates": float(bool(not_finite))}
+        means = means | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
         for scheduler in self._schedulers():
             scheduler.step()
         self.policy_version += 1
@@ -321,6 +321,32 @@ class OnPolicyAlgorithm(Targets, Reports):
         if batch.sequences is None:
             return self.policy(batch.observations)  # type: ignore[no-any-return]
         return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def compute_loss(self, rollout: Rollout | Batch) -> dict[str, float]:
+        """Return the loss over a rollout or batch, and what it is made of, without learning from it.
+
+        Nothing changes: neither parameters nor their gradients, normalisers, clock, generators or what is logged. It
+        needs no Trainer; with several ranks it is a collective call about the rows of all of them. With
+        `update_normalizers: before` a rollout is seen through normalisers that know it, as it would be in learning.
+
+        Args:
+            rollout: A rollout, or what `targets` made of one, all of it or a part.
+
+        Returns:
+            By the name that each is logged by (`train/<name>`): `loss`, `policy_loss`, `value_loss`, `entropy`, ….
+
+        Raises:
+            NotImplementedError: The algorithm has no `loss(batch)`.
+        """
+        loss = getattr(self, "loss", None)
+        if loss is None:
+            raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
+        with self.leaving_no_trace():
+            batch = self.whole(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
+            self.weigh([batch])
+            loss(batch)
+            return self.diagnostics.means()
 
     def scheduled(
         self,

@@ -17,6 +17,7 @@ from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_settings import check_settings
+from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.schedules import Scheduled
@@ -125,10 +126,11 @@ class PPO(OnPolicyAlgorithm):
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
-        """Learn from one rollout."""
+    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+        """Learn from one rollout, and return the losses."""
         with self.learning(rollout):
             self.update(rollout, self.targets(rollout))
+        return {"losses": self.losses}
 
     def update(self, rollout: Rollout, batch: Batch) -> None:
         """Make passes of gradient steps over a batch, unless they are stopped.
@@ -137,11 +139,11 @@ class PPO(OnPolicyAlgorithm):
             rollout: That the batch is made of.
             batch: What `targets` made of it.
         """
-        batch = self._with_normalized_advantages(batch)
+        batch = self.whole(batch)
         num_passes = max(self.num_epochs, self.num_value_epochs)
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
-                batch = self._with_normalized_advantages(self.with_new_targets(batch, rollout))
+                batch = self.whole(self.with_new_targets(batch, rollout))
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
@@ -231,7 +233,8 @@ class PPO(OnPolicyAlgorithm):
             mean_kl = self.all_reduce(torch.tensor(means["approx_kl"], device=self.device)) / self.world_size
             self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))
 
-    def _with_normalized_advantages(self, batch: Batch) -> Batch:
+    def whole(self, batch: Batch) -> Batch:
+        """Return a batch as its minibatches are cut from it, with advantages normalised over all of it if so wanted."""
         if self.normalize_advantages != "rollout":
             return batch
         return batch.replace(advantages=self.normalized_advantages(batch))

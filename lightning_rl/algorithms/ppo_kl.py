@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
 from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import Nested, map_leaves
@@ -77,8 +78,8 @@ class PPOKLPenalty(PPO):
         self.kl_cutoff_coef = kl_cutoff_coef
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
-        """Learn from one rollout, then adapt β to how far that has moved the policy."""
+    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+        """Learn from one rollout, adapt β to how far that has moved the policy, and return the losses."""
         kl = self.kl_coef.new_tensor(torch.nan)  # leaves β as it is
         with self.learning(rollout):
             self.diagnostics.observe(kl_coef=self.kl_coef.clone())
@@ -88,6 +89,7 @@ class PPOKLPenalty(PPO):
         if self.adaptive and not self.skipped_updates:
             target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, kl, target, tolerance))
+        return {"losses": self.losses}
 
     @torch.no_grad()
     def acting_distribution(self, rollout: Rollout) -> Nested:

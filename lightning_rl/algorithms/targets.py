@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.algorithms.values import revalued
 from lightning_rl.algorithms.warm_start import part_of
+from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
@@ -82,6 +85,10 @@ class Targets(Updates):
         self.diagnostics.observe(explained_variance=self.explained_variance(values, returns))
         return batch
 
+    def whole(self, batch: Batch) -> Batch:
+        """Return a batch as its minibatches are cut from it; override it to change what is learned from all of it."""
+        return batch
+
     def with_new_targets(self, batch: Batch, rollout: Rollout) -> Batch:
         """Return a batch that `targets` made with values, advantages and returns by the critic as it is now."""
         rollout = revalued(self.policy, rollout)
@@ -137,6 +144,24 @@ class Targets(Updates):
                 raise RuntimeError("value_normalization needs the returns that are learned: call self.targets")
             normalizer.update(self._value_targets, self.policy.value_head, self.all_reduce)
         self._value_targets = None
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """Have diagnostics of their own, and afterwards those of before, and the normalisers as they were."""
+        names = ("diagnostics", "_value_targets", "_kept_normalizers", "_kept_discounted_return")
+        kept = {name: getattr(self, name) for name in names}
+        rewards = self.reward_normalizer
+        discounted_return = None if rewards is None else rewards.discounted_return
+        self._forget_normalizers()
+        self.diagnostics = Diagnostics(self.device)
+        try:
+            yield
+        finally:
+            self._restore_normalizers()
+            if rewards is not None and discounted_return is not None:
+                rewards.discounted_return = discounted_return
+            for name, value in kept.items():
+                setattr(self, name, value)
 
     def _keep_normalizers(self) -> None:
         """Remember the normalisers, should nothing be learned from the rollout that they take in now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -27,6 +27,10 @@ GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
 """What the norms of the gradients of the optimisers are logged by, before they are clipped."""
 
 
+StepOutput: TypeAlias = "dict[str, dict[str, float]] | None"
+"""What `training_step` may return: `{"losses": self.losses}`, for `on_train_batch_end` of callbacks."""
+
+
 class NotFiniteError(Exception):
     """Ends the updates from a rollout at the very minibatch; `learning` says which term it was."""
 
@@ -39,6 +43,8 @@ class Updates(LightningModule):
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
         policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
         diagnostics: Of the rollout that is being learned from.
+        losses: What came of the updates from the last rollout: the mean of every term over this rank's minibatches, by
+            the name that it is logged by (`train/<name>`).
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
         frames: Steps of the simulation in them: more where each action is repeated.
@@ -57,6 +63,7 @@ class Updates(LightningModule):
         self.check_numerics = False
         self.max_skipped_updates = 0
         self.diagnostics = Diagnostics(torch.device("cpu"))
+        self.losses: dict[str, float] = {}
         self.generator = torch.Generator()
         self.env_steps = 0
         self.frames = 0

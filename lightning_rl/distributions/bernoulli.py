@@ -23,7 +23,7 @@ class Bernoulli(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw every switch."""
-        uniform = torch.empty_like(self.logits).uniform_(generator=generator)
+        uniform = _uniform(self.logits, generator)
         return (uniform < self.logits.sigmoid()).to(torch.int8)
 
     def mode(self) -> Tensor:
@@ -50,3 +50,8 @@ class Bernoulli(Distribution):
     def with_parameters(self, parameters: Tensor) -> Bernoulli:
         """Return distributions with other logits."""
         return Bernoulli(parameters)
+
+
+def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return the same numbers either way: an exported `uniform_` cannot be loaded, `rand_like` takes no generator."""
+    return torch.rand_like(like) if generator is None else torch.empty_like(like).uniform_(generator=generator)

@@ -56,6 +56,36 @@ def test_first_ratio_error_tells_a_rollout_of_old_parameters(data_class, is_on_p
     assert (max(errors) <= 1e-6) if is_on_policy else (min(errors) > 1e-3)
 
 
+def test_every_update_is_made_of_the_frames_of_its_own_rollout_each_once_an_epoch():
+    """Nothing is left over for a later one, whatever the numbers of environments, steps, minibatches and epochs are."""
+    learned: list[torch.Tensor] = []
+
+    class Watched(PPO):
+        def loss(self, batch, only=None):
+            learned.append(batch.observations.clone())
+            return super().loss(batch, only)
+
+    rollouts = 0
+
+    class Compare(Recorder):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            nonlocal rollouts
+            frames = batch.observations[:-1].flatten(0, 1)
+            assert len(frames.unique(dim=0)) == len(frames) == 3 * 20
+            for epoch in range(3):
+                rows = torch.cat(learned[5 * epoch : 5 * epoch + 5])
+                assert torch.equal(rows.sort(0)[0], frames.sort(0)[0])
+                assert torch.equal(rows.unique(dim=0), frames.unique(dim=0))
+            assert len(learned) == 15
+            learned.clear()
+            rollouts += 1
+
+    data = make_data(num_envs=3, rollout_length=20, rollouts_per_epoch=4)
+    model = Watched(data.observation_space, data.action_space, hidden_sizes=(8,), num_epochs=3, num_minibatches=5)
+    make_trainer(callbacks=[Compare()]).fit(model, data)
+    assert rollouts == 4
+
+
 def test_normalisers_are_frozen_from_the_first_action_to_the_end_of_the_update():
     data = make_data(rollouts_per_epoch=3)
     model = make_model(data, **NORMALIZED)

@@ -1,4 +1,4 @@
-"""Callbacks that count in environment steps."""
+"""Limits, validation and checkpoints that count in environment steps."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         filename: As in `ModelCheckpoint`; `{step}` is the number of environment steps.
         monitor: Keep the best by this logged value rather than the newest.
         mode: Whether the largest (`max`) or the smallest (`min`) value is the best.
-        save_top_k: How many to keep; -1 keeps all.
+        save_top_k: How many to keep, the best or the newest; -1 keeps all.
         save_last: Save a `last.ckpt` beside each.
         save_weights_only: Save the weights alone: smaller, but nothing to resume from.
     """
@@ -131,6 +131,8 @@ class EnvStepCheckpoint(ModelCheckpoint):
         save_weights_only: bool = False,
     ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
+        if monitor is None and save_top_k > 1:  # Lightning keeps several only by a value: the newest have the largest
+            monitor, mode = "step", "max"
         super().__init__(
             dirpath,
             filename,

@@ -1,0 +1,61 @@
+"""Policies that can be used without this package, written while a run goes on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_rl.callbacks.interval import EnvStepInterval
+from lightning_rl.export import FOLDER_PATTERN, METADATA, export_policy
+from lightning_rl.validation import check, check_positive_int, is_int
+
+
+class PolicyExport(EnvStepInterval):
+    """Export the policy once at least so many environment steps have passed since the last time, and at the end.
+
+    Each time a folder `step=….` comes to be, with what `lightning_rl.export.export_policy` writes: the policy as a
+    program of `torch.export`, with its mode and with samples, and a description of it. It appears as a whole or not at
+    all. The run waits for it, mostly less than a second; only the first rank writes.
+
+    Args:
+        every_n_env_steps: Environment steps of all ranks between exports.
+        dirpath: Folder; by default `policies` in that of the logger, or without one in that of the Trainer.
+        keep: How many to keep, the newest; -1 keeps all.
+    """
+
+    def __init__(self, every_n_env_steps: int, dirpath: str | Path | None = None, keep: int = -1) -> None:
+        check_positive_int("every_n_env_steps", every_n_env_steps)
+        check(is_int(keep) and (keep == -1 or keep > 0), "keep", keep, "an integer of at least 1, or -1")
+        super().__init__(every_n_env_steps)
+        self.dirpath = dirpath
+        self.keep = keep
+
+    def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the policy as it is now, and remove what is too old."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        folder = self.folder(trainer)
+        env_id = getattr(getattr(trainer.datamodule, "spec", None), "env_id", None)  # type: ignore[attr-defined]
+        export_policy(pl_module, folder / FOLDER_PATTERN.format(pl_module.env_steps), env_id=env_id)
+        if self.keep > 0:
+            for old in self._exports(folder)[: -self.keep]:
+                shutil.rmtree(old)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the last one too, unless it has just been written."""
+        self.fire(trainer, pl_module, force=True)
+
+    def folder(self, trainer: Trainer) -> Path:
+        """Return the folder that the exports are in."""
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        return Path(trainer.log_dir or trainer.default_root_dir) / "policies"
+
+    @staticmethod
+    def _exports(folder: Path) -> list[Path]:
+        """Return the exports in a folder, the oldest first."""
+        prefix = FOLDER_PATTERN.partition("{")[0]
+        found = [path.parent for path in folder.glob(f"{prefix}*/{METADATA}")]
+        return sorted(found, key=lambda path: int(path.name.removeprefix(prefix)))

@@ -1,0 +1,168 @@
+"""The loss of a rollout without learning from it, and the losses that learning from one gives."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl.algorithms.run_state import run_state
+from lightning_rl.nested import leaves
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    make_data,
+    make_model,
+    make_trainer,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+CASES: dict[str, tuple[type[OnPolicyAlgorithm], dict[str, Any]]] = {
+    "ppo": (PPO, {"num_epochs": 1, "num_minibatches": 1, "normalize_advantages": "rollout", "entropy_coef": 0.1}),
+    "normalisers_first": (
+        PPO,
+        {
+            "num_epochs": 1,
+            "num_minibatches": 1,
+            "update_normalizers": "before",
+            "recompute_values": True,
+            "normalize_observations": True,
+            "normalize_rewards": True,
+        },
+    ),
+    "popart": (PPO, {"num_epochs": 1, "num_minibatches": 1, "value_normalization": "popart", "target_kl": 1e-4}),
+    "kl": (PPOKLPenalty, {"num_epochs": 1, "num_minibatches": 1, "kl_cutoff_coef": 10.0}),
+    "tf_agents": (TFAgentsPPO, {"num_epochs": 1, "num_minibatches": 1}),
+    "a2c": (A2C, {}),
+}
+
+
+class InOrder:
+    """Minibatches of the rows as they stand, whose sums are those of the whole batch to the last bit."""
+
+    def minibatch_order(self, num_items: int) -> Tensor:
+        return torch.arange(num_items)
+
+
+def make(case: str, **more: Any) -> Any:
+    algorithm, options = CASES[case]
+    torch.manual_seed(0)
+    made = type("Ordered", (InOrder, algorithm), {})
+    return made(VECTOR, DISCRETE, hidden_sizes=(8,), **options | more)
+
+
+def everything(model: OnPolicyAlgorithm) -> list[Any]:
+    """Tensors and numbers of all that a run goes on from."""
+    state = run_state(model)
+    gradients = tuple(p.grad for p in model.parameters())
+    kept = [model.diagnostics, model.losses, model._value_targets, model._kept_normalizers, model._saturation]
+    return [copy.deepcopy(x) for x in (dict(model.state_dict()), torch.get_rng_state(), str(state), gradients)] + kept
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_of_a_rollout_changes_nothing_and_is_the_one_that_learning_begins_with(case):
+    model = make(case)
+    rollouts = [random_rollout(model.policy, seed=seed, valid=seed == 1) for seed in (0, 1)]
+    learned: list[dict[str, float]] = []
+    computed: list[dict[str, float]] = []
+
+    class Before(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            copied = copy.deepcopy(batch)
+            before = everything(pl_module)
+            computed.append(pl_module.compute_loss(batch))
+            for one, other in zip(before, everything(pl_module), strict=True):
+                for x, y in zip(leaves(one), leaves(other), strict=True):
+                    assert torch.equal(x, y) if isinstance(x, Tensor) else x is y or x == y
+            assert all(torch.equal(x, y) for x, y in zip(tensors(batch), tensors(copied), strict=True))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            learned.append(outputs["losses"])
+
+    make_trainer(callbacks=[Before()], log_every_n_steps=1).fit(model, FixedRollouts(rollouts, model))
+    assert len(learned) == 2
+    for loss, of_learning in zip(computed, learned, strict=True):
+        assert {"loss", "policy_loss", "value_loss", "entropy"} <= set(loss) < set(of_learning)
+        assert loss == {name: of_learning[name] for name in loss}
+    assert computed[0] != computed[1]
+
+
+def tensors(rollout: Any) -> list[Tensor]:
+    return [x for x in leaves(rollout._tensors()) if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
+    model = make(case)
+    rollout = random_rollout(model.policy)
+    whole = model.compute_loss(rollout)
+    # Normalisers that are updated first are not yet when `targets` was not asked to.
+    batch = copy.deepcopy(model).targets(rollout)
+    if case != "normalisers_first":
+        of_batch = model.compute_loss(batch)
+        assert of_batch == {name: whole[name] for name in of_batch}
+        parts = [model.compute_loss(part)["value_loss"] for part in batch.split(2)]
+        if "weights" not in batch.fields:
+            assert sum(parts) / 2 == pytest.approx(whole["value_loss"], rel=1e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_algorithm_without_a_loss_says_so():
+    class Own(OnPolicyAlgorithm):
+        def training_step(self, rollout, batch_idx):
+            with self.learning(rollout):
+                self.targets(rollout)
+
+    model = Own(VECTOR, DISCRETE)
+    with pytest.raises(NotImplementedError, match=r"Own has no loss\(batch\), which compute_loss calls"):
+        model.compute_loss(random_rollout(model.policy))
+
+
+def test_callbacks_get_the_rollout_and_the_losses_after_each_step():
+    data = make_data()
+    model = make_model(data)
+    seen: list[tuple[Any, dict[str, float]]] = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert outputs["losses"] is pl_module.losses
+            assert outputs["losses"]["loss"] == pytest.approx(trainer.callback_metrics["train/loss"].item())
+            seen.append((batch.policy_version, dict(outputs["losses"])))
+
+    make_trainer(callbacks=[Watch()], log_every_n_steps=1).fit(model, data)
+    assert [version for version, _ in seen] == [0, 1]
+    assert seen[0][1] != seen[1][1]
+    assert all(isinstance(value, float) for _, losses in seen for value in losses.values())
+
+
+def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
+    terms: list[dict[str, float]] = []
+
+    class Watched(PPO):
+        def optimize(self, loss, only=None, keep_if=None):
+            super().optimize(loss, only, keep_if)
+            newest = self.diagnostics._terms
+            terms.append({name: float(values[-1]) for name, values in newest.items()})
+
+    torch.manual_seed(0)
+    options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "policy_l2": 0.01, "learning_rate": 1e-2}
+    model = Watched(VECTOR, DISCRETE, hidden_sizes=(8,), **options)
+    logger = MemoryLogger()
+    rollouts = FixedRollouts([random_rollout(model.policy)], model)
+    make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)
+    assert len(terms) == 12
+    for name in ("loss", "total_abs_loss", "policy_loss", "value_loss", "entropy", "l2_penalty"):
+        values = [update[name] for update in terms]
+        assert len(set(values)) > 3, "they change from minibatch to minibatch"
+        assert logger.rows(f"train/{name}") == [(48, pytest.approx(sum(values) / 12, rel=1e-6))]
+    assert logger.rows("train/learning_rate") == [(48, 1e-2)]
+    first = terms[0]
+    sizes = abs(first["policy_loss"]) + 0.5 * first["value_loss"] + 0.1 * first["entropy"] + first["l2_penalty"]
+    assert first["total_abs_loss"] == pytest.approx(sizes, rel=1e-5)

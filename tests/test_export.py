@@ -1,0 +1,211 @@
+"""Exported policies act as the policy does, without this package."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from lightning_rl import PPO, __version__
+from lightning_rl.distributions import to_environment
+from lightning_rl.export import export_policy, export_program
+from lightning_rl.masks import ActionMask
+from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space
+from lightning_rl.policy import observation_dtype
+from lightning_rl.spaces import space_from_dict
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR
+from tests.nested_probes import SENSORS
+
+BOX = spaces.Box(np.array([-2, -1], np.float32), np.array([1, 3], np.float32))
+HYBRID = spaces.Dict(
+    {
+        "move": spaces.Discrete(3, start=-1),
+        "arm": spaces.Tuple([BOX, spaces.MultiDiscrete([3, 2], start=[1, 0])]),
+        "lamps": spaces.MultiBinary(2),
+        "steps": spaces.Box(-2, 3, (2,), np.int8),
+    }
+)
+MASKED = spaces.Dict({"place": VECTOR, "action_mask": ActionMask((3,))})
+
+CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = {
+    "normalised_gaussian": (VECTOR, BOX, {"normalize_observations": True, "initial_log_std": 1.0}),
+    "squashed": (VECTOR, BOX, {"action_distribution": "squashed_gaussian"}),
+    "beta": (VECTOR, BOX, {"action_distribution": "beta"}),
+    "lstm": (VECTOR, DISCRETE, {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}),
+    "masks": (MASKED, DISCRETE, {}),
+    "nested": (SENSORS, HYBRID, {"critic_only": ["camera"], "normalize_observations": True}),
+}
+
+# Nothing of this package, nor of what it stands on but PyTorch.
+SCRIPT = """
+import sys, torch
+folder, seed = sys.argv[1:]
+found = {}
+for case, examples in torch.load(f"{folder}/examples.pt").items():
+    for name in ("greedy", "sampled"):
+        program = torch.export.load(f"{folder}/{case}/{name}.pt2").module()
+        torch.manual_seed(int(seed))
+        found[case, name] = [program(*example) for example in examples]
+assert not {"lightning_rl", "lightning", "gymnasium"} & set(sys.modules), "the programs need more than PyTorch"
+torch.save(found, f"{folder}/found.pt")
+"""
+
+
+def make(case: str) -> PPO:
+    observation_space, action_space, options = CASES[case]
+    torch.manual_seed(0)
+    model = PPO(observation_space, action_space, **{"hidden_sizes": (8,)} | options)
+    with torch.no_grad():
+        for parameter in model.policy.action_head.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    if (normalizer := model.policy.observation_normalizer) is not None:
+        normalizer.update(observations(model, 50))
+    return model
+
+
+def observations(model: PPO, rows: int) -> Any:
+    """Of every part, those that only the critic sees too."""
+
+    def draw(space: spaces.Space[Any]) -> torch.Tensor:
+        space = copy.deepcopy(space)
+        space.seed(rows)
+        drawn = np.stack([space.sample() for _ in range(rows)])
+        if isinstance(space, ActionMask):
+            drawn[:, 1] = 1
+        return torch.from_numpy(drawn.astype(observation_dtype(space, torch.float32)))
+
+    return map_space(draw, model.observation_space)
+
+
+def inputs(model: PPO, rows: int) -> tuple[Any, ...]:
+    x = observations(model, rows)
+    for path in model.policy.critic_only:
+        del x[path]
+    memory = model.policy.initial_memory(rows, critic=False)
+    return (x,) if memory is None else (x, map_leaves(lambda m: m + torch.rand_like(m), memory))
+
+
+@torch.no_grad()
+def act(model: PPO, deterministic: bool, x: Any, memory: Any = None) -> Any:
+    """What an environment would get, and the next memory."""
+    output = model.policy.act(x, deterministic=deterministic, **({} if memory is None else {"memory": memory}))
+    arrays = to_environment(model.action_space, map_leaves(lambda a: a.numpy(), output.environment_action))
+    actions = map_leaves(torch.from_numpy, arrays)
+    return actions if memory is None else (actions, output.memory)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_programs_act_as_the_policies_do_in_a_process_without_this_package(tmp_path):
+    models = {case: make(case) for case in CASES}
+    examples = {case: [inputs(model, rows) for rows in (1, 4, 7)] for case, model in models.items()}
+    for case, model in models.items():
+        export_policy(model, tmp_path / case)
+    torch.save(examples, tmp_path / "examples.pt")
+    # `-I`: neither PYTHONPATH nor the folder that this runs in.
+    command = [sys.executable, "-I", "-c", SCRIPT, str(tmp_path), "5"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    found = torch.load(tmp_path / "found.pt")
+    for (case, name), outputs in found.items():
+        torch.manual_seed(5)
+        for actions, example in zip(outputs, examples[case], strict=True):
+            assert_same(actions, act(models[case], name == "greedy", *example))
+    for case in CASES:
+        greedy, sampled = (first_leaf(found[case, name][2]) for name in ("greedy", "sampled"))
+        assert not torch.equal(greedy, sampled), "a sample is not the mode"
+
+
+def test_masked_actions_are_never_taken():
+    model = make("masks")
+    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool).repeat_interleave(200, 0)
+    mask = allowed.to(observations(model, 1)["action_mask"].dtype)
+    actions = program({"place": torch.randn(400, 3), "action_mask": mask})
+    assert allowed[torch.arange(400), actions].all()
+    assert set(actions.tolist()) == {0, 1, 2}
+
+
+def test_actions_are_clipped_to_the_bounds_and_begin_at_the_spaces_start():
+    model = make("normalised_gaussian")
+    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    actions = program(torch.randn(500, 3))
+    assert (actions.min(0)[0].tolist(), actions.max(0)[0].tolist()) == ([-2, -1], [1, 3])
+    model = make("nested")
+    program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
+    (example,) = inputs(model, 200)
+    assert set(program(example)["move"].tolist()) == {-1, 0, 1}
+
+
+def test_the_description_says_what_the_programs_take(tmp_path):
+    model = make("nested")
+    model.env_steps = 1234
+    folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
+    assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads((folder / "policy.json").read_text(), parse_constant=refuse)
+    assert (found["env_steps"], found["env_id"], found["version"]) == (1234, "Probe/Sensors-v0", __version__)
+    assert (found["algorithm"], found["memory"]) == ("PPO", None)
+    seen = {name: part for name, part in SENSORS.items() if name != "camera"}
+    assert space_from_dict(found["observation_space"]) == spaces.Dict(seen)
+    assert space_from_dict(found["action_space"]) == HYBRID
+    assert found["observations"]["place"] == {"dtype": "float32", "shape": [2]}
+    assert found["programs"] == {"greedy": "greedy.pt2", "sampled": "sampled.pt2"}
+    memory = export_policy(make("lstm"), tmp_path / "lstm") / "policy.json"
+    state = {"dtype": "float32", "shape": [2, 8]}
+    assert json.loads(memory.read_text())["memory"] == {"actor": [state, state]}
+
+
+def test_exporting_changes_neither_the_policy_nor_random_numbers(tmp_path):
+    model = make("squashed")
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    model.train()
+    export_policy(model, tmp_path / "policy")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.policy.training
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    # It can be used, learned from and exported as before.
+    model.policy(torch.zeros(1, 3))[1].sum().backward()
+
+
+def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
+    model = make("beta")
+    for env_steps in (1, 2):
+        model.env_steps = env_steps
+        export_policy(model, tmp_path / "policy")
+    assert json.loads((tmp_path / "policy" / "policy.json").read_text())["env_steps"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigurationError, match=r"folder=.*mine.* expected a new folder, or one of an earlier export"):
+        export_policy(model, tmp_path / "mine")
+
+
+def test_a_policy_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
+    class Branching(nn.Module):
+        out_features = 3
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    model = make("beta")
+    model.policy.actor_encoder = Branching()
+    model.policy.action_head = PPO(VECTOR, DISCRETE, hidden_sizes=(3,)).policy.action_head
+    model.action_space = DISCRETE
+    with pytest.raises(ConfigurationError, match=r"policy=ActorCritic cannot be exported: .* torch\.export can trace"):
+        export_policy(model, tmp_path / "policy")
+    assert not list(Path(tmp_path).iterdir())
