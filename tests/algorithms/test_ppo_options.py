@@ -108,6 +108,21 @@ def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
     assert {steps[name] for name in steps if not name.startswith("action_head")} == {12}
 
 
+def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
+    """Before any update there is none; the ratios, of clipped log-probabilities to those that acted, are far from 1."""
+    model = make("continuous", torch.float64, log_prob_clip=0.1, target_kl=0.01, num_epochs=1, num_minibatches=1)
+    recorder = Recorder()
+    rollout = random_rollout(model.policy, off_policy=0)
+    trainer = make_trainer(precision="64-true", callbacks=[recorder])
+    trainer.fit(model, FixedRollouts([rollout], model))
+    (seen,) = recorder.rows
+    assert abs(seen["approx_kl"]) + abs(seen["approx_kl_k1"]) < 1e-12
+    assert trainer.global_step == model.diagnostics.num_updates == 1
+    ratios = (rollout.log_probs.clamp(-0.1, 0.1) - rollout.log_probs).exp()
+    assert seen["clip_fraction"] == pytest.approx(((ratios - 1).abs() > 0.2).double().mean().item())
+    assert seen["clip_fraction"] > 0.5
+
+
 # -- rollback
 
 
