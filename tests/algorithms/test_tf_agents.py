@@ -54,8 +54,6 @@ def in_our_terms(config: dict[str, Any]) -> dict[str, Any]:
             10.0 if name == "normalized_reward_clip" and name not in options else None
         )
     options["entropy_coef"] = max(options.get("entropy_coef", 0), 0)
-    if options.get("kl_cutoff_factor") == 0:
-        options["kl_cutoff_coef"] = 0
     options["value_coef"] = 2 * config.get("value_pred_loss_coef", 0.5)
     options["advantage_estimator"] = "gae" if config.get("use_gae") else "monte_carlo"
     options["value_target"] = "td_lambda" if config.get("use_td_lambda_return") else "empirical"
@@ -473,6 +471,17 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
     for name in ("policy_loss", "value_loss", "entropy"):
         assert two[name] == pytest.approx((1 + summed) * one[name])
     assert two["l2_penalty"] == one["l2_penalty"] > 0
+
+
+def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
+    losses = []
+    for options in ({"kl_cutoff_factor": 0.0}, {"kl_cutoff_coef": 0.0}, {}):
+        model = small(adaptive_kl_target=1e-6, **options)
+        batch = model.targets(random_rollout(model.policy))
+        with torch.no_grad():
+            model.policy.action_head.logits.weight.add_(torch.eye(3, 4, dtype=torch.float64))
+        losses.append(model.loss(batch).item())
+    assert losses[0] == losses[1] < losses[2]
 
 
 def test_time_limits_that_bootstrap_are_refused():
