@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_rl import PPO, FailedUpdate
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
+from lightning_rl.algorithms.parameter_groups import parameters_of_other_half
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.slow_options import MORE, SlowOptions
 from tests.algorithms.slow_ppo import DEFAULTS
@@ -26,6 +27,7 @@ from tests.helpers import (
     parameters_of,
     random_rollout,
 )
+from tests.recorded import remember
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -121,6 +123,22 @@ def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
     ratios = (rollout.log_probs.clamp(-0.1, 0.1) - rollout.log_probs).exp()
     assert seen["clip_fraction"] == pytest.approx(((ratios - 1).abs() > 0.2).double().mean().item())
     assert seen["clip_fraction"] > 0.5
+
+
+@pytest.mark.parametrize("half", ["actor", "critic"])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(half, separate, shared):
+    """DDP waits for each gradient: what has none must be known."""
+    memory = {"kind": "gru", "hidden_size": 4, "separate": separate or not shared}
+    model = PPO(VECTOR, DISCRETE, hidden_sizes=(4,), shared_encoder=shared, memory=memory)
+    rollout = random_rollout(make("discrete", torch.float32).policy)
+    remember(model.policy, rollout)
+    (batch,) = model.minibatches(model.targets(rollout), 1)
+    model.loss(batch, half).backward()
+    others = {id(parameter) for parameter in parameters_of_other_half(model.policy, half)}
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad is None) == (id(parameter) in others), name
 
 
 # -- rollback

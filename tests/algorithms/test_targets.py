@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl import PPO, FailedUpdate, Rollout
+from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -215,6 +216,18 @@ def test_weight_penalty_is_on_its_part_alone(part):
             torch.testing.assert_close(weight.grad, 0.6 * weight.data)
         else:
             assert weight.grad is None
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
+    memory = {"kind": "gru", "hidden_size": 5, "separate": separate}
+    parts = weights_by_part(PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, memory=memory).policy)
+    sizes = {part: sorted(weight.numel() for weight in weights) for part, weights in parts.items()}
+    encoder, core, heads = [3 * 8], [3 * 5 * 5, 3 * 5 * 8], {"policy": [3 * 5], "value": [5]}
+    if separate:
+        assert sizes == {"shared": encoder, "policy": heads["policy"] + core, "value": heads["value"] + core}
+    else:
+        assert sizes == {"shared": encoder + core, **heads}
 
 
 @pytest.mark.parametrize(
