@@ -285,6 +285,7 @@ class OnPolicyAlgorithm(Targets, Reports):
         self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
         self._follow_schedules()
+        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.all_optimizers, strict=False)}
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
@@ -306,7 +307,7 @@ class OnPolicyAlgorithm(Targets, Reports):
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
-        means |= {name: getattr(self, name) for name in self._scheduled if name not in RATES}
+        means |= rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
         for scheduler in self._schedulers():
             scheduler.step()
         self.policy_version += 1

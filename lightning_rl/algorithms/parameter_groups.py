@@ -56,7 +56,6 @@ def has_separate_critic(policy: nn.Module) -> bool:
 
 def parameters_of_other_half(policy: nn.Module, half: Half) -> list[nn.Parameter]:
     """Return the parameters that the loss of `half` does not depend on."""
-
     has_own_core = getattr(policy, "critic_core", None) is not None
     actors = ("action_head", "actor_core") if has_own_core else ("action_head",)
 

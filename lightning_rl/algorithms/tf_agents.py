@@ -142,7 +142,7 @@ class TFAgentsPPO(PPOKLPenalty):
         counts = (returns != 0) | (advantages != 0)
         if rollout.valid is not None:
             counts &= rollout.valid
-        weights, given = counts.to(advantages.dtype), self.step_weights(rollout)
+        weights, given = counts.to(advantages.dtype), self.given_weights(rollout)
         return torch.ones_like(counts), weights if given is None else weights * given
 
     def weigh(self, parts: Sequence[Batch]) -> None:

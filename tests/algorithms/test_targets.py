@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl import PPO, FailedUpdate, Rollout
+from lightning_rl import PPO, FailedUpdate, Rollout, TFAgentsPPO
 from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
@@ -176,6 +176,16 @@ def test_loss_is_a_weighted_mean():
     rows = [Batch({name: x[i : i + 1] for name, x in whole.fields.items()}) for i in range(len(whole))]
     losses, weights = torch.stack([usual.loss(row) for row in rows]), model.given.flatten()
     torch.testing.assert_close(model.loss(model.targets(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
+
+
+@pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
+def test_weights_of_environments_or_of_times_alone_are_refused(cls):
+    """With as many environments as steps either would be taken for the other."""
+    model = type("Weighed", (Weighing, cls), {})(VECTOR, DISCRETE, hidden_sizes=(8,))
+    rollout = random_rollout(model.policy, length=4, num_envs=4)
+    model.given = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ConfigurationError, match=r"step_weights: shape=\(4,\) is not valid: expected \(4, 4\)"):
+        model.targets(rollout)
 
 
 def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
