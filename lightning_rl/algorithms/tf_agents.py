@@ -15,6 +15,7 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributions import Distribution
+from lightning_rl.nested import map_leaves
 from lightning_rl.normalization import RewardScale, RunningMoments, exact_dtype
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
@@ -171,12 +172,14 @@ class TFAgentsPPO(PPOKLPenalty):
 
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
-        harmless = {
-            name: torch.where((batch.weights == 0) & ~x.isfinite(), 0, x)
-            for name, x in batch.fields.items()
-            if name in ("advantages", "returns", "log_probs", "values")
-        }
-        return super().loss(batch.replace(**harmless), only)
+        uncounted = batch.weights == 0
+
+        def harmless(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            return x.masked_fill(uncounted.view(-1, *[1] * (x.dim() - 1)) & ~x.isfinite(), 0)
+
+        return super().loss(batch.replace(**{name: map_leaves(harmless, x) for name, x in batch.fields.items()}), only)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
         """Return the penalties of `PPOKLPenalty`, summed over ranks rather than averaged."""
