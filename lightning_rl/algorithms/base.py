@@ -6,60 +6,41 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
-from lightning_rl.algorithms.histograms import that_show_histograms
-from lightning_rl.algorithms.optimizers import adam
-from lightning_rl.algorithms.parameter_groups import (
-    ParameterGroups,
-    check_optimizers,
-    make_optimizers,
-    set_learning_rate,
-)
-from lightning_rl.algorithms.reports import Reports
-from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_rank, run_state
+from lightning_rl.algorithms.hooks import Hooks
+from lightning_rl.algorithms.parameter_groups import ParameterGroups, check_optimizers, set_learning_rate
 from lightning_rl.algorithms.saturation import SaturationWatch
-from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
+from lightning_rl.algorithms.scheduling import RATES
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.targets import Targets
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
-from lightning_rl.clock import is_bounded, planned_env_steps
+from lightning_rl.checkpoint_format import read_checkpoint
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
-from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
-from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardScale, make_reward_normalizer
-from lightning_rl.policy import ActorCritic, check_modes_agree
+from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
-from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
-from lightning_rl.strategies import check_strategy
-from lightning_rl.validation import (
-    ClassSpec,
-    ConfigurationError,
-    check,
-    instantiate,
-)
+from lightning_rl.spaces import SpaceDict, space_from_dict
+from lightning_rl.validation import ClassSpec
 from lightning_rl.value_normalization import ValueNormalization
 
 
-class OnPolicyAlgorithm(Targets, Reports):
+class OnPolicyAlgorithm(Targets, Hooks):
     """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
 
     An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside
@@ -173,7 +154,6 @@ class OnPolicyAlgorithm(Targets, Reports):
         max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
-        self._scheduled = ScheduledOptions()
         self.save_hyperparameters()
         plain = plain_settings(self.hparams)
         self.save_hyperparameters(plain)
@@ -203,8 +183,6 @@ class OnPolicyAlgorithm(Targets, Reports):
         self.weight_penalty.check_policy(self.policy)
         self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, normalized_reward_clip)
         self._saturation = SaturationWatch()
-        self._restored_ranks: list[dict[str, Any]] = []
-        self._restored_plan: int | None = None
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
@@ -265,8 +243,6 @@ class OnPolicyAlgorithm(Targets, Reports):
         output = self.policy.act(observations, deterministic=deterministic, memory=memory)
         return output.environment_action, output.memory
 
-    # ------------------------------------------------------------------ learning
-
     @contextmanager
     def learning(self, rollout: Rollout) -> Iterator[None]:
         """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
@@ -285,6 +261,7 @@ class OnPolicyAlgorithm(Targets, Reports):
         self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
         self._follow_schedules()
+        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.all_optimizers, strict=False)}
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
@@ -306,7 +283,7 @@ class OnPolicyAlgorithm(Targets, Reports):
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means = means | {"skipped_updates": float(bool(not_finite))}
-        means = means | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
+        means = means | rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
         for scheduler in self._schedulers():
             scheduler.step()
         self.policy_version += 1
@@ -384,120 +361,3 @@ class OnPolicyAlgorithm(Targets, Reports):
         for name, optimizer in zip(RATES, self.all_optimizers, strict=False):
             if name in values:
                 set_learning_rate(optimizer.optimizer, values[name])
-
-    def _schedulers(self) -> list[LRScheduler]:
-        made = self.lr_schedulers()
-        return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
-
-    # ------------------------------------------------------------------ Lightning's hooks
-
-    def default_optimizer(self) -> ClassSpec:
-        """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
-        return adam(self.device)
-
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
-        rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
-        optimizers = make_optimizers(
-            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
-        )
-        if (scheduler := self.hparams["lr_scheduler"]) is None:
-            return optimizers if len(optimizers) > 1 else optimizers[0]
-        return optimizers, [instantiate("lr_scheduler", scheduler, optimizer) for optimizer in optimizers]
-
-    def _optimizer_specs(self) -> dict[str, ClassSpec]:
-        """Return class and arguments of each optimiser, by the option that they come from."""
-        options = self.hparams
-        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
-        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
-            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
-        return specs
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
-        present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [InterruptionGuard()]
-
-    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
-
-        Args:
-            trainer: Will run it.
-            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
-
-        Raises:
-            ConfigurationError: A setting does not go with that.
-        """
-        has_step = type(self).training_step is not LightningModule.training_step
-        check(has_step, "model", type(self).__name__, "an algorithm, a class that has a training_step")
-        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
-        on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
-        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
-        check_modes_agree(self.policy)
-        if (memory := getattr(self.policy, "memory", None)) is not None:
-            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
-            check(not on_xla, "memory", self.hparams["memory"], expected)
-            if rollout_shape is not None:
-                memory.num_sequences(rollout_shape)
-        self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.histograms or bool(that_show_histograms(trainer.loggers))
-        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
-
-    def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
-        check_strategy(self.trainer.strategy)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        for name in ("observation_space", "action_space"):
-            if (found := getattr(data, name, None)) is not None and space_to_dict(found) != self.hparams[name]:
-                expected = f"{getattr(self, name)}, the space that {type(self).__name__} was made for"
-                raise ConfigurationError(f"{name}={found} of the environments does not fit: expected {expected}")
-
-    def on_fit_start(self) -> None:
-        """Refuse what cannot work."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        self.check_run(self.trainer, getattr(data, "rollout_shape", None))
-
-    def on_train_start(self) -> None:
-        """Seed or restore the random generators; find out how long the run is."""
-        if self.global_rank < len(self._restored_ranks):
-            restore_rank(self, self._restored_ranks[self.global_rank])
-        else:
-            path = (MINIBATCHES, self.global_rank, self.policy_version)
-            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-        if len(self._restored_ranks) == self.trainer.world_size:
-            self.load_window_state(self._restored_ranks[self.global_rank]["window"])
-        else:  # ranks that were not there could not add up what they have not seen
-            self.begin_window()
-        self._restored_ranks = []
-        for optimizer in self.all_optimizers:
-            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
-                group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
-        self._planned_env_steps = planned_env_steps(self.trainer)
-        self._scheduled.tell_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
-        self._restored_plan = None
-        is_known = self._planned_env_steps is not None
-        self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the clock and what each rank has of its own."""
-        checkpoint[CHECKPOINT_KEY] = run_state(self)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back.
-
-        Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version.
-        """
-        upgrade(checkpoint)
-        check_fits(checkpoint, self)
-        state = checkpoint[CHECKPOINT_KEY]
-        self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
-        self.frames = state.get("frames", self.env_steps)
-        if self._trainer is not None and self._trainer.state.fn == "fit":
-            check_resumable(checkpoint)
-            for sentence in changes(checkpoint, self):
-                rank_zero_info(sentence)
-            adopt_settings(checkpoint, self)
-            self.skipped_updates = state["skipped_updates"]
-            self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

@@ -26,7 +26,8 @@ class FailedUpdate:
 
     Parameters are only changed by updates before it, so from those that the run was left with, the same rollout and the
     same order of minibatches, `replay` arrives at the same numbers. Of several ranks the one where it began saves it,
-    and a replay takes that rank's rows for those of all.
+    and a replay takes that rank's rows for those of all. With `recompute_advantages` those of a later pass are made
+    anew with the parameters that the run was left with, not with those that the pass began with.
 
     Attributes:
         module: The algorithm with the parameters that the update began with, on the CPU.
@@ -58,6 +59,7 @@ class FailedUpdate:
         self.env_steps: int = content["env_steps"]
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
+        self._planned_env_steps: int | None = content.get("planned_env_steps")  # schedules may end with the run
         if self.module.reward_normalizer is not None and (running := content.get("discounted_return")) is not None:
             self.module.reward_normalizer.discounted_return = running
 
@@ -103,6 +105,7 @@ class FailedUpdate:
             module.diagnostics = Diagnostics(module.device)
 
         module.policy_version, module.env_steps = self.rollout.policy_version, self.env_steps
+        module._planned_env_steps = self._planned_env_steps
         module.generator.set_state(self._generator_state)
         instead: dict[str, Any] = {"minibatches": minibatches, "optimize": optimize}
         vars(module).update(instead)
@@ -180,6 +183,7 @@ def save_failed_update(
         "terms": dict(terms),
         "number": int(module.diagnostics.num_updates),
         "env_steps": module.env_steps,
+        "planned_env_steps": module._planned_env_steps,
         "generator": generator_state,
         "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "checkpoint_path": next((str(path) for path in saved if path), None),

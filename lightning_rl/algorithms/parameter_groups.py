@@ -56,11 +56,13 @@ def has_separate_critic(policy: nn.Module) -> bool:
 
 def parameters_of_other_half(policy: nn.Module, half: Half) -> list[nn.Parameter]:
     """Return the parameters that the loss of `half` does not depend on."""
+    has_own_core = getattr(policy, "critic_core", None) is not None
+    actors = ("action_head", "actor_core") if has_own_core else ("action_head",)
 
     def is_other(name: str) -> bool:
         if half == "actor":
             return is_of_critic(name)
-        return not is_of_critic(name) if has_separate_critic(policy) else name.startswith("action_head")
+        return not is_of_critic(name) if has_separate_critic(policy) else name.startswith(actors)
 
     return [parameter for name, parameter in policy.named_parameters() if is_other(name)]
 

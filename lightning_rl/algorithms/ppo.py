@@ -179,15 +179,16 @@ class PPO(OnPolicyAlgorithm):
         normalized = self.normalize_advantages == "minibatch"
         advantages = self.normalized_advantages(batch) if normalized else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
-        self.observe_first_ratios(log_probs - batch.log_probs)
-        if self.log_prob_clip is not None:
-            log_probs = log_probs.clamp(-self.log_prob_clip, self.log_prob_clip)
-        log_ratios = log_probs - batch.log_probs
+        changes = log_probs - batch.log_probs
+        self.observe_first_ratios(changes)
+        clip = self.log_prob_clip
+        log_ratios = changes if clip is None else log_probs.clamp(-clip, clip) - batch.log_probs
         losses = rl.dual_clipped_surrogate_loss(log_ratios, advantages, *self.clip_ranges, self.dual_clip)
         policy_loss = batch.mean(losses)
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
-        self._observe(batch, log_ratios.detach())
+        self.diagnostics.observe(clip_fraction=self.clip_fraction(batch, log_ratios.detach()))
+        self._observe_divergence(batch, changes.detach())
         return [policy_loss, -self.entropy_coef * entropy, *self.penalties(batch, distribution)]
 
     def value_loss(self, batch: Batch, values: Tensor) -> Tensor:
@@ -246,14 +247,10 @@ class PPO(OnPolicyAlgorithm):
         return "actor" if epoch >= self.num_value_epochs else None
 
     @torch.no_grad()
-    def _observe(self, batch: Batch, log_ratios: Tensor) -> None:
+    def _observe_divergence(self, batch: Batch, log_ratios: Tensor) -> None:
         """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
         approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
-        self.diagnostics.observe(
-            approx_kl=approx_kl,
-            approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
-            clip_fraction=self.clip_fraction(batch, log_ratios),
-        )
+        self.diagnostics.observe(approx_kl=approx_kl, approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)))
         if self.target_kl is not None:
             self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
 

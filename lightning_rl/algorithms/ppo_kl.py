@@ -17,6 +17,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check_number
 
@@ -36,11 +37,11 @@ class PPOKLPenalty(PPO):
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
         initial_kl_coef: β to begin with; 0 leaves the adaptive penalty out.
-        adaptive_kl_target: The KL that β is adapted to, in nats.
+        adaptive_kl_target: The KL that β is adapted to, in nats. May be a schedule.
         adaptive_kl_tolerance: How far from it, as a share, leaves β as it is.
         kl_cutoff_factor: From how many times the target on the second penalty acts.
         kl_cutoff_coef: Its factor; 0 leaves it out.
-        clip_range: As in `PPO`; None does not clip.
+        clip_range: As in `PPO`; None does not clip. May be a schedule.
         **kwargs: Those of `PPO`.
 
     Attributes:
@@ -58,23 +59,22 @@ class PPOKLPenalty(PPO):
         action_space: spaces.Space[Any] | SpaceDict,
         *,
         initial_kl_coef: float = 1.0,
-        adaptive_kl_target: float = 0.01,
+        adaptive_kl_target: Scheduled = 0.01,
         adaptive_kl_tolerance: float = 0.3,
         kl_cutoff_factor: float = 2.0,
         kl_cutoff_coef: float = 0.0,
-        clip_range: float | None = None,
+        clip_range: Scheduled | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, clip_range=clip_range, **kwargs)
         check_number("initial_kl_coef", initial_kl_coef, at_least=0)
-        check_number("adaptive_kl_target", adaptive_kl_target, above=0)
         check_number("adaptive_kl_tolerance", adaptive_kl_tolerance, at_least=0)
         check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
         check_number("kl_cutoff_coef", kl_cutoff_coef, at_least=0)
         self.adaptive = initial_kl_coef > 0
-        self.adaptive_kl_target = adaptive_kl_target
+        self.adaptive_kl_target = self.scheduled("adaptive_kl_target", adaptive_kl_target, above=0)
         self.adaptive_kl_tolerance = adaptive_kl_tolerance
-        self.kl_cutoff = kl_cutoff_factor * adaptive_kl_target
+        self.kl_cutoff_factor = kl_cutoff_factor
         self.kl_cutoff_coef = kl_cutoff_coef
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
 
@@ -116,7 +116,8 @@ class PPOKLPenalty(PPO):
         self.diagnostics.observe(kl=kl)
         terms = []
         if self.kl_cutoff_coef:
-            terms.append(rl.kl_cutoff_penalty(kl, self.kl_cutoff, self.kl_cutoff_coef))
+            cutoff = self.kl_cutoff_factor * self.adaptive_kl_target
+            terms.append(rl.kl_cutoff_penalty(kl, cutoff, self.kl_cutoff_coef))
         if self.adaptive:
             terms.append(self.kl_coef * kl)
         if terms:
@@ -126,6 +127,12 @@ class PPOKLPenalty(PPO):
     def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
         """Return KL(old ‖ new) of each row, `[N]`, in nats."""
         return distribution.with_parameters(batch.acting_distribution).kl(distribution)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take state back; where the run had no adaptive penalty, β begins now."""
+        super().on_load_checkpoint(checkpoint)
+        if checkpoint["hyper_parameters"].get("initial_kl_coef") == 0:
+            checkpoint["state_dict"]["kl_coef"] = self.kl_coef.clone()
 
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:

@@ -27,7 +27,6 @@ class Reports(Updates):
         self.train_means: ScalarMeans | None = None
         self.env_restarts: Total | None = None
         self._logged_env_steps = 0
-        self._planned_env_steps: int | None = None
         self._logged_clock = False
         self.histograms = False
 
@@ -81,8 +80,6 @@ class Reports(Updates):
         """Take in one rollout; every `log_every_n_steps` of them, log what happened since, over all ranks."""
         self.train_episodes.update(rollout.episodes.returns, rollout.episodes.lengths)
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
-        for name, optimizer in zip(("learning_rate", "critic_learning_rate"), self.all_optimizers, strict=False):
-            scalars[f"train/{name}"] = [optimizer.param_groups[0]["lr"]]
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         if rollout.failures is not None:

@@ -96,7 +96,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
         "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
-        "initial_kl_coef": "; the coefficient itself goes on from where it was",
+        "initial_kl_coef": _kl_coef_effect(stored, own),
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
         "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),
@@ -111,6 +111,11 @@ def _rate_effect(stored: Mapping[str, Any], own: Mapping[str, Any], name: str) -
     if isinstance(own.get(name), dict):
         return ", a function of the environment steps from the beginning of the run on"
     return "; a schedule goes on in proportion"
+
+
+def _kl_coef_effect(stored: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    is_on = stored.get("initial_kl_coef") and own.get("initial_kl_coef")
+    return "; the coefficient itself goes on from where it was" if is_on else ""
 
 
 def _class_effect(stored: ClassSpec | None, own: ClassSpec | None) -> str:

@@ -16,6 +16,7 @@ from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalizer
 
 
@@ -108,10 +109,22 @@ class Targets(Updates):
         self, rollout: Rollout, advantages: Tensor, returns: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return which steps are learned from (None: the real ones), and how much they count (None: the same)."""
-        rows, weights = rollout.valid, self.step_weights(rollout)
+        rows, weights = rollout.valid, self.given_weights(rollout)
         if weights is None:
             return rows, None
         return (weights != 0) if rows is None else rows & (weights != 0), weights
+
+    def given_weights(self, rollout: Rollout) -> Tensor | None:
+        """Return what `step_weights` says.
+
+        Raises:
+            ConfigurationError: That has another shape than the rollout, so that it would weigh something else.
+        """
+        weights = self.step_weights(rollout)
+        if weights is not None:
+            found, expected = tuple(weights.shape), rollout.shape
+            check(found == expected, "step_weights: shape", found, f"{expected}, steps and environments of the rollout")
+        return weights
 
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.

@@ -15,8 +15,10 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributions import Distribution
+from lightning_rl.nested import map_leaves
 from lightning_rl.normalization import RewardScale, RunningMoments, exact_dtype
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_bool
 
@@ -45,7 +47,8 @@ class TFAgentsPPO(PPOKLPenalty):
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass; 1 as the agent alone, more as its `PPOLearner`.
         clip_range: As in `PPO`; `PPOClipAgent` is published with 0.2.
-        initial_kl_coef: 0 and `kl_cutoff_coef` 0 make it `PPOClipAgent`.
+        initial_kl_coef: 0 and `kl_cutoff_factor` 0 make it `PPOClipAgent`.
+        kl_cutoff_factor: As in `PPOKLPenalty`, but that 0 leaves the penalty out, whatever its coefficient.
         kl_cutoff_coef: As in `PPOKLPenalty`.
         value_coef: Twice `value_pred_loss_coef`, which is for the loss without its ½.
         max_grad_norm: None does not clip gradients.
@@ -68,8 +71,9 @@ class TFAgentsPPO(PPOKLPenalty):
         *,
         num_epochs: int = 25,
         num_minibatches: int = 1,
-        clip_range: float | None = None,
+        clip_range: Scheduled | None = None,
         initial_kl_coef: float = 1.0,
+        kl_cutoff_factor: float = 2.0,
         kl_cutoff_coef: float = 1000.0,
         value_coef: float = 1.0,
         max_grad_norm: float | None = None,
@@ -88,7 +92,8 @@ class TFAgentsPPO(PPOKLPenalty):
             num_minibatches=num_minibatches,
             clip_range=clip_range,
             initial_kl_coef=initial_kl_coef,
-            kl_cutoff_coef=kl_cutoff_coef,
+            kl_cutoff_factor=kl_cutoff_factor,
+            kl_cutoff_coef=kl_cutoff_coef if kl_cutoff_factor else 0.0,
             value_coef=value_coef,
             max_grad_norm=max_grad_norm,
             advantage_estimator=advantage_estimator,
@@ -138,7 +143,7 @@ class TFAgentsPPO(PPOKLPenalty):
         counts = (returns != 0) | (advantages != 0)
         if rollout.valid is not None:
             counts &= rollout.valid
-        weights, given = counts.to(advantages.dtype), self.step_weights(rollout)
+        weights, given = counts.to(advantages.dtype), self.given_weights(rollout)
         return torch.ones_like(counts), weights if given is None else weights * given
 
     def weigh(self, parts: Sequence[Batch]) -> None:
@@ -171,12 +176,14 @@ class TFAgentsPPO(PPOKLPenalty):
 
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
-        harmless = {
-            name: torch.where((batch.weights == 0) & ~x.isfinite(), 0, x)
-            for name, x in batch.fields.items()
-            if name in ("advantages", "returns", "log_probs", "values")
-        }
-        return super().loss(batch.replace(**harmless), only)
+        uncounted = batch.weights == 0
+
+        def harmless(x: Tensor) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            return x.masked_fill(uncounted.view(-1, *[1] * (x.dim() - 1)) & ~x.isfinite(), 0)
+
+        return super().loss(batch.replace(**{name: map_leaves(harmless, x) for name, x in batch.fields.items()}), only)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
         """Return the penalties of `PPOKLPenalty`, summed over ranks rather than averaged."""

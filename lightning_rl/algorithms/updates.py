@@ -68,6 +68,7 @@ class Updates(LightningModule):
         self.env_steps = 0
         self.frames = 0
         self.policy_version = 0
+        self._planned_env_steps: int | None = None
         self.reward_normalizer: RewardNormalizer | None = None
         self.weight_penalty = WeightPenalty()
         self.skipped_updates = 0

@@ -7,6 +7,7 @@ import operator
 
 from torch import Tensor, nn
 
+from lightning_rl.algorithms.parameter_groups import is_of_critic
 from lightning_rl.functional import squared_norm
 from lightning_rl.policy import ActorCritic
 from lightning_rl.validation import check
@@ -52,7 +53,8 @@ class WeightPenalty:
 
 def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:
     """Return the weights of an actor-critic that belong to `policy`, `value` and `shared`."""
-    shares = getattr(policy, "critic_encoder", None) is None
+    pairs = (("actor_encoder", "critic_encoder"), ("actor_core", "critic_core"))
+    shared = tuple(actors for actors, critics in pairs if getattr(policy, critics, None) is None)
     parts: dict[str, list[Tensor]] = {"policy": [], "value": [], "shared": []}
     for name, module in policy.named_modules():
         if isinstance(module, nn.Embedding):
@@ -60,8 +62,8 @@ def weights_by_part(policy: nn.Module) -> dict[str, list[Tensor]]:
         for parameter in module.parameters(recurse=False):
             if parameter.dim() < 2:
                 continue
-            if name.startswith(("critic_", "value_")):
+            if is_of_critic(name):
                 parts["value"].append(parameter)
             else:
-                parts["shared" if shares and name.startswith("actor_encoder") else "policy"].append(parameter)
+                parts["shared" if name.startswith(shared) else "policy"].append(parameter)
     return parts

@@ -73,12 +73,45 @@ def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, no
     ppo = PPO(
         *(VECTOR, action_space),
         **SMALL,
-        **{"num_epochs": 1, "num_minibatches": 1, "clip_range": 1e9, "entropy_coef": 0.01, "optimizer": optimizer},
+        **{"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "entropy_coef": 0.01, "optimizer": optimizer},
         normalize_advantages=how,
     )
     one, other = learn(a2c, 1, precision="64-true"), learn(ppo, 1, precision="64-true")
     for name, parameter in one.items():
         torch.testing.assert_close(parameter, other[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"normalize_observations": True, "normalize_rewards": True, "value_normalization": "popart"},
+        {"memory": {"kind": "gru", "hidden_size": 4}, "value_target": "empirical", "policy_l2": 1e-3},
+        {"critic_learning_rate": 1e-3, "learning_rate": {"kind": "linear", "start": 1e-2, "end": 0.0, "over": 99}},
+    ],
+)
+def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
+    """Every rollout is collected by the parameters that it changes, so that every ratio is 1."""
+    options: dict[str, Any] = {
+        **SMALL,
+        "optimizer": "torch.optim.SGD",
+        "entropy_coef": 0.01,
+        "gae_lambda": 0.9,
+        **shared,
+    }
+    ends = []
+    for cls, own in (
+        (A2C, {}),
+        (PPO, {"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "normalize_advantages": "none"}),
+    ):
+        data = make_data(rollout_length=8, rollouts_per_epoch=5)
+        torch.manual_seed(0)
+        model = cls(data.observation_space, data.action_space, **options | own)
+        before = parameters_of(model)
+        make_trainer(precision="64-true").fit(model, data)
+        ends.append(parameters_of(model))
+    for name, parameter in ends[0].items():
+        assert not torch.equal(parameter, before[name].to(parameter)), name
+        torch.testing.assert_close(parameter, ends[1][name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

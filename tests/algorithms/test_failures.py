@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import PPO, FailedUpdate
+from lightning_rl import PPO, EnvStepLimit, FailedUpdate
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_numerics import NAN, Sabotaged, make
@@ -71,6 +71,15 @@ def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_pat
     assert failed.replay() == pytest.approx(again, rel=0, abs=0, nan_ok=True)
     if spoil == "advantage":
         assert failed.minibatch.advantages.isnan().nonzero().tolist() == [[0]]
+
+
+def test_schedules_that_end_with_the_run_are_where_they_were(tmp_path):
+    line = {"kind": "linear", "start": 0.4, "end": 0.0}
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[1], clip_range=line, entropy_coef=line, **OPTIONS)
+    failed = FailedUpdate.load(fail(model, tmp_path, 2, callbacks=[EnvStepLimit(192)]))
+    failed.replay()
+    for name in ("clip_range", "entropy_coef"):
+        assert getattr(failed.module, name) == getattr(model, name) == pytest.approx(0.3)
 
 
 def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):

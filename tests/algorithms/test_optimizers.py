@@ -200,6 +200,17 @@ def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
         assert len(logger.rows("train/critic_grad_norm")) == len(critics)
 
 
+@pytest.mark.parametrize("setting", ["lr_scheduler", "adaptive_learning_rate"])
+def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(setting):
+    halving: dict[str, Any] = {
+        "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}},
+        "adaptive_learning_rate": {"target_kl": 1e-9, "factor": 2.0},
+    }
+    logger = MemoryLogger()
+    learn(make(learning_rate=4e-3, **{setting: halving[setting]}), logger=logger, log_every_n_steps=1)
+    assert [rate for _, rate in logger.rows("train/learning_rate")] == pytest.approx([4e-3, 2e-3, 1e-3])
+
+
 def test_a_scheduler_steps_both():
     step = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
     model = make(learning_rate=1.0, critic_learning_rate=5.0, lr_scheduler=step)

@@ -1,13 +1,14 @@
 """KL penalties: their terms, and how their coefficient adapts."""
 
-from typing import Any
+import logging
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
 
-from lightning_rl import PPO, PPOKLPenalty
+from lightning_rl import PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -84,6 +85,51 @@ def test_coefficient_adapts_after_each_rollout(target, factor):
     assert recorder.column("kl_coef") == pytest.approx([2, 2 * factor, 2 * factor**2])
     torch.testing.assert_close(model.kl_coef.item(), 2 * factor**3)
     assert "kl_coef" in model.state_dict()
+
+
+def test_target_follows_a_schedule_in_both_penalties():
+    points = [[0, 1e-9], [48, 10.0]]
+    model = make(adaptive_kl_target={"kind": "piecewise", "points": points}, kl_cutoff_coef=5.0, initial_kl_coef=2.0)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in (1, 2)]
+    recorder = fit(model, *rollouts)
+    assert recorder.column("kl_coef") == pytest.approx([2, 3])
+    assert model.kl_coef.item() == pytest.approx(2)
+    assert model.adaptive_kl_target == 10
+    batch = model.targets(rollouts[0])
+    distribution, _ = model.evaluate(batch)
+    for target, is_beyond in ((1e-9, True), (10.0, False)):
+        model.adaptive_kl_target = target
+        beyond, _ = model.penalties(batch, distribution.with_parameters(shifted(distribution.parameters())))
+        assert (beyond > 0) == is_beyond
+
+
+def shifted(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x + 0.1 for name, x in parameters.items()}
+
+
+@pytest.mark.parametrize("cls", [PPOKLPenalty, TFAgentsPPO])
+def test_options_of_ppo_take_the_same_kinds_of_values(cls):
+    """Which is what the command line goes by: a schedule here is one there."""
+    usual = get_type_hints(OnPolicyAlgorithm.__init__) | get_type_hints(PPO.__init__)
+    own = get_type_hints(cls.__init__)
+    narrower = {"normalize_observations", "normalize_rewards", "advantage_estimator", "value_target", "on_truncation"}
+    shared = own.keys() & usual.keys() - narrower
+    assert "clip_range" in shared
+    assert {name: own[name] for name in shared} == {name: usual[name] for name in shared}
+
+
+def test_a_coefficient_that_was_off_begins_when_a_run_goes_on_with_it(tmp_path, caplog):
+    rollout = random_rollout(make().policy)
+    off, on = make(initial_kl_coef=0.0), make(initial_kl_coef=2.0, adaptive_kl_tolerance=1e9)
+    trainer = make_trainer(precision="64-true")
+    trainer.fit(off, FixedRollouts([rollout], off))
+    trainer.save_checkpoint(tmp_path / "off.ckpt")
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        trainer = make_trainer(precision="64-true", max_epochs=2)
+        trainer.fit(on, FixedRollouts([rollout], on), ckpt_path=tmp_path / "off.ckpt")
+    assert on.policy_version == 2
+    assert on.kl_coef == 2
+    assert "Resuming with initial_kl_coef=2.0 (before: 0.0)" in caplog.messages
 
 
 def test_coefficient_stays_within_the_tolerance():

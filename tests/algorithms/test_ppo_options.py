@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_rl import PPO, FailedUpdate
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
+from lightning_rl.algorithms.parameter_groups import parameters_of_other_half
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.slow_options import MORE, SlowOptions
 from tests.algorithms.slow_ppo import DEFAULTS
@@ -26,6 +27,7 @@ from tests.helpers import (
     parameters_of,
     random_rollout,
 )
+from tests.recorded import remember
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -106,6 +108,37 @@ def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
     steps = {name: int(model.optimizer.state[p]["step"]) for name, p in model.policy.named_parameters()}
     assert {steps[name] for name in steps if name.startswith("action_head")} == {4}
     assert {steps[name] for name in steps if not name.startswith("action_head")} == {12}
+
+
+def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
+    """Before any update there is none; the ratios, of clipped log-probabilities to those that acted, are far from 1."""
+    model = make("continuous", torch.float64, log_prob_clip=0.1, target_kl=0.01, num_epochs=1, num_minibatches=1)
+    recorder = Recorder()
+    rollout = random_rollout(model.policy, off_policy=0)
+    trainer = make_trainer(precision="64-true", callbacks=[recorder])
+    trainer.fit(model, FixedRollouts([rollout], model))
+    (seen,) = recorder.rows
+    assert abs(seen["approx_kl"]) + abs(seen["approx_kl_k1"]) < 1e-12
+    assert trainer.global_step == model.diagnostics.num_updates == 1
+    ratios = (rollout.log_probs.clamp(-0.1, 0.1) - rollout.log_probs).exp()
+    assert seen["clip_fraction"] == pytest.approx(((ratios - 1).abs() > 0.2).double().mean().item())
+    assert seen["clip_fraction"] > 0.5
+
+
+@pytest.mark.parametrize("half", ["actor", "critic"])
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(half, separate, shared):
+    """DDP waits for each gradient: what has none must be known."""
+    memory = {"kind": "gru", "hidden_size": 4, "separate": separate or not shared}
+    model = PPO(VECTOR, DISCRETE, hidden_sizes=(4,), shared_encoder=shared, memory=memory)
+    rollout = random_rollout(make("discrete", torch.float32).policy)
+    remember(model.policy, rollout)
+    (batch,) = model.minibatches(model.targets(rollout), 1)
+    model.loss(batch, half).backward()
+    others = {id(parameter) for parameter in parameters_of_other_half(model.policy, half)}
+    for name, parameter in model.policy.named_parameters():
+        assert (parameter.grad is None) == (id(parameter) in others), name
 
 
 # -- rollback

@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_rl import A2C, PPO, FailedUpdate, Rollout
+from lightning_rl import A2C, PPO, FailedUpdate, Rollout, TFAgentsPPO
+from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -179,6 +180,16 @@ def test_loss_is_a_weighted_mean():
     torch.testing.assert_close(model.loss(model.targets(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
 
 
+@pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
+def test_weights_of_environments_or_of_times_alone_are_refused(cls):
+    """With as many environments as steps either would be taken for the other."""
+    model = type("Weighed", (Weighing, cls), {})(VECTOR, DISCRETE, hidden_sizes=(8,))
+    rollout = random_rollout(model.policy, length=4, num_envs=4)
+    model.given = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    with pytest.raises(ConfigurationError, match=r"step_weights: shape=\(4,\) is not valid: expected \(4, 4\)"):
+        model.targets(rollout)
+
+
 def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
     weights = torch.ones(12, 4, dtype=torch.float64)
     weights[5, 2] = weights[9, 0] = 0
@@ -248,6 +259,18 @@ def test_weight_penalty_is_on_its_part_alone(part):
             torch.testing.assert_close(weight.grad, 0.6 * weight.data)
         else:
             assert weight.grad is None
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
+    memory = {"kind": "gru", "hidden_size": 5, "separate": separate}
+    parts = weights_by_part(PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, memory=memory).policy)
+    sizes = {part: sorted(weight.numel() for weight in weights) for part, weights in parts.items()}
+    encoder, core, heads = [3 * 8], [3 * 5 * 5, 3 * 5 * 8], {"policy": [3 * 5], "value": [5]}
+    if separate:
+        assert sizes == {"shared": encoder, "policy": heads["policy"] + core, "value": heads["value"] + core}
+    else:
+        assert sizes == {"shared": encoder + core, **heads}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.distributions.test_golden import as_action, build
-from tests.helpers import DISCRETE, VECTOR, Recorder, make_trainer, random_rollout
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, random_rollout
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -54,8 +54,6 @@ def in_our_terms(config: dict[str, Any]) -> dict[str, Any]:
             10.0 if name == "normalized_reward_clip" and name not in options else None
         )
     options["entropy_coef"] = max(options.get("entropy_coef", 0), 0)
-    if options.get("kl_cutoff_factor") == 0:
-        options["kl_cutoff_coef"] = 0
     options["value_coef"] = 2 * config.get("value_pred_loss_coef", 0.5)
     options["advantage_estimator"] = "gae" if config.get("use_gae") else "monte_carlo"
     options["value_target"] = "td_lambda" if config.get("use_td_lambda_return") else "empirical"
@@ -473,6 +471,37 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
     for name in ("policy_loss", "value_loss", "entropy"):
         assert two[name] == pytest.approx((1 + summed) * one[name])
     assert two["l2_penalty"] == one["l2_penalty"] > 0
+
+
+def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
+    class Weighing(TFAgentsPPO):
+        def step_weights(self, rollout: Rollout) -> Tensor:
+            return torch.arange(12.0).unsqueeze(1).expand(12, 4)
+
+    gradients = []
+    for spoil in (False, True):
+        torch.manual_seed(0)
+        model = Weighing(VECTOR, CONTINUOUS, hidden_sizes=(4,), normalize_observations=False, policy_l2=0.1)
+        rollout = random_rollout(model.policy)
+        batch = model.targets(rollout)
+        if spoil:
+            for x in (batch.observations, batch.actions, batch.log_probs, *batch.acting_distribution.values()):
+                x[2] = torch.nan
+        gradients.append(torch.autograd.grad(model.loss(batch), list(model.policy.parameters())))
+    for one, other in zip(*gradients, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other)
+
+
+def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
+    losses = []
+    for options in ({"kl_cutoff_factor": 0.0}, {"kl_cutoff_coef": 0.0}, {}):
+        model = small(adaptive_kl_target=1e-6, **options)
+        batch = model.targets(random_rollout(model.policy))
+        with torch.no_grad():
+            model.policy.action_head.logits.weight.add_(torch.eye(3, 4, dtype=torch.float64))
+        losses.append(model.loss(batch).item())
+    assert losses[0] == losses[1] < losses[2]
 
 
 def test_time_limits_that_bootstrap_are_refused():
