@@ -23,7 +23,7 @@ LAYERS = [
         "quiet",
     },
     {"spaces", "networks", "distributions", "normalization", "rollout", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints", "observations"},
+    {"checkpoint_format", "checkpoints", "observations", "replay"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"collector", "evaluation"},
