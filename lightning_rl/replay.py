@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,23 @@ from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 
 Fields = dict[str, Nested]
 """Tensors with the same leading dimensions by name, nested or not."""
+
+
+class Memory(Protocol):
+    """What a checkpoint needs of a memory, and a log."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content as tensors and plain values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        ...
 
 
 class RolloutMemory:
@@ -134,8 +151,9 @@ class RolloutMemory:
         return {"rollouts": [dict(fields) for fields in self._rollouts], "valid": list(self._valid)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned: the newest rollouts, if they are too many."""
-        kept = slice(max(0, len(state["rollouts"]) - self.capacity), None)
+        """Take over what `state_dict` returned: of as many rollouts as there is room for, or more, all but one."""
+        excess = len(state["rollouts"]) - self.capacity
+        kept = slice(excess + 1 if excess >= 0 else 0, None)
         self._rollouts = [dict(fields) for fields in state["rollouts"][kept]]
         self._valid = list(state["valid"][kept])
 

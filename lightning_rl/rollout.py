@@ -149,6 +149,14 @@ class Rollout:
             return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
         return Batch(map_leaves(itemgetter(self.valid), fields))
 
+    def unflatten(self, rows: Tensor) -> Tensor:
+        """Return rows `[N, ...]` in the order of `flatten` at their steps, `[T, B, ...]`; 0 where there is no step."""
+        if self.valid is None:
+            return rows.reshape(*self.shape, *rows.shape[1:])
+        result = rows.new_zeros(*self.shape, *rows.shape[1:])
+        result[self.valid] = rows
+        return result
+
 
 class EpisodeSummary:
     """Undiscounted returns and lengths of finished episodes.

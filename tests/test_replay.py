@@ -111,9 +111,13 @@ def test_a_memory_goes_through_a_checkpoint(tmp_path):
     restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for name, values in memory.gather(memory.steps())["observations"].items():
         assert torch.equal(restored.gather(restored.steps())["observations"][name], values)
-    smaller = RolloutMemory(1)
-    smaller.load_state_dict(memory.state_dict())
-    assert smaller.gather(smaller.steps())["returns"].tolist() == [100, 101, 110, 120, 121]
+    for capacity, kept in ((3, [0, 1, 2]), (2, [1, 2]), (1, [2]), (0, [])):
+        full, smaller = filled(None, None, None), RolloutMemory(capacity + 1)
+        smaller.load_state_dict(full.state_dict())
+        assert not smaller.is_full  # the next rollout finds room
+        assert (smaller.gather(smaller.sequences())["returns"][::2] if kept else torch.zeros(0)).tolist() == [
+            100 * index for index in kept[-capacity:]
+        ]
 
 
 # -- rows with a limited number of uses

@@ -2,6 +2,7 @@
 
 from lightning_rl.algorithms.a2c import A2C
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.ppo import PPO
 
-__all__ = ["A2C", "PPO", "OnPolicyAlgorithm"]
+__all__ = ["A2C", "PPG", "PPO", "OnPolicyAlgorithm"]

@@ -20,7 +20,7 @@ from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_rank, run_state
+from lightning_rl.algorithms.run_state import restore_memories, restore_rank, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
@@ -137,6 +137,10 @@ class OnPolicyAlgorithm(Reports):
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
+        return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
+
+    def policy_options(self) -> dict[str, Any]:
+        """Return the options that are those of `ActorCritic`."""
         names = (
             "network",
             "hidden_sizes",
@@ -148,8 +152,7 @@ class OnPolicyAlgorithm(Reports):
             "action_distribution",
             "normalize_observations",
         )
-        options = {name: self.hparams[name] for name in names}
-        return ActorCritic(self.observation_space, self.action_space, **options)
+        return {name: self.hparams[name] for name in names}
 
     def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
         """Take over parameters from a checkpoint of any algorithm, to begin a new run with; say what fits and what not.
@@ -207,6 +210,7 @@ class OnPolicyAlgorithm(Reports):
             yield
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
+            self.forget(rollout)
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
@@ -228,6 +232,9 @@ class OnPolicyAlgorithm(Reports):
         rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+
+    def forget(self, rollout: Rollout) -> None:
+        """Drop what was kept of a rollout, since its update was not finite; for algorithms that keep any."""
 
     def _set_learning_rate(self) -> None:
         if self.anneal_learning_rate and self._planned_env_steps:
@@ -304,11 +311,13 @@ class OnPolicyAlgorithm(Reports):
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
         if len(self._restored_ranks) == self.trainer.world_size:
             self.load_window_state(self._restored_ranks[self.global_rank]["window"])
+            restore_memories(self, self._restored_ranks[self.global_rank])
         else:  # ranks that were not there could not add up what they have not seen
             self.begin_window()
         self._restored_ranks = []
-        for group in self.optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
-            group |= {name: self.optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
+        for optimizer in self.all_optimizers:
+            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+                group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
         differs = self._restored_plan not in (None, self._planned_env_steps)
         if self.anneal_learning_rate and differs and self.env_steps < (self._planned_env_steps or 0):

@@ -90,16 +90,24 @@ class PPO(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
-            advantages = self.gae(rollout, self.gae_lambda)
-            batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
-            self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
-            if self.normalize_advantages == "rollout":
-                batch = batch.replace(advantages=self.normalize(batch.advantages))
-            for _ in range(self.num_epochs):
-                for minibatch in self.minibatches(batch, self.num_minibatches):
-                    self.optimize(self.loss(minibatch))
-                    if self.diagnostics.known_closed:
-                        return
+            self.improve(self.targets(rollout))
+
+    def targets(self, rollout: Rollout) -> Batch:
+        """Return the steps of a rollout with advantages and returns."""
+        advantages = self.gae(rollout, self.gae_lambda)
+        batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
+        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
+        if self.normalize_advantages == "rollout":
+            batch = batch.replace(advantages=self.normalize(batch.advantages))
+        return batch
+
+    def improve(self, batch: Batch) -> None:
+        """Make all updates from the steps of one rollout."""
+        for _ in range(self.num_epochs):
+            for minibatch in self.minibatches(batch, self.num_minibatches):
+                self.optimize(self.loss(minibatch))
+                if self.diagnostics.known_closed:
+                    return
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of equation 9 over a minibatch."""

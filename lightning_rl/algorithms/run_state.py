@@ -21,6 +21,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.window_state(),
+        "memories": {name: memory.state_dict() for name, memory in module.memories.items()},
     }
     return {
         "format": FORMAT,
@@ -33,6 +34,13 @@ def run_state(module: Reports) -> dict[str, Any]:
         "skipped_updates": module.skipped_updates,
         "ranks": gather_ranks(of_this_rank),
     }
+
+
+def restore_memories(module: Reports, state: dict[str, Any]) -> None:
+    """Take over what one rank kept of earlier rollouts, as far as the module has such memories."""
+    for name, stored in state.get("memories", {}).items():
+        if name in module.memories:
+            module.memories[name].load_state_dict(stored)
 
 
 def restore_rank(module: Reports, state: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -18,6 +18,7 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
+from lightning_rl.replay import Memory
 from lightning_rl.rollout import Batch
 
 
@@ -38,6 +39,7 @@ class Updates(LightningModule):
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
         skipped_updates: How many of the last ones in a row did.
         updating: Whether one is being learned from, or an exception has left that undone.
+        memories: What this rank keeps of earlier rollouts, by name; checkpoints have it.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Updates(LightningModule):
         self.skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
+        self.memories: dict[str, Memory] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
@@ -65,9 +68,19 @@ class Updates(LightningModule):
         super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]
 
     @property
+    def all_optimizers(self) -> list[LightningOptimizer]:
+        """Every optimiser, whether or not it is in use."""
+        made = self.optimizers()
+        return cast(list[LightningOptimizer], made if isinstance(made, list) else [made])
+
+    @property
     def optimizer(self) -> LightningOptimizer:
-        """The one optimiser."""
-        return cast(LightningOptimizer, self.optimizers())
+        """The one that is in use."""
+        return self.all_optimizers[0]
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return those that the present phase of updates leaves as they are, momentum or not."""
+        return []
 
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield the rows in a fresh random order, cut into minibatches.
@@ -75,13 +88,17 @@ class Updates(LightningModule):
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
         """
         parts = list(batch.shuffled(self.generator).split(num_minibatches))
-        if self.trainer.world_size > 1:
-            totals = self.all_reduce(torch.tensor([len(part) for part in parts], device=self.device)).tolist()
-            for part, total in zip(parts, totals, strict=True):
-                part.weight = self.trainer.world_size / max(total, 1)
-        for part in parts:
+        for part, weight in zip(parts, self.weights([len(part) for part in parts]), strict=True):
+            part.weight = weight
             self.diagnostics.next_minibatch()
             yield part
+
+    def weights(self, counts: Sequence[int]) -> list[float]:
+        """Return what a row counts for in each minibatch, given this rank's numbers of rows; see `Batch.weight`."""
+        if self.trainer.world_size == 1:
+            return [1 / max(count, 1) for count in counts]
+        totals = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
+        return [self.trainer.world_size / max(total, 1) for total in totals]
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
@@ -131,14 +148,23 @@ class Updates(LightningModule):
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
         optimizer = self.optimizer
         optimizer.zero_grad()
-        self.manual_backward(not_finite_throughout(loss))
+        self._backward(not_finite_throughout(loss))
         grad_norm = self._clip_gradients(optimizer)
         self.diagnostics.add(grad_norm=grad_norm)
-        self.diagnostics.close_unless(torch.isfinite(grad_norm))
+        self.diagnostics.close_for_good_unless(torch.isfinite(grad_norm))
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates += self.diagnostics.open
         self._step(optimizer)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Compute the gradient of `loss`, with none for idle parameters."""
+        idle = self.idle_parameters()
+        if self.trainer.world_size > 1:  # where every parameter must take part
+            loss = loss + sum(0 * parameter.sum() for parameter in idle)
+        self.manual_backward(loss)
+        for parameter in idle:
+            parameter.grad = None
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's
         """Compute the gradient as `LightningModule.manual_backward` does.

@@ -1,0 +1,147 @@
+"""What an algorithm of two phases needs besides its losses: rollouts kept for the second, optimisers of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+
+from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
+from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.nested import map_leaves, space_leaves
+from lightning_rl.policy import observation_dtype
+from lightning_rl.replay import RolloutMemory
+from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.validation import check
+
+
+class Phases(PPO):
+    """PPO in the first phase; in the second, updates from all rollouts of the first.
+
+    Attributes:
+        memory: Observations, values and returns of the rollouts of the first phase so far.
+        aux_sequences: Whether minibatches of the second phase are of sequences rather than of steps.
+        num_aux_minibatches: Parts of one pass of the second phase.
+        aux_learning_rate_scale: What the learning rates are multiplied by there.
+        separate_aux_optimizer: Whether it has optimisers with moments of their own.
+        aux_memory_gib: Bound on the size of the memory.
+    """
+
+    policy: AuxiliaryActorCritic
+    memory: RolloutMemory
+    aux_sequences: bool
+    num_aux_minibatches: int
+    aux_learning_rate_scale: float
+    separate_aux_optimizer: bool
+    aux_memory_gib: float
+    _in_auxiliary_phase = False
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            steps = math.prod(rollout_shape) * self.memory.capacity
+            needed = steps * _bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype) / 2**30
+            expected = f"at least {needed:.3g}, for {self.memory.capacity} rollouts of {rollout_shape} steps"
+            check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
+
+    # ------------------------------------------------------------------ optimisers
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        """Make those of the policy phase and, if it has its own, of the auxiliary phase, in the same order."""
+        made = super().configure_optimizers()
+        if not self.separate_aux_optimizer:
+            return made
+        pairs = [one if isinstance(one, tuple) else (one, []) for one in (made, super().configure_optimizers())]
+        optimizers = [x for some, _ in pairs for x in (some if isinstance(some, list) else [some])]
+        return optimizers, pairs[0][1]
+
+    @property
+    def optimizer(self) -> LightningOptimizer:
+        """The one that is in use."""
+        return self.all_optimizers[-1 if self._in_auxiliary_phase else 0]
+
+    def idle_parameters(self) -> list[nn.Parameter]:
+        """Return, in the policy phase, those of the auxiliary head."""
+        return [] if self._in_auxiliary_phase else list(self.policy.auxiliary_head.parameters())
+
+    @contextmanager
+    def auxiliary_updates(self) -> Iterator[None]:
+        """Frame the updates of an auxiliary phase: of all parameters, at rates of its own, under names of their own."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._in_auxiliary_phase = True
+        self.diagnostics.begin_phase("aux_")
+        self._set_rates(rates, self.aux_learning_rate_scale)
+        self.diagnostics.observe(learning_rate=torch.tensor(rates[0] * self.aux_learning_rate_scale).to(self.device))
+        try:
+            yield
+        finally:
+            self._set_rates(rates)
+            self._in_auxiliary_phase = False
+
+    def _set_rates(self, rates: Sequence[float], scale: float = 1.0) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * scale
+
+    # ------------------------------------------------------------------ memory
+
+    def remember(self, rollout: Rollout, batch: Batch) -> None:
+        """Keep what the auxiliary phase needs of a rollout.
+
+        Args:
+            rollout: Has observations and values.
+            batch: Its steps, with `returns`.
+        """
+        length, _ = rollout.shape
+        observations = map_leaves(lambda x: x[:length], rollout.observations)
+        fields = {"observations": observations, "values": rollout.values, "returns": rollout.unflatten(batch.returns)}
+        self.memory.append(fields, rollout.valid)
+        size = torch.tensor(self.memory.num_bytes, device=self.device)
+        self.diagnostics.observe(aux_memory_bytes=size)
+
+    def forget(self, rollout: Rollout) -> None:
+        """Drop the last rollout, whose update was not finite; the phase goes on by one more."""
+        self.memory.forget_last()
+
+    def auxiliary_minibatches(self) -> Iterator[Batch]:
+        """Yield the steps of the memory, or its sequences, in a fresh random order, cut into minibatches.
+
+        Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch.
+        """
+        units = self.memory.sequences() if self.aux_sequences else self.memory.steps()
+        parts = Batch({"units": units}).shuffled(self.generator).split(self.num_aux_minibatches)
+        addresses = [part.units for part in parts]
+        if self.aux_sequences:
+            along = [self.memory.along(some) for some in addresses]
+            addresses = [some[self.memory.is_real(some)] for some in along]
+        for part, weight in zip(addresses, self.weights([len(part) for part in addresses]), strict=True):
+            self.diagnostics.next_minibatch()
+            yield Batch(map_leaves(self._to_device, self.memory.gather(part)), weight)
+
+    @torch.no_grad()
+    def observe_divergence(self, old: AuxiliaryActorCritic) -> None:
+        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over the memory."""
+        parts = self.memory.steps().tensor_split(self.num_aux_minibatches)
+        total: Tensor = torch.zeros((), device=self.device)
+        for part in parts:
+            observations = map_leaves(self._to_device, self.memory.gather(part)["observations"])
+            total = total + old(observations)[0].kl(self.policy(observations)[0]).sum()
+        (weight,) = self.weights([sum(len(part) for part in parts)])
+        self.diagnostics.observe(kl=total * weight)
+
+    def _to_device(self, x: Tensor) -> Tensor:
+        return x.to(self.device, non_blocking=True)
+
+
+def _bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
+    """Return what one step takes: its observation, its value and its return."""
+    number = 8 if dtype == torch.float64 else 4
+    sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in space_leaves(space).values()]
+    return sum(sizes) + 2 * number
