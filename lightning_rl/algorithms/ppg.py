@@ -145,7 +145,7 @@ class PPG(Phases):
         batch = self.targets(rollout)
         self.remember(rollout, batch)
         self.diagnostics.observe(max_abs_advantage=self.all_reduce(batch.advantages.abs().max(), "max"))
-        self.improve(batch)
+        self.update(batch)
 
     def auxiliary_phase(self) -> None:
         """Learn to predict the kept value targets, without changing what the policy does."""

@@ -90,7 +90,7 @@ class PPO(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
-            self.improve(self.targets(rollout))
+            self.update(self.targets(rollout))
 
     def targets(self, rollout: Rollout) -> Batch:
         """Return the steps of a rollout with advantages and returns."""
@@ -101,7 +101,7 @@ class PPO(OnPolicyAlgorithm):
             batch = batch.replace(advantages=self.normalize(batch.advantages))
         return batch
 
-    def improve(self, batch: Batch) -> None:
+    def update(self, batch: Batch) -> None:
         """Make all updates from the steps of one rollout."""
         for _ in range(self.num_epochs):
             for minibatch in self.minibatches(batch, self.num_minibatches):
