@@ -2,7 +2,7 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import A2C, PPG, PPO, OnPolicyAlgorithm
+from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
 from lightning_rl.checkpoints import LastCheckpoint
@@ -26,6 +26,7 @@ __all__ = [
     "EnvStepValidation",
     "FailedUpdate",
     "LastCheckpoint",
+    "OffPolicyPPG",
     "OnPolicyAlgorithm",
     "PolicyOutput",
     "Rollout",

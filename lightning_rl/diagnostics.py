@@ -34,6 +34,8 @@ class Diagnostics:
         self._counted: dict[str, list[Tensor]] = {}
         self._counts = self.open
         self._prefix = ""
+        # Of each phase, the updates before it, and whether it began with everything finite.
+        self._phases = [(self.num_updates, self.finite)]
 
     def next_minibatch(self) -> None:
         """Begin a minibatch: what it records counts if updates still go on; where the device knows better, too."""
@@ -74,6 +76,24 @@ class Diagnostics:
         """
         self.open = self._counts = self.finite
         self._prefix = prefix
+        self._phases.append((self.num_updates, self.finite))
+
+    @property
+    def phase(self) -> int:
+        """How many phases there were before this one."""
+        return len(self._phases) - 1
+
+    def reached(self) -> tuple[int, int]:
+        """Return in which phase, counted from 0, updates have ended for good, and after how many in that phase."""
+        phase = max(index for index, (_, finite) in enumerate(self._phases) if finite)
+        return phase, int(self.num_updates - self._phases[phase][0])
+
+    def forget(self) -> None:
+        """Drop what was recorded, and go on with updates in the same phase."""
+        self.observed.clear()
+        self._terms.clear()
+        self._counted.clear()
+        self.open = self._counts = torch.ones_like(self.open)
 
     @property
     def known_closed(self) -> bool:

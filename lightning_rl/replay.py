@@ -19,11 +19,26 @@ Fields = dict[str, Nested]
 
 
 class Memory(Protocol):
-    """What a checkpoint needs of a memory, and a log."""
+    """What checkpoints need of a memory, and logs, and updates that may turn out not to be wanted.
+
+    Between `begin` and `commit`, `rollback` makes it what it was.
+    """
 
     @property
     def num_bytes(self) -> int:
         """Size of all tensors."""
+        ...
+
+    def begin(self) -> None:
+        """Remember how the memory is."""
+        ...
+
+    def commit(self) -> None:
+        """Forget how it was."""
+        ...
+
+    def rollback(self) -> None:
+        """Make it what it was."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,6 +63,7 @@ class RolloutMemory:
         self.capacity = capacity
         self._rollouts: list[Fields] = []
         self._valid: list[Tensor | None] = []
+        self._before: tuple[list[Fields], list[Tensor | None]] = [], []
 
     def __len__(self) -> int:
         return len(self._rollouts)
@@ -88,19 +104,13 @@ class RolloutMemory:
         self._rollouts.append(map_leaves(_copy, fields))
         self._valid.append(None if valid is None else _copy(valid))
 
-    def forget_last(self) -> None:
-        """Remove the newest rollout."""
-        self._rollouts.pop()
-        self._valid.pop()
-
     def clear(self) -> None:
         """Remove all rollouts."""
         self._rollouts, self._valid = [], []
 
     def annotate(self, name: str, compute: Callable[[Fields], Nested]) -> None:
         """Give every rollout one more field, `[T, B, ...]`, that is computed from its others."""
-        for fields in self._rollouts:
-            fields[name] = map_leaves(_copy, compute(fields))
+        self._rollouts = [{**fields, name: map_leaves(_copy, compute(fields))} for fields in self._rollouts]
 
     def steps(self) -> Tensor:
         """Return the addresses of all real steps, `[N]`."""
@@ -146,6 +156,19 @@ class RolloutMemory:
         masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
         return {index: (mask, local[mask]) for index, mask in masks.items()}
 
+    def begin(self) -> None:
+        """Remember how the memory is; no rollout is copied."""
+        self._before = list(self._rollouts), list(self._valid)
+
+    def commit(self) -> None:
+        """Forget how it was."""
+        self._before = [], []
+
+    def rollback(self) -> None:
+        """Make it what it was."""
+        self._rollouts, self._valid = self._before
+        self.commit()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors; they are not copied, since none is ever changed."""
         return {"rollouts": [dict(fields) for fields in self._rollouts], "valid": list(self._valid)}
@@ -175,6 +198,8 @@ class UseLimitedBuffer:
         self._fields: Fields | None = None
         self._uses = torch.full((size,), -1)  # negative: nothing is there
         self._next = 0
+        # How often rows were used, which place was next, and the rows that were overwritten since.
+        self._before: tuple[Tensor, int, list[tuple[Tensor, Fields]]] | None = None
 
     def __len__(self) -> int:
         return int((self._uses >= 0).sum())
@@ -197,12 +222,33 @@ class UseLimitedBuffer:
         kept = slice(max(0, num_rows - self.size), num_rows)
         places = (self._next + torch.arange(kept.start, kept.stop)) % self.size
 
-        def put(storage: Tensor, x: Tensor) -> None:
-            storage[places] = x[kept].detach().cpu()
-
-        map_leaves(put, self._fields, fields)
+        if self._before is not None:
+            self._before[2].append((places, map_leaves(itemgetter(places), self._fields)))
+        self._put(places, map_leaves(itemgetter(kept), fields))
         self._uses[places] = 0
         self._next = (self._next + num_rows) % self.size
+
+    def _put(self, places: Tensor, rows: Fields) -> None:
+        def put(storage: Tensor, x: Tensor) -> None:
+            storage[places] = x.detach().cpu()
+
+        map_leaves(put, self._fields, rows)
+
+    def begin(self) -> None:
+        """Remember how the buffer is; no row is copied before it is overwritten."""
+        self._before = self.uses, self._next, []
+
+    def commit(self) -> None:
+        """Forget how it was."""
+        self._before = None
+
+    def rollback(self) -> None:
+        """Make it what it was, uses included."""
+        assert self._before is not None
+        self._uses, self._next, overwritten = self._before
+        for places, rows in reversed(overwritten):
+            self._put(places, rows)
+        self.commit()
 
     def sample(self, num_rows: int, generator: torch.Generator | None = None) -> Fields | None:
         """Return `num_rows` random rows, or None, which counts as no use, if there are fewer."""

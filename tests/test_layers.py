@@ -66,7 +66,7 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms" if name in ("", "a2c", "phases", "ppg", "ppo") else "algorithms.base"
+        return "algorithms" if name in ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo") else "algorithms.base"
     return package
 
 

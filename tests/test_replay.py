@@ -92,10 +92,25 @@ def test_the_memory_is_bounded_and_of_one_shape():
     assert memory.is_full
     with pytest.raises(ValueError, match="holds 4 rollouts already"):
         memory.append(rollout(4))
-    memory.forget_last()
-    assert memory.gather(memory.steps())["returns"].max() == 221
     memory.clear()
     assert (len(memory), memory.num_bytes, memory.shape, len(memory.steps())) == (0, 0, (0, 0), 0)
+
+
+def test_a_memory_becomes_what_it_was():
+    memory = filled(None, None)
+    memory.begin()
+    memory.append(rollout(2))
+    memory.annotate("twice", lambda fields: fields["returns"])
+    memory.clear()
+    memory.append(rollout(3))
+    memory.rollback()
+    found = memory.gather(memory.steps())
+    assert found.keys() == {"observations", "returns"}
+    assert (len(memory), found["returns"].max()) == (2, 121)
+    memory.begin()
+    memory.append(rollout(2))
+    memory.commit()
+    assert len(memory) == 3
 
 
 def test_a_field_can_be_added_to_every_rollout():
@@ -207,6 +222,26 @@ def test_the_order_is_that_of_the_generator():
         buffer.append(rows(list(range(64))))
         batches.append(buffer.sample(32, torch.Generator().manual_seed(seed))["ids"].tolist())
     assert batches[0] == batches[1] != batches[2]
+
+
+def test_a_buffer_becomes_what_it_was():
+    buffer = UseLimitedBuffer(5, max_use=2)
+    buffer.append(rows([1, 2, 3, 4]))
+    buffer.take(torch.tensor([1]))
+    before = held(buffer), buffer.uses.tolist()
+    buffer.begin()
+    buffer.append(rows([5, 6]))
+    buffer.take(torch.tensor([1, 4]))
+    buffer.append(rows([7, 8, 9, 10, 11, 12]))
+    assert held(buffer) == [11, 12, 8, 9, 10]
+    buffer.rollback()
+    assert (held(buffer), buffer.uses.tolist()) == before
+    buffer.append(rows([5]))
+    assert held(buffer) == [1, 2, 3, 4, 5]
+    buffer.begin()
+    buffer.append(rows([6]))
+    buffer.commit()
+    assert held(buffer) == [6, 2, 3, 4, 5]
 
 
 def test_places_that_are_empty_or_twice_there_are_refused():

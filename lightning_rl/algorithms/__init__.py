@@ -3,6 +3,7 @@
 from lightning_rl.algorithms.a2c import A2C
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.ppg import PPG
+from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
 from lightning_rl.algorithms.ppo import PPO
 
-__all__ = ["A2C", "PPG", "PPO", "OnPolicyAlgorithm"]
+__all__ = ["A2C", "PPG", "PPO", "OffPolicyPPG", "OnPolicyAlgorithm"]

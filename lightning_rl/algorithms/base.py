@@ -206,17 +206,22 @@ class OnPolicyAlgorithm(Reports):
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
             self.diagnostics.observe(action_saturation=share)
+        for memory in self.memories.values():
+            memory.begin()
         with suppress(NotFiniteError):
             yield
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
-            self.forget(rollout)
+            for memory in self.memories.values():
+                memory.rollback()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
             self._update_normalizers(rollout)
+            for memory in self.memories.values():
+                memory.commit()
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
@@ -232,9 +237,6 @@ class OnPolicyAlgorithm(Reports):
         rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
         discounts = rollout.discounts(self.gamma, self.on_truncation)
         return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
-
-    def forget(self, rollout: Rollout) -> None:
-        """Drop what was kept of a rollout, since its update was not finite; for algorithms that keep any."""
 
     def _set_learning_rate(self) -> None:
         if self.anneal_learning_rate and self._planned_env_steps:

@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
@@ -47,10 +48,18 @@ class Phases(PPO):
         """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            steps = math.prod(rollout_shape) * self.memory.capacity
-            needed = steps * _bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype) / 2**30
-            expected = f"at least {needed:.3g}, for {self.memory.capacity} rollouts of {rollout_shape} steps"
-            check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
+            self.check_memory(math.prod(rollout_shape) * self.memory.capacity)
+
+    def check_memory(self, num_steps: int) -> None:
+        """Raise unless that many steps may be kept.
+
+        Raises:
+            ConfigurationError: They take more than `aux_memory_gib`.
+        """
+        bytes_ = _bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
+        needed = num_steps * bytes_ / 2**30
+        expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
+        check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
 
     # ------------------------------------------------------------------ optimisers
 
@@ -100,15 +109,22 @@ class Phases(PPO):
             batch: Its steps, with `returns`.
         """
         length, _ = rollout.shape
+        if len(self.memory) and self.memory.shape != rollout.shape:
+            rank_zero_info(f"Rollouts of another shape than {rollout.shape} are dropped: the policy phase begins anew")
+            self.memory.clear()
         observations = map_leaves(lambda x: x[:length], rollout.observations)
         fields = {"observations": observations, "values": rollout.values, "returns": rollout.unflatten(batch.returns)}
         self.memory.append(fields, rollout.valid)
-        size = torch.tensor(self.memory.num_bytes, device=self.device)
-        self.diagnostics.observe(aux_memory_bytes=size)
+        self.observe_rollout(batch)
 
-    def forget(self, rollout: Rollout) -> None:
-        """Drop the last rollout, whose update was not finite; the phase goes on by one more."""
-        self.memory.forget_last()
+    def observe_rollout(self, batch: Batch) -> None:
+        """Observe what is kept, and the largest advantage of the newest rollout's steps."""
+        size = sum(memory.num_bytes for memory in self.memories.values())
+        largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
+        self.diagnostics.observe(
+            aux_memory_bytes=torch.tensor(float(size), device=self.device),
+            max_abs_advantage=self.all_reduce(largest, "max"),
+        )
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
         """Yield the steps of the memory, or its sequences, in a fresh random order, cut into minibatches.
@@ -122,8 +138,7 @@ class Phases(PPO):
             along = [self.memory.along(some) for some in addresses]
             addresses = [some[self.memory.is_real(some)] for some in along]
         for part, weight in zip(addresses, self.weights([len(part) for part in addresses]), strict=True):
-            self.diagnostics.next_minibatch()
-            yield Batch(map_leaves(self._to_device, self.memory.gather(part)), weight)
+            yield self.begin_minibatch(Batch(map_leaves(self.to_device, self.memory.gather(part)), weight))
 
     @torch.no_grad()
     def observe_divergence(self, old: AuxiliaryActorCritic) -> None:
@@ -131,12 +146,13 @@ class Phases(PPO):
         parts = self.memory.steps().tensor_split(self.num_aux_minibatches)
         total: Tensor = torch.zeros((), device=self.device)
         for part in parts:
-            observations = map_leaves(self._to_device, self.memory.gather(part)["observations"])
+            observations = map_leaves(self.to_device, self.memory.gather(part)["observations"])
             total = total + old(observations)[0].kl(self.policy(observations)[0]).sum()
         (weight,) = self.weights([sum(len(part) for part in parts)])
         self.diagnostics.observe(kl=total * weight)
 
-    def _to_device(self, x: Tensor) -> Tensor:
+    def to_device(self, x: Tensor) -> Tensor:
+        """Return a tensor of a memory where it is learned from."""
         return x.to(self.device, non_blocking=True)
 
 

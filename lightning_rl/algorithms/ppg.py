@@ -144,7 +144,6 @@ class PPG(Phases):
         """Learn from one rollout as PPO does, and keep its observations and value targets."""
         batch = self.targets(rollout)
         self.remember(rollout, batch)
-        self.diagnostics.observe(max_abs_advantage=self.all_reduce(batch.advantages.abs().max(), "max"))
         self.update(batch)
 
     def auxiliary_phase(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_number, check_positive_int
@@ -111,20 +112,29 @@ class PPO(OnPolicyAlgorithm):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of equation 9 over a minibatch."""
+        distribution, values = self.policy(batch.observations)
+        return self.actor_loss(batch, distribution) + self.critic_loss(batch, values)
+
+    def actor_loss(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return the terms of the policy: surrogate loss (equation 7) - entropy_coef · entropy."""
         advantages = batch.advantages
         if self.normalize_advantages == "minibatch":
             advantages = self.normalize(advantages)
-        distribution, values = self.policy(batch.observations)
         log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
         policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_range))
+        self.diagnostics.add(policy_loss=policy_loss)
+        entropy = self.entropy(distribution, batch)
+        self._observe(batch, log_ratios.detach())
+        return policy_loss - self.entropy_coef * entropy
+
+    def critic_loss(self, batch: Batch, values: Tensor) -> Tensor:
+        """Return the term of the value: value_coef · value loss."""
         if self.clip_range_value is None:
             value_loss = batch.mean(rl.value_loss(values, batch.returns))
         else:
             value_loss = batch.mean(rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value))
-        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
-        entropy = self.entropy(distribution, batch)
-        self._observe(batch, log_ratios.detach())
-        return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        self.diagnostics.add(value_loss=value_loss)
+        return self.value_coef * value_loss
 
     @torch.no_grad()
     def _observe(self, batch: Batch, log_ratios: Tensor) -> None:

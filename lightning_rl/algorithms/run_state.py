@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
+from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 
@@ -21,7 +23,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.window_state(),
-        "memories": {name: memory.state_dict() for name, memory in module.memories.items()},
+        "memories": memory_states(module),
     }
     return {
         "format": FORMAT,
@@ -36,7 +38,12 @@ def run_state(module: Reports) -> dict[str, Any]:
     }
 
 
-def restore_memories(module: Reports, state: dict[str, Any]) -> None:
+def memory_states(module: Updates) -> dict[str, Any]:
+    """Return what this rank keeps of earlier rollouts, by name."""
+    return {name: memory.state_dict() for name, memory in module.memories.items()}
+
+
+def restore_memories(module: Updates, state: Mapping[str, Any]) -> None:
     """Take over what one rank kept of earlier rollouts, as far as the module has such memories."""
     for name, stored in state.get("memories", {}).items():
         if name in module.memories:

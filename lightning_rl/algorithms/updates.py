@@ -90,8 +90,12 @@ class Updates(LightningModule):
         parts = list(batch.shuffled(self.generator).split(num_minibatches))
         for part, weight in zip(parts, self.weights([len(part) for part in parts]), strict=True):
             part.weight = weight
-            self.diagnostics.next_minibatch()
-            yield part
+            yield self.begin_minibatch(part)
+
+    def begin_minibatch(self, batch: Batch) -> Batch:
+        """Return a minibatch to be learned from next; what is recorded from now on is of it."""
+        self.diagnostics.next_minibatch()
+        return batch
 
     def weights(self, counts: Sequence[int]) -> list[float]:
         """Return what a row counts for in each minibatch, given this rank's numbers of rows; see `Batch.weight`."""
@@ -154,7 +158,7 @@ class Updates(LightningModule):
         self.diagnostics.close_for_good_unless(torch.isfinite(grad_norm))
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
-        self.diagnostics.num_updates += self.diagnostics.open
+        self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
         self._step(optimizer)
 
     def _backward(self, loss: Tensor) -> None:
