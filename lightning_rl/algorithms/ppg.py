@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import torch
@@ -36,8 +37,8 @@ class PPG(Phases):
         aux_sequences: Make these parts of whole sequences, what one environment did in one rollout, not of steps.
         cloning_coef: β_clone, weight of the divergence from the policy that the auxiliary phase began with.
         aux_value_coef: Weight of the true value's loss in the auxiliary phase.
-        aux_clip_range_value: Clip the change of the auxiliary value, against the value that the rollout was collected
-            with, to this; None does not.
+        aux_clip_range_value: In the auxiliary phase, clip the difference of both values from the one that the rollout
+            was collected with to this; None does not.
         aux_learning_rate_scale: What the learning rate is multiplied by in the auxiliary phase.
         separate_aux_optimizer: Whether the auxiliary phase has an optimiser with moments of its own, of the same class.
         aux_memory_gib: How much the rollouts of a phase may take, in GiB on each rank.
@@ -162,14 +163,12 @@ class PPG(Phases):
         distribution, auxiliary_values, values = self.policy.forward_auxiliary(batch.observations)
         with torch.no_grad():
             old_distribution, _ = old(batch.observations)
-        if self.aux_clip_range_value is None:
-            head_loss = rl.value_loss(auxiliary_values, batch.returns)
-        else:
-            head_loss = rl.clipped_value_loss(auxiliary_values, batch.returns, batch.values, self.aux_clip_range_value)
+        clip = math.inf if self.aux_clip_range_value is None else self.aux_clip_range_value
+        targets = batch.returns, batch.values, clip
         losses = {
-            "head_loss": batch.mean(head_loss),
+            "head_loss": batch.mean(rl.clipped_value_loss(auxiliary_values, *targets)),
             "cloning_loss": batch.mean(old_distribution.kl(distribution)),
-            "value_loss": batch.mean(rl.value_loss(values, batch.returns)),
+            "value_loss": batch.mean(rl.clipped_value_loss(values, *targets)),
         }
         self.diagnostics.add(**losses)
         joint_loss = losses["head_loss"] + self.cloning_coef * losses["cloning_loss"]
