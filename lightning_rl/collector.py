@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter, setitem
 from typing import Any
 
@@ -15,12 +14,11 @@ from torch import Tensor
 
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
+from lightning_rl.episode_memory import EpisodeMemory
+from lightning_rl.estimates import Finals, estimate
+from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 from lightning_rl.rollout import EpisodeSummary, Rollout
-
-# Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
-_MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
 
 
 class Collector:
@@ -64,12 +62,14 @@ class Collector:
         # The same memory, row by row: what the policy sees at each step.
         tensors = map_leaves(torch.from_numpy, self._observations)
         self._rows = [map_leaves(itemgetter(t), tensors) for t in range(length + 1)]
-        self._num_entries = sum(math.prod(leaf.shape[2:]) for leaf in leaves(self._observations))
         self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         # Of steps that an environment failed in; the episodes before them have no end of their own.
         self._lost = np.zeros(shape, bool)
         self._started = False
+        self._memory = EpisodeMemory()
+        # Where the observation before the next step is an episode's first.
+        self._begins = np.ones(shape[1], bool)
         # Of the episodes that go on into the next rollout.
         self._returns = np.zeros(shape[1])
         self._lengths = np.zeros(shape[1], np.int64)
@@ -95,13 +95,21 @@ class Collector:
         values: list[Tensor] = []
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
+        repeats, frames = self.environments.frames_per_step > 1, 0
         self._valid.fill(True)
         self._lost.fill(False)
+        starts = np.empty_like(self._valid)
+        memory = self._memory if getattr(policy, "memory", None) is not None else None
+        if memory is not None:
+            memory.begin_rollout(policy, starts.shape[1], self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 row = self._rows[t]
                 row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
-                output = policy.act(row, self.generator)
+                if memory is None:
+                    output = policy.act(row, self.generator)
+                else:
+                    output = policy.act(row, self.generator, memory=memory.before(t))  # type: ignore[call-arg]
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
@@ -109,18 +117,29 @@ class Collector:
                 taken = map_leaves(_to_numpy, output.environment_action)
                 step = self.environments.step(to_environment(self.action_space, taken))
                 self._store(t, step)
+                starts[t] = self._begins
+                self._begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+                if memory is not None:
+                    truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
+                    memory.after(t, output.memory, self._begins, truncated, step.lost)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
+                frames += self.environments.count_frames(step) if repeats else 0
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
         episodes = self._finished_episodes()
         if self._lost.any():
             finals += self._cut_off_episodes()
         rollout = self._evaluate(policy, actions, log_probs, values, finals)
+        rollout.starts = torch.from_numpy(starts)
+        if memory is not None:
+            rollout.memory = map_stacked(torch.stack, memory.stored)
+            rollout.burn_in = memory.burn_in
         rollout.policy_version = policy_version
         rollout.episodes = episodes
         rollout.infos = infos
+        rollout.frames = frames if repeats else None
         rollout.seconds = time.perf_counter() - start
         return rollout
 
@@ -131,6 +150,8 @@ class Collector:
             "generator": self.generator.get_state(),
             "returns": torch.from_numpy(self._returns.copy()),
             "lengths": torch.from_numpy(self._lengths.copy()),
+            "begins": torch.from_numpy(self._begins.copy()),
+            "memory": self._memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
@@ -153,6 +174,10 @@ class Collector:
         for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             stored = state[name].numpy()[: len(own)]
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
+        if "begins" in state:  # not in checkpoints of before there was memory
+            stored = state["begins"].numpy()[: len(exact)]
+            self._begins[: len(stored)] = stored | ~exact[: len(stored)]
+            self._memory.load_state_dict(state["memory"], exact, self.generator.device)
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _put(self, t: int, observations: Nested) -> None:
@@ -195,19 +220,13 @@ class Collector:
             map_leaves(lambda storage, x, k=k: setitem(storage, k, x), final_arrays, observation)
         final_observations = map_leaves(lambda x: torch.from_numpy(x).to(device), final_arrays)
         stacked_actions = map_stacked(torch.stack, actions)
-        with torch.no_grad():
-            if values:
-                log_prob = torch.stack(log_probs)
-                all_values = torch.cat([torch.stack(values), policy.value(_slice(observations, -1, None))])
-            else:
-                parts = zip(self._chunks(_slice(observations, 0, -1)), self._chunks(stacked_actions), strict=True)
-                log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
-                all_values = torch.cat([policy.value(o) for o in self._chunks(observations)])
-            next_values = all_values[1:].clone()
-            for rows, final in zip(self._chunks(indices, 1), self._chunks(final_observations, 1), strict=True):
-                next_values[rows[:, 0], rows[:, 1]] = policy.value(final).to(next_values.dtype)
         terminated = torch.from_numpy(self._terminated).to(device)
-        next_values[terminated] = 0
+        memory = self._memory.at([(t, index) for t, index, _ in finals])
+        estimates = estimate(
+            *(policy, observations, stacked_actions, log_probs, values, terminated),
+            Finals(indices, final_observations, memory),
+            self._memory.state,
+        )
         return Rollout(
             observations=observations,
             actions=stacked_actions,
@@ -215,18 +234,10 @@ class Collector:
             terminated=terminated,
             truncated=torch.from_numpy(self._truncated).to(device),
             valid=None if self._valid.all() else torch.from_numpy(self._valid).to(device),
-            log_probs=log_prob,
-            values=all_values[:-1],
-            next_values=next_values,
+            **estimates._asdict(),
             final_indices=indices,
             final_observations=final_observations,
         )
-
-    def _chunks(self, x: Nested, width: int | None = None) -> Iterator[Nested]:
-        """Split along the first dimension, each entry of which is `width` observations (None: one per environment)."""
-        rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, self._num_entries)))
-        size = max(1, rows // (width or self._rewards.shape[1]))
-        return (_slice(x, start, start + size) for start in range(0, len(first_leaf(x)), size))
 
     def _finished_episodes(self) -> EpisodeSummary:
         """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
@@ -250,7 +261,3 @@ class Collector:
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x.cpu().numpy()
-
-
-def _slice(x: Nested, start: int, stop: int | None) -> Nested:
-    return map_leaves(itemgetter(slice(start, stop)), x)

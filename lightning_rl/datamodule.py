@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -20,6 +21,9 @@ from lightning_rl.environments import (
     EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
+    RewardClip,
+    TensorEnvironments,
+    WrapperOptions,
     make_environments,
     spaces_of,
 )
@@ -31,6 +35,7 @@ from lightning_rl.policy import Policy, copy_to_cpu
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.restoring import plain_parts, restore, say_changes
 from lightning_rl.rollout import Rollout
+from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -69,6 +74,24 @@ class RolloutDataModule(LightningDataModule):
             environment, episode, seed and step; `restart` (`sync` and `async` only) makes the environment anew, which
             goes on with its next episode. The episode that was cut off counts as truncated, the step that failed is
             not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the run.
+        imports: Modules to import before the id is looked up, in worker processes too: those that register
+            environments.
+        max_episode_steps: Truncate episodes after this many steps of the environment, in the place of the limit that it
+            is registered with.
+        action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
+            the repetition (`sync` and `async` only; Atari games have `atari.frame_skip`).
+        reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
+        reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
+            5 · tanh(r / 5), times 0.3 where r is negative.
+        frame_stack: Observations are those of this many steps, oldest first, an episode beginning with copies of its
+            first: along a new first dimension, images along their channels. None does not stack.
+        flatten_observations: Make one vector of each observation, nested or not; what is discrete becomes one-hot.
+        previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
+            `previous_action`) where they are none; what is discrete is one-hot; zeros where an episode begins.
+        previous_reward: Add the previous reward, as it is learned from, in evaluation too.
+        action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
+            `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
+            draws its actions by, in training and evaluation. See the guide for their shapes.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -94,6 +117,16 @@ class RolloutDataModule(LightningDataModule):
         atari: AtariPreprocessing | None = None,
         step_timeout: float | None = None,
         on_env_failure: OnEnvFailure = "raise",
+        imports: Sequence[str] = (),
+        max_episode_steps: int | None = None,
+        action_repeat: int = 1,
+        reward_scale: float = 1.0,
+        reward_clip: RewardClip | None = None,
+        frame_stack: int | None = None,
+        flatten_observations: bool = False,
+        previous_action: bool = False,
+        previous_reward: bool = False,
+        action_mask: str | None = None,
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
         eval_deterministic: bool = True,
@@ -111,8 +144,28 @@ class RolloutDataModule(LightningDataModule):
         check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
+        check(not isinstance(imports, str), "imports", imports, "a list of modules")
+        options = WrapperOptions(
+            max_episode_steps,
+            action_repeat,
+            reward_scale,
+            reward_clip,
+            frame_stack,
+            flatten_observations,
+            previous_action,
+            previous_reward,
+            action_mask,
+        )
         self.spec = EnvironmentSpec(
-            env_id, env_kwargs or {}, (*always, *only_training), backend, atari, step_timeout, on_env_failure
+            env_id,
+            env_kwargs or {},
+            (*always, *only_training),
+            backend,
+            atari,
+            step_timeout,
+            on_env_failure,
+            options=options,
+            imports=tuple(imports),
         )
         self.eval_spec = self.spec.for_evaluation(always)
         self.num_envs = num_envs
@@ -124,9 +177,9 @@ class RolloutDataModule(LightningDataModule):
         self.info_keys = list(info_keys)
         self.seed = seed
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
-        self._environments: EnvironmentBatch | None = None
+        self._environments: EnvironmentBatch | TensorEnvironments | None = None
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
-        self._collector: Collector | None = None
+        self._collector: Collector | TensorCollector | None = None
         self._starts = 0
         self._seed_given = seed is not None
         self._last_state: dict[str, Any] | None = None
@@ -231,7 +284,7 @@ class RolloutDataModule(LightningDataModule):
         """What a resumed run may have changed, as far as it is plain data."""
         own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed")}
         of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
-        return plain_parts(of_environments | own)
+        return plain_parts(of_environments | own | asdict(self.spec.options))
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy."""
@@ -244,7 +297,7 @@ class RolloutDataModule(LightningDataModule):
             rollout = self._collector.collect(policy, version)
         self._look_for_infos(rollout)
         if self.spec.on_env_failure == "restart":
-            rollout.failures = self._take_failures(self._collector.environments)
+            rollout.failures = self._take_failures(cast(EnvironmentBatch, self._collector.environments))
         return rollout
 
     def _look_for_infos(self, rollout: Rollout) -> None:
@@ -269,7 +322,7 @@ class RolloutDataModule(LightningDataModule):
             )
         return failures
 
-    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector:
+    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector | TensorCollector:
         """Make the training environments: at the first rollout, when it is known what is resumed from."""
         assert self.trainer is not None
         if self.seed is None:
@@ -282,7 +335,12 @@ class RolloutDataModule(LightningDataModule):
         self._last_state = None
         self._environments = make_environments(self.spec, self.num_envs, seeds)
         spaces_ = self.observation_space, self.action_space
-        collector = Collector(self._environments, *spaces_, self.rollout_length, generator, dtype, self.info_keys)
+        options = (*spaces_, self.rollout_length, generator, dtype, self.info_keys)
+        collector: Collector | TensorCollector
+        if isinstance(self._environments, TensorEnvironments):
+            collector = TensorCollector(self._environments, *options)
+        else:
+            collector = Collector(self._environments, *options)
         if self._restored:
             states, self._restored = self._restored, []
             restore(collector, states, self._rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
+from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import Policy, observation_dtype
 
@@ -124,14 +125,21 @@ def play(
     slots = [_Slot(count) for count in episodes_per_environment]
     dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), observation_space)
     observations = environments.reset() if any(episodes_per_environment) else np.empty(0)
+    # A policy need not have a memory, nor know of any.
+    acting: dict[str, Any] = {}
+    if getattr(policy, "memory", None) is not None:
+        acting["memory"] = policy.initial_memory(len(slots), critic=False)  # type: ignore[attr-defined]
     while any(slot.remaining for slot in slots):
         # A copy: the next step may write over what it got.
         observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)
         with torch.no_grad():
             tensors = map_leaves(lambda x: torch.from_numpy(x).to(generator.device), observations)
-            action = policy.act(tensors, generator, deterministic).environment_action
-        actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), action))
+            output = policy.act(tensors, generator, deterministic, **acting)
+        actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
         step = environments.step(actions)
+        if acting:
+            begins = step.terminated | step.truncated
+            acting["memory"] = forget(output.memory, begins if step.valid is None else begins | ~step.valid)
         finals = dict(step.final_observations)
         for index, slot in enumerate(slots):
             if not slot.remaining or (step.valid is not None and not step.valid[index]):

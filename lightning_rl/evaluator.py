@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
@@ -61,7 +61,7 @@ class Evaluator:
         if self.environments is None:
             self._made_for = path, num_envs
             seeds = [derive_seed(*path, index) for index in range(num_envs)]
-            self.environments = make_environments(self.spec, num_envs, seeds)
+            self.environments = cast(EnvironmentBatch, make_environments(self.spec, num_envs, seeds))
         return play(
             self.environments,
             policy,

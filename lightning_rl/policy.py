@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,11 +16,16 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
+from lightning_rl.masks import find_masks
+from lightning_rl.memory import Memory, MemoryOptions, RecurrentCore
 from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, without
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
 from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
+from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -33,12 +38,14 @@ class PolicyOutput:
         log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
         value: Value estimate of the observation, shape `[B]`; None likewise.
         environment_action: The action in the units of the action space, for `to_environment`; None: the same.
+        memory: What to act from at the next step, `[B, ...]`; None of a policy without memory.
     """
 
     action: Nested
     log_prob: Tensor | None = None
     value: Tensor | None = None
     environment_action: Nested | None = None
+    memory: Nested | None = None
 
     def __post_init__(self) -> None:
         if self.environment_action is None:
@@ -71,7 +78,7 @@ class ActorCritic(nn.Module):
 
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
-            `Tuple`.
+            `Tuple`. `ActionMask`s in one part of it say which actions are valid; no encoder sees them.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
         network: See `lightning_rl.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
@@ -81,6 +88,8 @@ class ActorCritic(nn.Module):
             nothing is for the critic only.
         critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
         normalize_observations: Standardise every `Box` that is no image by its running moments.
+        memory: A recurrent core between encoder and heads: `lstm`, `gru`, or a dict with `kind` and further options of
+            `lightning_rl.memory.MemoryOptions`; None: none.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
@@ -98,15 +107,21 @@ class ActorCritic(nn.Module):
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
+        memory: Memory = None,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
         super().__init__()
+        self.memory = MemoryOptions.parse(memory)
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
         if normalize_observations:
             self.observation_normalizer, encoded_space = make_normalizer(observation_space)
-        self.critic_only = check_critic_only(critic_only, observation_space, shared_encoder)
+        self._mask_path = find_masks(observation_space)
+        mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)
+        self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
+        encoded_space = without(encoded_space, self._masks)
+        self.critic_only = check_critic_only(critic_only, encoded_space, shared_encoder)
         actor_space = without(encoded_space, self.critic_only)
         # Any leaf that both see tells how many dimensions come before those of an observation.
         self._first_path, first = next(iter(space_leaves(actor_space).items()))
@@ -119,23 +134,69 @@ class ActorCritic(nn.Module):
         if not shared:
             self.critic_encoder = make_encoder(encoded_space, network, *options)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
-        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution)
         value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
+        self.actor_core: RecurrentCore | None = None
+        self.critic_core: RecurrentCore | None = None
+        if self.memory is not None:
+            self.actor_core = RecurrentCore(width, self.memory)
+            if self.memory.are_separate(shared):
+                self.critic_core = RecurrentCore(value_width, self.memory)
+            width = value_width = self.memory.hidden_size
+        self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
 
-    def forward(self, observations: Nested) -> tuple[Distribution, Tensor]:
-        """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`."""
-        x = self._prepare(observations)
-        features = self._actor_features(x)
-        value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
-        return self.action_head(features), self._value(value_features)
+    def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
+        """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
+
+        Args:
+            observations: For a policy with memory rows `[N, *shape]`, those of `sequences`.
+            sequences: Which rows follow one another; for a policy with memory.
+
+        Raises:
+            ValueError: A policy with memory was not given them.
+        """
+        if self.memory is not None:
+            features, value_features = self._unroll(observations, _given(sequences, "sequences"))
+        else:
+            features, value_features = self._features(self._prepare(observations))
+        return self._distribution(features, observations), self._value(value_features)
+
+    def initial_memory(self, batch_size: int, critic: bool = True) -> Nested | None:
+        """Return the memory before an episode, `[B, ...]`; None for a policy without one.
+
+        Args:
+            batch_size: `B`.
+            critic: With that of a critic that has its own, to get values and log-probabilities too while acting.
+        """
+        if self.actor_core is None:
+            return None
+        memory = {"actor": self.actor_core.initial(batch_size)}
+        if critic and self.critic_core is not None:
+            memory["critic"] = self.critic_core.initial(batch_size)
+        return memory
 
     def act(
-        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
+        self,
+        observations: Nested,
+        generator: torch.Generator | None = None,
+        deterministic: bool = False,
+        memory: Nested | None = None,
     ) -> PolicyOutput:
-        """Choose an action for every row; see `Policy.act`. What is for the critic only may be missing."""
+        """Choose an action for every row; see `Policy.act`. What is for the critic only may be missing.
+
+        Args:
+            observations: `[B, *shape]`.
+            generator: Draws the actions.
+            deterministic: Take the mode of the action distribution.
+            memory: Of a policy that has one: `initial_memory` where an episode begins, then that of the last output.
+
+        Raises:
+            ValueError: A policy with memory was not given one.
+        """
+        if self.memory is not None:
+            return self._act_from(_given(memory, "memory"), observations, generator, deterministic)
         features = self._actor_features(self._prepare(observations))
-        distribution: Distribution = self.action_head(features)
+        distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         environment_action = distribution.to_space(action)
         if self.critic_encoder is not None:
@@ -143,15 +204,30 @@ class ActorCritic(nn.Module):
         return PolicyOutput(action, distribution.log_prob(action), self._value(features), environment_action)
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
-        """Return log-probabilities of actions; see `Policy.log_prob`."""
+        """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
+        if self.memory is not None:
+            raise ValueError(
+                "log_prob is for policies without memory: act and forward give log-probabilities of others"
+            )
         features = self._actor_features(self._prepare(observations))
-        distribution: Distribution = self.action_head(features)
+        distribution = self._distribution(features, observations)
         return distribution.log_prob(actions)
 
-    def value(self, observations: Nested) -> Tensor:
-        """Return value estimates; see `Policy.value`."""
+    def value(self, observations: Nested, memory: Nested | None = None) -> Tensor:
+        """Return value estimates; see `Policy.value`. With memory of observations `[B, *shape]`, one step from there.
+
+        Raises:
+            ValueError: A policy with memory was not given one.
+        """
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
-        return self._value(self._encode(encoder, self._prepare(observations)))
+        features = self._encode(encoder, self._prepare(observations))
+        if self.actor_core is not None:
+            memory = _given(memory, "memory")
+            if self.critic_core is None:
+                features, _ = self.actor_core.step(features, memory["actor"])
+            else:
+                features, _ = self.critic_core.step(features, memory["critic"])
+        return self._value(features)
 
     def saturation(self, actions: Nested) -> Tensor | None:
         """Return the share of components of `actions` that are clipped to the bounds; None where none may be."""
@@ -160,11 +236,66 @@ class ActorCritic(nn.Module):
         return None if counts is None else counts[0] / max(counts[1], 1)
 
     def _prepare(self, observations: Nested) -> Nested:
-        """Normalise, and bring floating-point observations to the dtype of the parameters."""
+        """Leave out masks, normalise, and bring floating-point observations to the dtype of the parameters."""
+        if self._masks:
+            observations = without(observations, self._masks)
         if self.observation_normalizer is not None:
             observations = self.observation_normalizer(observations)
         dtype = self.value_head.weight.dtype
         return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
+
+    def _distribution(self, features: Tensor, observations: Nested) -> Distribution:
+        if self._mask_path is None:
+            return self.action_head(features)  # type: ignore[no-any-return]
+        return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
+
+    def _features(self, x: Nested) -> tuple[Tensor, Tensor]:
+        """Return what the encoders make of prepared observations, for actor and critic."""
+        features = self._actor_features(x)
+        return features, features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
+
+    def _unroll(self, observations: Nested, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """Return features of rows `[N, hidden]` for actor and critic, that know of the rows before."""
+        memory = sequences.memory
+        if sequences.burn_in is not None:
+            with torch.no_grad():
+                _, _, memory = self._run_cores(sequences.burn_in_observations, sequences.burn_in)
+        features, value_features, _ = self._run_cores(observations, sequences, memory)
+        return features, value_features
+
+    def _run_cores(
+        self, observations: Nested, sequences: Sequences, memory: Nested | None = None
+    ) -> tuple[Tensor, Tensor, Nested]:
+        """Return features for actor and critic, and the memory after each sequence."""
+        assert self.actor_core is not None
+        memory = sequences.memory if memory is None else memory
+        features, value_features = self._features(self._prepare(observations))
+        after: dict[str, Nested] = {}
+        actor, after["actor"] = self.actor_core(features, sequences.segments, memory["actor"])
+        if self.critic_core is None:
+            return actor, actor, after
+        critic, after["critic"] = self.critic_core(value_features, sequences.segments, memory["critic"])
+        return actor, critic, after
+
+    def _act_from(
+        self, memory: Nested, observations: Nested, generator: torch.Generator | None, deterministic: bool
+    ) -> PolicyOutput:
+        """Act; with values and log-probabilities where the memory has what the critic needs for it."""
+        assert self.actor_core is not None
+        x, after = self._prepare(observations), {}
+        encoded = self._actor_features(x)
+        features, after["actor"] = self.actor_core.step(encoded, memory["actor"])
+        distribution = self._distribution(features, observations)
+        action = distribution.mode() if deterministic else distribution.sample(generator)
+        output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
+        if self.critic_core is not None:
+            if "critic" not in memory:
+                return output
+            if self.critic_encoder is not None:
+                encoded = self._encode(self.critic_encoder, x)
+            features, after["critic"] = self.critic_core.step(encoded, memory["critic"])
+        output.log_prob, output.value = distribution.log_prob(action), self._value(features)
+        return output
 
     def _actor_features(self, observations: Nested) -> Tensor:
         if self.critic_only:
@@ -184,6 +315,16 @@ class ActorCritic(nn.Module):
 
     def _value(self, features: Tensor) -> Tensor:
         return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+
+
+def _given(x: T | None, name: str) -> T:
+    """Return what a policy with memory cannot do without."""
+    if x is None:
+        raise ValueError(
+            f"a policy with memory needs {name}: initial_memory(batch_size) where episodes begin, then the memory that "
+            "acting gave; evaluate(batch) of the algorithm for the sequences of a batch"
+        )
+    return x
 
 
 def check_modes_agree(policy: nn.Module) -> None:

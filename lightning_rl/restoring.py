@@ -11,13 +11,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_rl.collector import Collector
 from lightning_rl.nested import first_leaf
 from lightning_rl.random_state import gather_ranks
+from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import ConfigurationError, to_plain_data
 
 # From here on it may take some seconds: a game of Atari has up to 27,000 steps, of a millisecond each.
 _MANY_STEPS = 5000
 
 
-def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank: int, name: str) -> None:
+def restore(
+    collector: Collector | TensorCollector, states: Sequence[dict[str, Any] | None], rank: int, name: str
+) -> None:
     """Take the environments of a rank back to where a checkpoint left them; a collective call.
 
     What could not be taken back begins new episodes, and is said once for all ranks.

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves
+from lightning_rl.sequences import Sequences, cut
 from lightning_rl.validation import ConfigurationError
 
 OnTruncation = Literal["bootstrap", "terminal"]
 
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
-    *("final_indices", "final_observations"),
+    *("final_indices", "final_observations", "starts", "memory"),
 )
 
 
@@ -45,10 +46,15 @@ class Rollout:
             truncated that of the final observation, not of the one after the reset; 0 at a terminal state.
         final_indices: Time and environment of each truncated step, `[K, 2]`.
         final_observations: The observations those steps reached, `[K, ...]`, nested likewise.
+        starts: Whether an observation is the first one of an episode, `[T, B]`, on the CPU; None where nobody asks.
+        memory: Of a policy that has one: for each sequence to learn from the state that it is unrolled from,
+            `[sequences of an environment, B, ...]`, nested as that of the policy; None of others.
+        burn_in: How many steps before the sequence that is, as far as the rollout has them.
         policy_version: Number of updates the policy had seen.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
+        frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
         seconds: Wall time of collecting.
     """
 
@@ -66,6 +72,9 @@ class Rollout:
         final_indices: Tensor,
         final_observations: Nested,
         valid: Tensor | None = None,
+        starts: Tensor | None = None,
+        memory: Nested | None = None,
+        burn_in: int = 0,
         policy_version: int = 0,
         episodes: EpisodeSummary | None = None,
         infos: Mapping[str, list[float]] | None = None,
@@ -82,10 +91,14 @@ class Rollout:
         self.final_indices = final_indices
         self.final_observations = final_observations
         self.valid = valid
+        self.starts = starts
+        self.memory = memory
+        self.burn_in = burn_in
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos = dict(infos or {})
         self.failures: list[str] | None = None
+        self.frames: int | None = None
         self.seconds = seconds
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""
@@ -103,9 +116,11 @@ class Rollout:
     def to(self, device: torch.device | str) -> Rollout:
         """Move every tensor to `device`, in place, and return the rollout.
 
-        `final_indices` and `final_observations` do not follow to XLA, which would compile for each number of them.
+        `starts` stays, as what cuts sequences does. `final_indices` and `final_observations` do not follow to XLA,
+        which would compile for each number of them.
         """
-        stays = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
+        of_finals = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
+        stays = ("starts", *of_finals)
         for name, value in self._tensors().items():
             if name not in stays:
                 setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
@@ -114,7 +129,8 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
         copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self._tensors())
-        return {"valid": None, **copies, "policy_version": self.policy_version}
+        absent = dict.fromkeys(("valid", "starts", "memory"))
+        return {**absent, **copies, "burn_in": self.burn_in, "policy_version": self.policy_version}
 
     def _tensors(self) -> dict[str, Nested]:
         fields = {name: getattr(self, name) for name in _FIELDS}
@@ -136,7 +152,10 @@ class Rollout:
         return lambda_ * (~self.ends).to(self.rewards.dtype)
 
     def flatten(self, **per_step: Tensor) -> Batch:
-        """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them."""
+        """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them.
+
+        Those of a policy with memory are in the order of sequences, and within each of time.
+        """
         length, num_envs = self.shape
         fields: dict[str, Nested] = {
             "observations": map_leaves(itemgetter(slice(length)), self.observations),
@@ -145,17 +164,14 @@ class Rollout:
             "values": self.values,
             **per_step,
         }
+        if self.memory is not None:
+            assert self.starts is not None
+            rows, sequences = cut(self.valid, self.starts, self.memory, self.burn_in, self.observations)
+            index = rows.to(self.rewards.device)
+            return Batch(map_leaves(lambda x: x.flatten(0, 1)[index], fields), sequences=sequences)
         if self.valid is None:
             return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
         return Batch(map_leaves(itemgetter(self.valid), fields))
-
-    def unflatten(self, rows: Tensor) -> Tensor:
-        """Return rows `[N, ...]` in the order of `flatten` at their steps, `[T, B, ...]`; 0 where there is no step."""
-        if self.valid is None:
-            return rows.reshape(*self.shape, *rows.shape[1:])
-        result = rows.new_zeros(*self.shape, *rows.shape[1:])
-        result[self.valid] = rows
-        return result
 
 
 class EpisodeSummary:
@@ -175,6 +191,7 @@ class Batch:
     """Rows of a rollout, in any order: tensors of equal length by name, nested or not, read as attributes.
 
     Attributes:
+        sequences: For a policy with memory, which of the rows follow one another; None: each stands for itself.
         weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
             are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
     """
@@ -186,8 +203,11 @@ class Batch:
     advantages: Tensor
     returns: Tensor
 
-    def __init__(self, fields: dict[str, Nested], weight: float | None = None) -> None:
+    def __init__(
+        self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
+    ) -> None:
         self.fields = fields
+        self.sequences = sequences
         self.weight = 1 / max(len(self), 1) if weight is None else weight
 
     def __getattr__(self, name: str) -> Nested:
@@ -204,12 +224,21 @@ class Batch:
         return x.sum() * self.weight
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
-        """Return the rows in a fresh random order."""
+        """Return the rows in a fresh random order; where there are sequences, these are what is put into it."""
+        if self.sequences is not None:
+            return self._of(self.sequences.select(torch.randperm(len(self.sequences), generator=generator)))
         order = torch.randperm(len(self), generator=generator).to(first_leaf(self.fields).device)
         return Batch(map_leaves(itemgetter(order), self.fields), self.weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
-        """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most."""
+        """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.
+
+        Sequences stay whole: it is their numbers that differ by one at the most.
+        """
+        if self.sequences is not None:
+            for part in self.sequences.split(num_minibatches):
+                yield self._of(part)
+            return
         # Lists, which are leaves: a tuple would be nested.
         parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
         for index in range(num_minibatches):
@@ -217,15 +246,30 @@ class Batch:
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
-        return Batch({**self.fields, **fields}, self.weight)
+        return Batch({**self.fields, **fields}, self.weight, self.sequences)
+
+    def _of(self, selected: tuple[Tensor, Sequences]) -> Batch:
+        rows, sequences = selected
+        index = rows.to(first_leaf(self.fields).device)
+        return Batch(map_leaves(itemgetter(index), self.fields), sequences=sequences)
 
 
-def check_minibatches(num_rows: int, num_minibatches: int) -> None:
+def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:
     """Raise unless a rollout can be cut into equal minibatches.
 
+    Args:
+        num_rows: Steps of a rollout.
+        num_minibatches: Parts.
+        num_sequences: Of which each part has to have whole ones; None: of steps.
+
     Raises:
-        ConfigurationError: `num_minibatches` does not divide `num_rows`.
+        ConfigurationError: `num_minibatches` does not divide that.
     """
+    if num_sequences is not None and num_sequences % num_minibatches:
+        raise ConfigurationError(
+            f"num_minibatches={num_minibatches} does not divide the {num_sequences} sequences of a rollout "
+            "(num_envs * rollout_length / memory.sequence_length): expected a divisor of it"
+        )
     if num_rows % num_minibatches:
         raise ConfigurationError(
             f"num_minibatches={num_minibatches} does not divide the {num_rows} steps of a rollout "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from lightning_rl.masks import ActionMask
 from lightning_rl.validation import ConfigurationError
 
 SpaceDict = dict[str, Any]
@@ -21,7 +22,7 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
     """Describe a space by plain Python values; a description is returned unchanged.
 
     Args:
-        space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `Dict` and `Tuple`.
+        space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `ActionMask`, `Dict` and `Tuple`.
         field: What it is, for errors, which add the path to the part that cannot be described.
 
     Raises:
@@ -44,6 +45,8 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
         return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
     if isinstance(space, spaces.MultiDiscrete):
         return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+    if isinstance(space, ActionMask):
+        return {"type": "ActionMask", "n": list(space.shape), "given": space.given}
     if isinstance(space, spaces.MultiBinary):
         # One number and a shape of one dimension are different spaces to Gymnasium.
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
@@ -92,6 +95,8 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             return spaces.MultiDiscrete(spec["nvec"], start=spec["start"])
         case "MultiBinary":
             return spaces.MultiBinary(spec["n"])
+        case "ActionMask":
+            return ActionMask(spec["n"], spec["given"])
         case "Dict":
             return spaces.Dict({key: space_from_dict(value) for key, value in spec["spaces"].items()})
         case "Tuple":

@@ -18,7 +18,7 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl.collector import Collector
-from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.policy import ActorCritic, PolicyOutput
@@ -276,7 +276,31 @@ class Aim(gymnasium.Env[np.ndarray, Any]):
         return np.ravel(action == space.start + (n - 1) * self.goal)
 
 
-for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim):
+class RepeatFirst(gymnasium.Env[np.ndarray, int]):
+    """One of two goals is shown once; every later step in which it is named earns an equal part of 1.
+
+    Args:
+        length: Steps of an episode, which then terminates.
+    """
+
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, length: int = 6) -> None:
+        self.length = length
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.steps, self.goal = 0, int(self.np_random.integers(2))
+        return np.array([2 * self.goal - 1, 1], np.float32), {}
+
+    def step(self, action: int):
+        self.steps += 1
+        reward = float(action == self.goal) / (self.length - 1) if self.steps > 1 else 0.0
+        return np.zeros(2, np.float32), reward, self.steps == self.length, False, {}
+
+
+for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim, RepeatFirst):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 
@@ -322,11 +346,12 @@ def make_batch(
     **options: Any,
 ) -> EnvironmentBatch:
     """Environments with seeds from the tree; keyword arguments that a spec does not know are the environment's."""
-    names = EnvironmentSpec.__dataclass_fields__
+    fields, wrappers = EnvironmentSpec.__dataclass_fields__, WrapperOptions.__dataclass_fields__
     spec = EnvironmentSpec(
         env_id,
-        {key: value for key, value in options.items() if key not in names},
-        **{key: value for key, value in options.items() if key in names},
+        {key: value for key, value in options.items() if key not in fields and key not in wrappers},
+        options=WrapperOptions(**{key: value for key, value in options.items() if key in wrappers}),
+        **{key: value for key, value in options.items() if key in fields},
     )
     return make_environments(spec, num_envs, seeds_of(num_envs, seed), mode)
 

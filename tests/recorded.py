@@ -8,8 +8,12 @@ from torch import Tensor
 
 from lightning_rl import PPO, Rollout
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.nested import map_leaves, map_stacked
+from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, EpisodeSummary
+from lightning_rl.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
+from tests.memory_probes import random_memory
 
 NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 10, 3, 4
 FEW_STEPS = {3: 2, 5: 0}
@@ -18,6 +22,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
     "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
     "none": {"normalize_advantages": "none", "max_grad_norm": None},
+    "memory": {
+        "normalize_advantages": "rollout",
+        "memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3},
+        "learning_rate": 1e-3,
+    },
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
 CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
@@ -47,10 +56,31 @@ class Alone(PPO):
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         of_ranks = []
         for rank, generator in enumerate(self.generators):
-            rows = Batch({name: x[self.rank_of_row == rank] for name, x in batch.fields.items()})
-            of_ranks.append(rows.shuffled(generator).split(num_minibatches))
+            of_ranks.append(self.half(batch, rank).shuffled(generator).split(num_minibatches))
         for parts in zip(*of_ranks, strict=True):
-            yield Batch({name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields})
+            fields = {name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields}
+            sequences = None if batch.sequences is None else together([part.sequences for part in parts])
+            yield Batch(fields, sequences=sequences)
+
+    def half(self, batch: Batch, rank: int) -> Batch:
+        """The rows of one rank, or its sequences, those of all environments of each span of time side by side."""
+        if batch.sequences is None:
+            return Batch({name: x[self.rank_of_row == rank] for name, x in batch.fields.items()})
+        env = torch.arange(len(batch.sequences)) % (2 * NUM_ENVS)
+        rows, sequences = batch.sequences.select((env // NUM_ENVS == rank).nonzero().squeeze(1))
+        return Batch({name: x[rows] for name, x in batch.fields.items()}, sequences=sequences)
+
+
+def together(parts: list[Sequences]) -> Sequences:
+    """One after another."""
+    burn_ins = [part.burn_in for part in parts]
+    return Sequences(
+        torch.cat([part.lengths for part in parts]),
+        torch.cat([part.starts for part in parts]),
+        map_stacked(torch.cat, [part.memory for part in parts]),
+        None if burn_ins[0] is None else together(burn_ins),
+        None if burn_ins[0] is None else torch.cat([part.burn_in_observations for part in parts]),
+    )
 
 
 class Recording:
@@ -62,6 +92,8 @@ class Recording:
 
     def __init__(self, model: PPO) -> None:
         self.model = model
+        # Gives the random numbers of what a policy with memory is said to have done.
+        self.plain = fixed_model("none", "64-true").policy.to(next(model.parameters()).dtype)
         self.pairs: list[list[Rollout]] = []
 
     def __len__(self) -> int:
@@ -75,8 +107,17 @@ class Recording:
             yield rollout
 
     def _half(self, number: int, rank: int) -> Rollout:
-        options: dict[str, Any] = {"num_envs": NUM_ENVS, "off_policy": 0.0, "valid": rank == 1}
-        rollout = random_rollout(self.model.policy, seed=2 * number + rank, **options)
+        options: dict[str, Any] = {
+            "num_envs": NUM_ENVS,
+            "off_policy": 0.0,
+            "valid": rank == 1,
+            "seed": 2 * number + rank,
+        }
+        if self.model.policy.memory is None:
+            rollout = random_rollout(self.model.policy, **options)
+        else:
+            rollout = random_rollout(self.plain, **options)
+            remember(self.model.policy, rollout)
         if rank == 1 and number in FEW_STEPS:
             assert rollout.valid is not None
             rollout.valid[:] = False
@@ -86,17 +127,35 @@ class Recording:
         return rollout
 
 
+def remember(policy: ActorCritic, rollout: Rollout) -> None:
+    """Say of a rollout what a policy remembered of it, made up of random numbers."""
+    length, num_envs = rollout.shape
+    begins = rollout.ends if rollout.valid is None else rollout.ends | ~rollout.valid
+    rollout.starts = torch.cat([begins[-1:], begins[:-1]])
+    steps = policy.memory.stored_steps(length)
+    rollout.memory = map_stacked(torch.stack, [random_memory(policy, num_envs, seed=step) for step in steps])
+    rollout.burn_in = policy.memory.burn_in
+
+
 def side_by_side(one: Rollout, other: Rollout) -> Rollout:
     """The environments of two rollouts in one."""
 
-    def together(name: str) -> Tensor:
+    def beside(name: str) -> Tensor:
         return torch.cat([getattr(one, name), getattr(other, name)], 1)
 
     names = ["observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "next_values"]
     valid = [torch.ones(r.shape, dtype=torch.bool) if r.valid is None else r.valid for r in (one, other)]
     shift = torch.tensor([0, one.shape[1]])
+    remembered = {}
+    if one.memory is not None:
+        remembered = {
+            "starts": beside("starts"),
+            "memory": map_leaves(lambda x, y: torch.cat([x, y], 1), one.memory, other.memory),
+            "burn_in": one.burn_in,
+        }
     return Rollout(
-        **{name: together(name) for name in names},
+        **remembered,
+        **{name: beside(name) for name in names},
         valid=torch.cat(valid, 1),
         final_indices=torch.cat([one.final_indices, other.final_indices + shift]),
         final_observations=torch.cat([one.final_observations, other.final_observations]),

@@ -6,7 +6,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from lightning_rl import collector as collector_module
+from lightning_rl import estimates
 from lightning_rl.policy import ActorCritic, PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.probes import Told, collect, make_batch, make_collector
@@ -130,7 +130,7 @@ def test_info_that_is_no_number_is_refused():
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10**6])
 def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(monkeypatch, rows):
-    monkeypatch.setattr(collector_module, "_MAX_ROWS", rows)
+    monkeypatch.setattr(estimates, "_MAX_ROWS", rows)
     environments = make_batch("Probe/Counter-v0", 3, lengths=(2,))
     policy = make_policy(environments, torch.float64)
     largest = []
@@ -147,7 +147,7 @@ def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(mon
 
 
 def test_large_observations_are_evaluated_in_small_parts(monkeypatch):
-    monkeypatch.setattr(collector_module, "_MAX_ENTRIES", 1000)  # four images of 243
+    monkeypatch.setattr(estimates, "_MAX_ENTRIES", 1000)  # four images of 243
     environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
     policy = make_policy(environments, shared_encoder=False)
     largest = []
@@ -186,7 +186,7 @@ def test_nothing_that_is_collected_takes_part_in_gradients():
         with torch.enable_grad():
             rollout = make_collector(environments, 5).collect(policy)
         tensors = [x for x in vars(rollout).values() if isinstance(x, torch.Tensor)]
-        assert len(tensors) == 10 and not any(x.requires_grad or x.is_inference() for x in tensors)
+        assert len(tensors) == 11 and not any(x.requires_grad or x.is_inference() for x in tensors)
         loss = (policy.log_prob(rollout.observations[:-1], rollout.actions) * rollout.next_values).mean()
         loss.backward()  # inference tensors would not be allowed here
         environments.reset()

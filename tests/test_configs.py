@@ -12,6 +12,7 @@ import yaml
 
 from lightning_rl.cli import main
 from lightning_rl.rollout import check_minibatches
+from tests.procgen import has_procgen
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
@@ -47,6 +48,8 @@ def need_extra(data: dict) -> None:
             pytest.importorskip(module)
     if data.get("backend") == "envpool":
         pytest.importorskip("envpool")
+    if data["env_id"].startswith("Starpilot") and not has_procgen():
+        pytest.skip("Procgen needs Qt 5")
 
 
 def test_there_is_a_configuration_for_each_kind_of_environment():

@@ -23,6 +23,8 @@ SETTINGS = {
     "normalized": ("Pendulum-v1", NORMALIZED),
     "normalized_shared": ("CartPole-v1", {**NORMALIZED, "shared_encoder": True}),
     "images": (PIXELS, {"hidden_sizes": ()}),
+    "memory": ("CartPole-v1", {**NORMALIZED, "memory": "lstm", "shared_encoder": True}),
+    "memory_of_each": ("Pendulum-v1", {"memory": {"kind": "gru", "sequence_length": 8, "burn_in": 4}}),
 }
 
 

@@ -52,19 +52,39 @@ def test_steps_are_found_by_their_address_in_any_order():
 
 def test_a_sequence_is_what_one_environment_did_in_one_rollout():
     memory = filled(None, None)
-    sequences = memory.sequences()
-    assert len(sequences) == 2 * NUM_ENVS
-    found = memory.gather(memory.along(sequences[[3, 0]]))
-    assert found["returns"].tolist() == [[101, 0], [111, 10], [121, 20]]
-    assert found["observations"]["vector"].shape == (LENGTH, 2, 1)
+    addresses, sequences = memory.cut()
+    assert sequences.lengths.tolist() == [LENGTH] * 2 * NUM_ENVS
+    rows, _ = sequences.select(torch.tensor([3, 0]))
+    found = memory.gather(addresses[rows])
+    assert found["returns"].tolist() == [101, 111, 121, 0, 10, 20]
+    assert found["observations"]["vector"].shape == (2 * LENGTH, 1)
 
 
-def test_steps_that_only_reset_are_no_steps_but_stay_in_their_sequence():
+def test_steps_that_only_reset_are_none():
     valid = torch.tensor([[True, True], [True, False], [True, True]])
     memory = filled(None, valid)
     assert memory.gather(memory.steps())["returns"].tolist() == [0, 1, 10, 11, 20, 21, 100, 101, 110, 120, 121]
-    along = memory.along(memory.sequences()[[3, 0]])
-    assert memory.is_real(along).tolist() == [[True, True], [False, True], [True, True]]
+    addresses, sequences = memory.cut()
+    assert sequences.lengths.tolist() == [3, 3, 3, 2]
+    assert memory.gather(addresses)["returns"].tolist()[-2:] == [101, 121]
+
+
+def test_sequences_of_a_policy_with_memory_begin_with_their_states():
+    """Two of two steps in each environment of each rollout, the second with one step of burn-in."""
+    memory = RolloutMemory(2)
+    for index in range(2):
+        places = 100 * index + 10 * torch.arange(4)[:, None] + torch.arange(NUM_ENVS)
+        starts = places % 20 == 0
+        states = 1000 + places[[0, 1]][..., None]
+        memory.append({"observations": places}, None, starts, (states, -states))
+    addresses, sequences = memory.cut(burn_in=1)
+    assert memory.gather(addresses)["observations"].view(-1, 2)[:, 0].tolist() == [0, 1, 100, 101, 20, 21, 120, 121]
+    assert sequences.memory[0].flatten().tolist() == [1000, 1001, 1100, 1101, 1010, 1011, 1110, 1111]
+    assert torch.equal(sequences.memory[1], -sequences.memory[0])
+    assert sequences.starts.view(-1, 2)[:, 0].tolist() == [True, False, True, False] * 2
+    assert sequences.burn_in.lengths.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    burnt = memory.gather(sequences.burn_in_observations)
+    assert burnt["observations"].tolist() == [10, 11, 110, 111]
 
 
 def test_types_are_kept_and_the_size_is_that_of_the_numbers():
@@ -100,7 +120,7 @@ def test_a_memory_becomes_what_it_was():
     memory = filled(None, None)
     memory.begin()
     memory.append(rollout(2))
-    memory.annotate("twice", lambda fields: fields["returns"])
+    memory.write("twice", memory.steps(), 2 * memory.gather(memory.steps())["returns"])
     memory.clear()
     memory.append(rollout(3))
     memory.rollback()
@@ -115,8 +135,9 @@ def test_a_memory_becomes_what_it_was():
 
 def test_a_field_can_be_added_to_every_rollout():
     memory = filled(None, None)
-    memory.annotate("twice", lambda fields: (2 * fields["returns"],))
-    assert memory.gather(torch.tensor([7]))["twice"][0].tolist() == [202]
+    for addresses in (torch.tensor([7, 1, 4]), torch.tensor([5])):
+        memory.write("twice", addresses, (2 * memory.gather(addresses)["returns"],))
+    assert memory.gather(torch.tensor([4, 7, 5, 0]))["twice"][0].tolist() == [40, 202, 42, 0]
 
 
 def test_a_memory_goes_through_a_checkpoint(tmp_path):
@@ -130,7 +151,7 @@ def test_a_memory_goes_through_a_checkpoint(tmp_path):
         full, smaller = filled(None, None, None), RolloutMemory(capacity + 1)
         smaller.load_state_dict(full.state_dict())
         assert not smaller.is_full  # the next rollout finds room
-        assert (smaller.gather(smaller.sequences())["returns"][::2] if kept else torch.zeros(0)).tolist() == [
+        assert [int(x) for x in (smaller.gather(smaller.steps())["returns"][::6] if kept else ())] == [
             100 * index for index in kept[-capacity:]
         ]
 

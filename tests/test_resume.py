@@ -74,7 +74,42 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
         {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
     ),
+    "wrapper_options": (
+        {
+            "env_id": "Pendulum-v1",
+            "max_episode_steps": 31,
+            "action_repeat": 2,
+            "reward_scale": 0.5,
+            "reward_clip": "soft_asymmetric",
+            "frame_stack": 3,
+            "flatten_observations": True,
+            "previous_action": True,
+            "previous_reward": True,
+        },
+        {"normalize_observations": True},
+    ),
+    "previous_nested_action": (
+        {
+            "env_id": "tests.probes:Probe/Aim-v0",
+            "env_kwargs": {"action_space": HYBRID},
+            "num_envs": 4,
+            "rollout_length": 23,
+            "backend": "async",
+            "previous_action": True,
+            "previous_reward": True,
+        },
+        {},
+    ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
+    "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
+    "memory_of_each": (
+        {"env_id": "tests.probes:Probe/Random-v0", "on_env_failure": "restart"},
+        {
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+            "normalize_observations": True,
+            "num_minibatches": 3,
+        },
+    ),
     "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
 }
 

@@ -74,7 +74,7 @@ class A2C(OnPolicyAlgorithm):
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss over a rollout's steps."""
         advantages = self.normalize(batch.advantages) if self.normalize_advantages else batch.advantages
-        distribution, values = self.policy(batch.observations)
+        distribution, values = self.evaluate(batch)
         log_probs = distribution.log_prob(batch.actions)
         policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))
         value_loss = batch.mean(rl.value_loss(values, batch.returns))

@@ -11,6 +11,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
+from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
 
 Architecture = Literal["dual", "shared", "detached"]
@@ -37,15 +38,21 @@ class AuxiliaryActorCritic(ActorCritic):
     ) -> None:
         super().__init__(observation_space, action_space, shared_encoder=architecture != "dual", **options)
         self.detached = architecture == "detached"
-        self.auxiliary_head = HeadLinear(int(self.actor_encoder.out_features), 1, gain=1.0)  # type: ignore[arg-type]
+        features = self.actor_encoder.out_features if self.memory is None else self.memory.hidden_size
+        self.auxiliary_head = HeadLinear(int(features), 1, gain=1.0)  # type: ignore[arg-type]
+        expected = "not separate, since the value is read from what the policy remembers (architecture: detached)"
+        check(not (self.detached and self.critic_core is not None), "memory", options.get("memory"), expected)
 
-    def forward_auxiliary(self, observations: Nested) -> tuple[Distribution, Tensor, Tensor]:
-        """Return the action distribution, the auxiliary value and the true value `[...]` at observations."""
-        x = self._prepare(observations)
-        features = self._actor_features(x)
-        value_features = features if self.critic_encoder is None else self._encode(self.critic_encoder, x)
+    def forward_auxiliary(
+        self, observations: Nested, sequences: Sequences | None = None
+    ) -> tuple[Distribution, Tensor, Tensor]:
+        """Return the action distribution, the auxiliary value and the true value; see `forward`."""
+        if sequences is None:
+            features, value_features = self._features(self._prepare(observations))
+        else:
+            features, value_features = self._unroll(observations, sequences)
         auxiliary_value: Tensor = self.auxiliary_head(features).squeeze(-1)
-        return self.action_head(features), auxiliary_value, self._value(value_features)
+        return self._distribution(features, observations), auxiliary_value, self._value(value_features)
 
     def _value(self, features: Tensor) -> Tensor:
         return super()._value(features.detach() if self.detached else features)

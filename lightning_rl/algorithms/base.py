@@ -20,7 +20,7 @@ from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_memories, restore_rank, run_state
+from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
@@ -28,14 +28,16 @@ from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.distributions import Distribution
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
+from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
-from lightning_rl.rollout import OnTruncation, Rollout
+from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -75,6 +77,8 @@ class OnPolicyAlgorithm(Reports):
         shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
             nothing is for the critic only.
         critic_only: Paths of parts of a `Dict` that the critic sees and the actor does not: `goal`, `robot.mass`.
+        memory: A recurrent core between encoder and heads: `lstm`, `gru`, or `{"kind": "lstm", option: value}` with
+            `hidden_size`, `num_layers`, `separate`, `sequence_length` and `burn_in`; None: none. See docs/policies.md.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
             `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
@@ -109,6 +113,7 @@ class OnPolicyAlgorithm(Reports):
         discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
+        memory: Memory = None,
         initial_log_std: float = 0.0,
         action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
@@ -148,6 +153,7 @@ class OnPolicyAlgorithm(Reports):
             "discrete_encoding",
             "shared_encoder",
             "critic_only",
+            "memory",
             "initial_log_std",
             "action_distribution",
             "normalize_observations",
@@ -175,13 +181,25 @@ class OnPolicyAlgorithm(Reports):
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
 
-    def forward(self, observations: Nested, deterministic: bool = True) -> Nested:
+    def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
         In the units of the action space; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for
         an environment.
+
+        Args:
+            observations: `[B, *shape]`, nested as the space is.
+            deterministic: Take the mode.
+            memory: Of a policy that has one: `self.policy.initial_memory(B)` where episodes begin, then the one that
+                came with the last actions. A pair is returned: actions, and the memory for the next step.
+
+        Raises:
+            ValueError: A policy with memory was not given one.
         """
-        return self.policy.act(observations, deterministic=deterministic).environment_action
+        if memory is None:
+            return self.policy.act(observations, deterministic=deterministic).environment_action
+        output = self.policy.act(observations, deterministic=deterministic, memory=memory)
+        return output.environment_action, output.memory
 
     # ------------------------------------------------------------------ learning
 
@@ -206,31 +224,39 @@ class OnPolicyAlgorithm(Reports):
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
             self.diagnostics.observe(action_saturation=share)
-        for memory in self.memories.values():
-            memory.begin()
+        for replay in self.replays.values():
+            replay.begin()
         with suppress(NotFiniteError):
             yield
         means = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
-            for memory in self.memories.values():
-                memory.rollback()
+            for replay in self.replays.values():
+                replay.rollback()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
             self._update_normalizers(rollout)
-            for memory in self.memories.values():
-                memory.commit()
+            for replay in self.replays.values():
+                replay.commit()
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
         if schedulers := self.lr_schedulers():
             cast(LRScheduler, schedulers).step()
         self.policy_version += 1
-        self.env_steps += int(self.all_reduce(torch.tensor(rollout.num_steps, device=self.device)))
+        frames = rollout.num_steps if rollout.frames is None else rollout.frames
+        counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
+        self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
         self._log_rollout(rollout, means, time.perf_counter() - start)
         self.updating = False
+
+    def evaluate(self, batch: Batch) -> tuple[Distribution, Tensor]:
+        """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+        if batch.sequences is None:
+            return self.policy(batch.observations)  # type: ignore[no-any-return]
+        return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
@@ -287,6 +313,11 @@ class OnPolicyAlgorithm(Reports):
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
         check_modes_agree(self.policy)
+        if (memory := getattr(self.policy, "memory", None)) is not None:
+            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
+            check(not on_xla, "memory", self.hparams["memory"], expected)
+            if rollout_shape is not None:
+                memory.num_sequences(rollout_shape)
         ends = not self.anneal_learning_rate or is_bounded(trainer)
         check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
 
@@ -313,7 +344,7 @@ class OnPolicyAlgorithm(Reports):
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
         if len(self._restored_ranks) == self.trainer.world_size:
             self.load_window_state(self._restored_ranks[self.global_rank]["window"])
-            restore_memories(self, self._restored_ranks[self.global_rank])
+            restore_replays(self, self._restored_ranks[self.global_rank])
         else:  # ranks that were not there could not add up what they have not seen
             self.begin_window()
         self._restored_ranks = []
@@ -345,6 +376,7 @@ class OnPolicyAlgorithm(Reports):
         check_fits(checkpoint, self)
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
+        self.frames = state.get("frames", self.env_steps)
         if self._trainer is not None and self._trainer.state.fn == "fit":
             check_resumable(checkpoint)
             for sentence in changes(checkpoint, self):

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.algorithms.run_state import memory_states, restore_memories
+from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoint_format import load_plain
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
@@ -57,7 +57,7 @@ class FailedUpdate:
         self.terms: dict[str, float] = content["terms"]
         self.phase: int = content.get("phase", 0)
         self.number: int = content["number"]
-        restore_memories(self.module, content)
+        restore_replays(self.module, content)
         self.env_steps: int = content["env_steps"]
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
@@ -183,7 +183,7 @@ def save_failed_update(
         "terms": dict(terms),
         "phase": phase,
         "number": number,
-        "memories": memory_states(module),
+        "replays": replay_states(module),
         "env_steps": module.env_steps,
         "generator": generator_state,
         "checkpoint_path": next((str(path) for path in saved if path), None),

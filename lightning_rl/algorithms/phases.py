@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policy import observation_dtype
 from lightning_rl.replay import RolloutMemory
 from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
 
 
@@ -27,7 +28,7 @@ class Phases(PPO):
     """PPO in the first phase; in the second, updates from all rollouts of the first.
 
     Attributes:
-        memory: Observations, values and returns of the rollouts of the first phase so far.
+        kept: Observations, values and returns of the rollouts of the first phase so far.
         aux_sequences: Whether minibatches of the second phase are of sequences rather than of steps.
         num_aux_minibatches: Parts of one pass of the second phase.
         aux_learning_rate_scale: What the learning rates are multiplied by there.
@@ -36,7 +37,7 @@ class Phases(PPO):
     """
 
     policy: AuxiliaryActorCritic
-    memory: RolloutMemory
+    kept: RolloutMemory
     aux_sequences: bool
     num_aux_minibatches: int
     aux_learning_rate_scale: float
@@ -48,7 +49,7 @@ class Phases(PPO):
         """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            self.check_memory(math.prod(rollout_shape) * self.memory.capacity)
+            self.check_memory(math.prod(rollout_shape) * self.kept.capacity)
 
     def check_memory(self, num_steps: int) -> None:
         """Raise unless that many steps may be kept.
@@ -106,20 +107,23 @@ class Phases(PPO):
 
         Args:
             rollout: Has observations and values.
-            batch: Its steps, with `returns`.
+            batch: Its steps, with `returns`, and with their numbers t · B + b as `steps`.
         """
         length, _ = rollout.shape
-        if len(self.memory) and self.memory.shape != rollout.shape:
+        if len(self.kept) and self.kept.shape != rollout.shape:
             rank_zero_info(f"Rollouts of another shape than {rollout.shape} are dropped: the policy phase begins anew")
-            self.memory.clear()
+            self.kept.clear()
+        returns = torch.zeros_like(rollout.values)
+        returns.view(-1)[batch.steps] = batch.returns
         observations = map_leaves(lambda x: x[:length], rollout.observations)
-        fields = {"observations": observations, "values": rollout.values, "returns": rollout.unflatten(batch.returns)}
-        self.memory.append(fields, rollout.valid)
+        fields = {"observations": observations, "values": rollout.values, "returns": returns}
+        starts = None if rollout.memory is None else rollout.starts
+        self.kept.append(fields, rollout.valid, starts, rollout.memory)
         self.observe_rollout(batch)
 
     def observe_rollout(self, batch: Batch) -> None:
         """Observe what is kept, and the largest advantage of the newest rollout's steps."""
-        size = sum(memory.num_bytes for memory in self.memories.values())
+        size = sum(replay.num_bytes for replay in self.replays.values())
         largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
         self.diagnostics.observe(
             aux_memory_bytes=torch.tensor(float(size), device=self.device),
@@ -127,28 +131,54 @@ class Phases(PPO):
         )
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
-        """Yield the steps of the memory, or its sequences, in a fresh random order, cut into minibatches.
+        """Yield the steps that are kept, or their sequences, in a fresh random order, cut into minibatches.
 
         Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch.
         """
-        units = self.memory.sequences() if self.aux_sequences else self.memory.steps()
-        parts = Batch({"units": units}).shuffled(self.generator).split(self.num_aux_minibatches)
-        addresses = [part.units for part in parts]
-        if self.aux_sequences:
-            along = [self.memory.along(some) for some in addresses]
-            addresses = [some[self.memory.is_real(some)] for some in along]
-        for part, weight in zip(addresses, self.weights([len(part) for part in addresses]), strict=True):
-            yield self.begin_minibatch(Batch(map_leaves(self.to_device, self.memory.gather(part)), weight))
+        for _, part in self._parts(self.minibatch_order):
+            yield self.begin_minibatch(part)
+
+    def minibatch_order(self, num_rows: int) -> Tensor:
+        """Return the indices of steps or sequences in the order in which one pass goes through them."""
+        return torch.randperm(num_rows, generator=self.generator)
+
+    def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
+        """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
+        has_memory = self.policy.memory is not None
+        if has_memory or self.aux_sequences:
+            found, sequences = self.kept.cut(self._burn_in)
+            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_minibatches)]
+            parts = [(found[rows], some if has_memory else None) for rows, some in selected]
+        else:
+            found = self.kept.steps()
+            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
+        weights = self.weights([len(addresses) for addresses, _ in parts])
+        for (addresses, some), weight in zip(parts, weights, strict=True):
+            fields = map_leaves(self.to_device, self.kept.gather(addresses))
+            yield addresses, Batch(fields, weight, None if some is None else self._on_device(some))
+
+    @property
+    def _burn_in(self) -> int:
+        return 0 if self.policy.memory is None else self.policy.memory.burn_in
+
+    def _on_device(self, sequences: Sequences) -> Sequences:
+        """Return sequences with what they begin with where it is learned from, observations in place of addresses."""
+        burn_in = observations = None
+        if sequences.burn_in is not None:
+            burn_in = self._on_device(sequences.burn_in)
+            found = self.kept.gather(sequences.burn_in_observations)["observations"]
+            observations = map_leaves(self.to_device, found)
+        memory = map_leaves(self.to_device, sequences.memory)
+        return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
 
     @torch.no_grad()
     def observe_divergence(self, old: AuxiliaryActorCritic) -> None:
-        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over the memory."""
-        parts = self.memory.steps().tensor_split(self.num_aux_minibatches)
-        total: Tensor = torch.zeros((), device=self.device)
-        for part in parts:
-            observations = map_leaves(self.to_device, self.memory.gather(part)["observations"])
-            total = total + old(observations)[0].kl(self.policy(observations)[0]).sum()
-        (weight,) = self.weights([sum(len(part) for part in parts)])
+        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
+        total, count = torch.zeros((), device=self.device), 0
+        for _, part in self._parts(torch.arange):
+            total = total + old(part.observations, part.sequences)[0].kl(self.evaluate(part)[0]).sum()
+            count += len(part)
+        (weight,) = self.weights([count])
         self.diagnostics.observe(kl=total * weight)
 
     def to_device(self, x: Tensor) -> Tensor:

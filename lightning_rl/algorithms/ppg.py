@@ -120,8 +120,8 @@ class PPG(Phases):
         self.aux_learning_rate_scale = aux_learning_rate_scale
         self.separate_aux_optimizer = separate_aux_optimizer
         self.aux_memory_gib = aux_memory_gib
-        self.memory = RolloutMemory(num_policy_iterations)
-        self.memories["rollouts"] = self.memory
+        self.kept = RolloutMemory(num_policy_iterations)
+        self.replays["rollouts"] = self.kept
 
     def make_policy(self) -> AuxiliaryActorCritic:
         """Return the policy; override it to bring your own network with an auxiliary head."""
@@ -136,14 +136,14 @@ class PPG(Phases):
         """Make one iteration of a policy phase, and after the last of them the auxiliary phase."""
         with self.learning(rollout):
             self.policy_phase(rollout)
-            if self.memory.is_full:
+            if self.kept.is_full:
                 self.auxiliary_phase()
-        if self.memory.is_full:
-            self.memory.clear()
+        if self.kept.is_full:
+            self.kept.clear()
 
     def policy_phase(self, rollout: Rollout) -> None:
         """Learn from one rollout as PPO does, and keep its observations and value targets."""
-        batch = self.targets(rollout)
+        batch = self.targets(rollout, steps=torch.arange(rollout.rewards.numel()).view(rollout.shape))
         self.remember(rollout, batch)
         self.update(batch)
 
@@ -160,9 +160,9 @@ class PPG(Phases):
 
     def auxiliary_loss(self, batch: Batch, old: AuxiliaryActorCritic) -> Tensor:
         """Return the joint loss and the value loss over a minibatch."""
-        distribution, auxiliary_values, values = self.policy.forward_auxiliary(batch.observations)
+        distribution, auxiliary_values, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
         with torch.no_grad():
-            old_distribution, _ = old(batch.observations)
+            old_distribution, _ = old(batch.observations, batch.sequences)
         clip = math.inf if self.aux_clip_range_value is None else self.aux_clip_range_value
         targets = batch.returns, batch.values, clip
         losses = {

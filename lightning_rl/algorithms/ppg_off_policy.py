@@ -82,17 +82,19 @@ class OffPolicyPPG(PPG):
             check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
             if (limit := limits[name]) is not None:
                 check_positive_int(f"{name}_max_use", limit)
+        memory = self.hparams["memory"]
+        check(memory is None, "memory", memory, "None: steps are drawn one by one, not in sequences")
         fits = num_minibatches <= batch_size
         check(fits, "num_minibatches", num_minibatches, f"no more than batch_size={batch_size}")
         self.updates_per_rollout = updates_per_rollout
         self.batch_size = batch_size
         self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
-        self.memories.update(self.sources)
+        self.replays.update(self.sources)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check what does not depend on the rollouts, whose steps are drawn one by one, and that all buffers fit."""
         super().check_run(trainer, None)
-        self.check_memory(self.memory.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
+        self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Keep one rollout, then make iterations of the policy phase, each N_π-th followed by an auxiliary phase."""
@@ -103,9 +105,9 @@ class OffPolicyPPG(PPG):
                 if samples is None:
                     break
                 self.policy_iteration(samples)
-                if self.memory.is_full:
+                if self.kept.is_full:
                     self.auxiliary_phase()
-                    self.memory.clear()
+                    self.kept.clear()
 
     def store(self, rollout: Rollout) -> None:
         """Put every step of a rollout into both buffers, with what is known of it now."""
@@ -130,7 +132,7 @@ class OffPolicyPPG(PPG):
     def policy_iteration(self, samples: Samples) -> None:
         """Learn the policy from one batch and the value from the other, which the auxiliary phase gets too."""
         kept = {name: samples["value"].fields[name] for name in ("observations", "values", "returns")}
-        self.memory.append(map_leaves(lambda x: x.unsqueeze(0), kept))
+        self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
         samples = {name: Batch(map_leaves(self.to_device, batch.fields)) for name, batch in samples.items()}
         self.diagnostics.begin_phase("")
         ages = {f"{name}_age": self.policy_version - x.versions.double().mean() for name, x in samples.items()}

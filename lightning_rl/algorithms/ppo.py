@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributions import Distribution
+from lightning_rl.nested import Nested
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_number, check_positive_int
@@ -86,17 +87,19 @@ class PPO(OnPolicyAlgorithm):
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches)
+            memory = getattr(self.policy, "memory", None)
+            num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
+            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
             self.update(self.targets(rollout))
 
-    def targets(self, rollout: Rollout) -> Batch:
-        """Return the steps of a rollout with advantages and returns."""
+    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
+        """Return the steps of a rollout with advantages, returns, and more `[T, B, ...]` tensors beside them."""
         advantages = self.gae(rollout, self.gae_lambda)
-        batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
+        batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values, **per_step)
         self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
         if self.normalize_advantages == "rollout":
             batch = batch.replace(advantages=self.normalize(batch.advantages))
@@ -112,7 +115,7 @@ class PPO(OnPolicyAlgorithm):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of equation 9 over a minibatch."""
-        distribution, values = self.policy(batch.observations)
+        distribution, values = self.evaluate(batch)
         return self.actor_loss(batch, distribution) + self.critic_loss(batch, values)
 
     def actor_loss(self, batch: Batch, distribution: Distribution) -> Tensor:

@@ -101,6 +101,8 @@ class Reports(Updates):
         logged |= {f"rollout/{name}": value for name, value in episodes.items()}
         seconds = (logged["time/rollout_seconds"] + logged["time/update_seconds"]) * train_means.update_count
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
+        if self.frames != self.env_steps:
+            logged["time/frames"] = float(self.frames)
         if self.env_restarts is not None:
             logged["rollout/env_restarts"] = self.env_restarts.compute()
         self._log_reduced(logged)

@@ -18,7 +18,7 @@ from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
 _OF_THE_NETWORK = (
-    *("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only"),
+    *("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory"),
     *("normalize_observations", "normalize_rewards"),
 )
 # Others of these would load without complaint, and act differently.

@@ -23,7 +23,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.window_state(),
-        "memories": memory_states(module),
+        "replays": replay_states(module),
     }
     return {
         "format": FORMAT,
@@ -32,22 +32,23 @@ def run_state(module: Reports) -> dict[str, Any]:
         "precision": None if module._trainer is None else module._trainer.precision,
         "planned_env_steps": module._planned_env_steps,
         "env_steps": module.env_steps,
+        "frames": module.frames,
         "policy_version": module.policy_version,
         "skipped_updates": module.skipped_updates,
         "ranks": gather_ranks(of_this_rank),
     }
 
 
-def memory_states(module: Updates) -> dict[str, Any]:
+def replay_states(module: Updates) -> dict[str, Any]:
     """Return what this rank keeps of earlier rollouts, by name."""
-    return {name: memory.state_dict() for name, memory in module.memories.items()}
+    return {name: replay.state_dict() for name, replay in module.replays.items()}
 
 
-def restore_memories(module: Updates, state: Mapping[str, Any]) -> None:
-    """Take over what one rank kept of earlier rollouts, as far as the module has such memories."""
-    for name, stored in state.get("memories", {}).items():
-        if name in module.memories:
-            module.memories[name].load_state_dict(stored)
+def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
+    """Take over what one rank kept of earlier rollouts, as far as the module has such replays."""
+    for name, stored in state.get("replays", {}).items():
+        if name in module.replays:
+            module.replays[name].load_state_dict(stored)
 
 
 def restore_rank(module: Reports, state: dict[str, Any]) -> None:

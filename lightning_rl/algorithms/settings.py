@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
+from lightning_rl.memory import MemoryOptions
 from lightning_rl.networks import network_to_plain_data
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import check, check_bool, check_number, is_int, to_plain_data
@@ -34,6 +35,7 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def _check(given: Mapping[str, Any]) -> None:
     for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
         check_bool(name, given[name])
+    MemoryOptions.parse(given["memory"])
     if given["shared_encoder"] is not None:
         check_bool("shared_encoder", given["shared_encoder"])
     check_number("learning_rate", given["learning_rate"], above=0)

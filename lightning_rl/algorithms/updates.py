@@ -18,7 +18,7 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
-from lightning_rl.replay import Memory
+from lightning_rl.replay import Replay
 from lightning_rl.rollout import Batch
 
 
@@ -35,11 +35,12 @@ class Updates(LightningModule):
         diagnostics: Of the rollout that is being learned from.
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
+        frames: Steps of the simulation in them: more where each action is repeated.
         policy_version: Number of rollouts that were learned from.
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
         skipped_updates: How many of the last ones in a row did.
         updating: Whether one is being learned from, or an exception has left that undone.
-        memories: What this rank keeps of earlier rollouts, by name; checkpoints have it.
+        replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,13 @@ class Updates(LightningModule):
         self.diagnostics = Diagnostics(torch.device("cpu"))
         self.generator = torch.Generator()
         self.env_steps = 0
+        self.frames = 0
         self.policy_version = 0
         self.reward_normalizer: RewardNormalizer | None = None
         self.skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
-        self.memories: dict[str, Memory] = {}
+        self.replays: dict[str, Replay] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.

@@ -4,19 +4,21 @@ Only what a policy gradient needs, without the validation of `torch.distribution
 Log-probabilities, entropies and divergences are computed in at least float32, whatever the network's precision.
 """
 
+from lightning_rl.distributions.autoregressive import Autoregressive
 from lightning_rl.distributions.base import Distribution
 from lightning_rl.distributions.bernoulli import Bernoulli
 from lightning_rl.distributions.beta import Beta
 from lightning_rl.distributions.bounds import Bounds
 from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.choice import ActionDistribution, make_action_head
-from lightning_rl.distributions.conversion import to_environment
+from lightning_rl.distributions.conversion import tensor_conversion, to_environment
 from lightning_rl.distributions.gaussian import DiagonalGaussian
 from lightning_rl.distributions.joint import Joint
 from lightning_rl.distributions.squashed import SquashedGaussian
 
 __all__ = [
     "ActionDistribution",
+    "Autoregressive",
     "Bernoulli",
     "Beta",
     "Bounds",
@@ -27,5 +29,6 @@ __all__ = [
     "MultiCategorical",
     "SquashedGaussian",
     "make_action_head",
+    "tensor_conversion",
     "to_environment",
 ]

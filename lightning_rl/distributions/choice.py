@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,6 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
+from lightning_rl.distributions.autoregressive_head import MAX_COMBINATIONS, AutoregressiveHead, is_suitable
 from lightning_rl.distributions.gaussian_heads import GaussianHead, SquashedGaussianHead
 from lightning_rl.distributions.heads import (
     BernoulliHead,
@@ -16,19 +18,21 @@ from lightning_rl.distributions.heads import (
     CategoricalHead,
     JointHead,
     MultiCategoricalHead,
-    num_choices,
 )
-from lightning_rl.nested import map_space, space_leaves
+from lightning_rl.masks import ActionMask, MaskLayout, num_choices
+from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Of a part: the name of a kind, `{"kind": name, option: value, …}`, `{"class_path": …, "init_args": …}` of a head, or
-None for the kind that the space has by default. Of a `Dict` or `Tuple` space: one for each path, or None."""
+None for the kind that the space has by default. Of a `Dict` or `Tuple` space: one for each path, None, or
+`autoregressive` for all of it."""
 
 MAX_INTEGER_CHOICES = 256
 """A component of an integer `Box` with more values than this would need as many logits."""
 
 _FIELD = "action_distribution"
+_AUTOREGRESSIVE = "autoregressive"
 
 
 class _Kind(NamedTuple):
@@ -64,6 +68,11 @@ _CHOICES = (
     _has_choices,
     f"Discrete, MultiDiscrete, or an integer Box with at most {MAX_INTEGER_CHOICES} values in each component",
 )
+_COMBINED = (
+    is_suitable,
+    f"MultiDiscrete, MultiBinary, integer Box, and Dict and Tuple of these and Discrete, with at most "
+    f"{MAX_COMBINATIONS} combinations",
+)
 _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
 _CONTINUOUS = _is_continuous, "a floating-point Box"
 _BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
@@ -77,6 +86,7 @@ KINDS: dict[str, _Kind] = {
     "gaussian": _Kind(GaussianHead, *_CONTINUOUS, ("mean_transform", *_DEVIATION), {}),
     "squashed_gaussian": _Kind(SquashedGaussianHead, *_BOUNDED, _DEVIATION, {}),
     "beta": _Kind(BetaHead, *_BOUNDED, ("initialization",), {}),
+    _AUTOREGRESSIVE: _Kind(AutoregressiveHead, *_COMBINED, ("hidden_size", "order", "initialization"), {}),
     "tf_agents_categorical": _Kind(_categorical, *_CHOICES, (), {"initialization": "tf_agents"}),
     "tf_agents_normal": _Kind(
         GaussianHead, *_BOUNDED, ("mean_transform", *_DEVIATION), {"mean_transform": "tanh", **_TF_AGENTS_STD}
@@ -93,6 +103,7 @@ def make_action_head(
     in_features: int,
     initial_log_std: float = 0.0,
     action_distribution: ActionDistribution = None,
+    mask_space: spaces.Space[Any] | None = None,
 ) -> nn.Module:
     """Return the head for an action space.
 
@@ -101,12 +112,14 @@ def make_action_head(
         in_features: Number of features.
         initial_log_std: Logarithm of the initial standard deviation of Gaussians that have no `initial_std`.
         action_distribution: Which distributions to take.
+        mask_space: Of masks, nested as actions are, which the head then takes after the features; None without any.
 
     Raises:
-        ConfigurationError: The space is of another kind, or a distribution does not suit it; names the part.
+        ConfigurationError: The space is of another kind, or a distribution or a mask does not suit it; names the part.
     """
-    if not isinstance(space, spaces.Dict | spaces.Tuple):
-        return _make_leaf_head(_FIELD, space, in_features, initial_log_std, action_distribution)
+    masks = [] if mask_space is None else MaskLayout(space, mask_space).masks
+    if not isinstance(space, spaces.Dict | spaces.Tuple) or _is_autoregressive(action_distribution, space):
+        return _make_head(_FIELD, space, in_features, initial_log_std, action_distribution, mask_space)
     parts = space_leaves(space)
     made_of: list[spaces.Space[Any]] = []
     map_space(made_of.append, space)
@@ -121,18 +134,64 @@ def make_action_head(
     def make(part: spaces.Space[Any]) -> nn.Module:
         path = next(paths)
         choice = choices.get(path) if isinstance(choices, Mapping) else None
-        return _make_leaf_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choice)
+        own_masks = _masks_of(path, mask_space) if path in masked else None
+        return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choice, own_masks)
 
-    return JointHead(map_space(make, space), list(parts))
+    masked = [path for path in parts if any(mask == path or mask.startswith(join(path, "")) for mask in masks)]
+    return JointHead(map_space(make, space), list(parts), masked)
 
 
-def _make_leaf_head(
-    field: str, space: spaces.Space[Any], in_features: int, initial_log_std: float, choice: ActionDistribution
+def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> bool:
+    """Whether a choice is about all of a `Dict` or `Tuple`, and not about a part called `kind`."""
+    kind = choice.get("kind") if isinstance(choice, Mapping) and "kind" not in space_leaves(space) else choice
+    return kind == _AUTOREGRESSIVE
+
+
+def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
+    """Return the masks of a leaf of the action, components called as if it were all of the action."""
+
+    def local(_: str, mask: Any) -> spaces.Space[Any]:  # noqa: ANN401
+        return ActionMask(mask.shape, mask.given and mask.given.removeprefix(join(path, "")))
+
+    return replace_leaves(local, part_at(mask_space, path))
+
+
+def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
+    """Raise unless a head that chooses each component independently can do what masks ask for."""
+    is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
+    takes = "mask" in inspect.signature(head.forward).parameters
+    check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
+    expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
+    check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
+
+
+def _make_head(
+    field: str,
+    space: spaces.Space[Any],
+    in_features: int,
+    initial_log_std: float,
+    choice: ActionDistribution,
+    mask_space: spaces.Space[Any] | None,
 ) -> nn.Module:
     if isinstance(choice, dict) and "class_path" in choice:
         spec = to_class_spec(field, choice)
         check_arguments(field, spec, nn.Module, "in_features", "space")
-        return instantiate(field, spec, in_features=in_features, space=space)  # type: ignore[no-any-return]
+        head: nn.Module = instantiate(field, spec, in_features=in_features, space=space)
+    else:
+        head = _make_kind(field, space, in_features, initial_log_std, choice, mask_space)
+    if mask_space is not None:
+        _check_masks(field, mask_space, head)
+    return head
+
+
+def _make_kind(
+    field: str,
+    space: spaces.Space[Any],
+    in_features: int,
+    initial_log_std: float,
+    choice: ActionDistribution,
+    mask_space: spaces.Space[Any] | None,
+) -> nn.Module:
     kind, options = _parse(field, space, choice)
     unknown = sorted(set(options) - set(kind.options))
     known = f"of its options {', '.join(kind.options)}" if kind.options else "none, since it has no options"
@@ -140,6 +199,8 @@ def _make_leaf_head(
     options = {**kind.preset, **options}
     if "std" in kind.options:
         options["initial_log_std"] = initial_log_std
+    if kind.make is AutoregressiveHead:
+        options["mask_space"] = mask_space
     return kind.make(in_features, space, **options)
 
 
@@ -153,7 +214,7 @@ def _parse(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> 
         options = dict(choice)
         name = options.pop("kind", None)
         check(isinstance(name, str), field, choice, expected)
-    if not np.prod(space.shape or ()):
+    if not all(np.prod(leaf.shape or ()) for leaf in space_leaves(space).values()):
         raise ConfigurationError(f"action_space={space} is not supported: expected at least one component")
     if name is None:
         name = next((one for one in _DEFAULTS if KINDS[one].suits(space)), None)

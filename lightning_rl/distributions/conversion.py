@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
+import torch
 from gymnasium import spaces
+from torch import Tensor
 
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, map_space
 
 
 def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
@@ -37,3 +40,29 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
         return shaped.astype(space.dtype) + space.low
     clipped: np.ndarray = np.clip(shaped, space.low, space.high)
     return clipped.astype(space.dtype, copy=False)
+
+
+def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Nested:
+    """Return functions that do with tensors what `to_environment` does with arrays, nested as the space is.
+
+    Args:
+        space: Of one environment.
+        device: Of the environments, which the actions are brought to.
+    """
+
+    def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
+        if isinstance(leaf, spaces.Discrete):
+            return lambda x: x.to(device) + int(leaf.start)
+        shape, dtype = cast(tuple[int, ...], leaf.shape), torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
+        if isinstance(leaf, spaces.MultiBinary):
+            return lambda x: x.to(device, dtype).reshape(-1, *shape)
+        if isinstance(leaf, spaces.MultiDiscrete):
+            start = torch.from_numpy(np.asarray(leaf.start)).to(device)
+            return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
+        box = cast(spaces.Box, leaf)
+        low, high = (torch.from_numpy(bound).to(device) for bound in (box.low, box.high))
+        if not np.issubdtype(box.dtype, np.floating):
+            return lambda x: x.to(device).reshape(-1, *shape).to(dtype) + low
+        return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
+
+    return map_space(conversion, space)

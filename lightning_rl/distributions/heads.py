@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -15,13 +16,14 @@ from lightning_rl.distributions.bounds import Bounds
 from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.joint import Joint
 from lightning_rl.layers import HeadLinear, variance_scaling
-from lightning_rl.nested import Nested, leaves, map_leaves
+from lightning_rl.masks import num_choices
+from lightning_rl.nested import Nested, leaves, map_leaves, part_at
 from lightning_rl.validation import check
 
 Initialization = Literal["orthogonal", "tf_agents"]
 
 # Probability 0 in float32, and finite, so that 0 times it is 0.
-_IMPOSSIBLE = -1e9
+IMPOSSIBLE = -1e9
 
 
 def projection(in_features: int, out_features: int, initialization: str) -> HeadLinear:
@@ -40,6 +42,11 @@ def projection(in_features: int, out_features: int, initialization: str) -> Head
     return variance_scaling(layer, 0.1) if initialization == "tf_agents" else layer
 
 
+def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Return logits without those of choices that a mask, of the same shape, leaves out; None leaves all."""
+    return logits if mask is None else logits.masked_fill(mask == 0, IMPOSSIBLE)
+
+
 class CategoricalHead(nn.Module):
     """Linear layer from features to the logits of a `Discrete` action space."""
 
@@ -49,9 +56,9 @@ class CategoricalHead(nn.Module):
         super().__init__()
         self.logits = projection(in_features, int(space.n), initialization)
 
-    def forward(self, features: Tensor) -> Categorical:
-        """Map features `[..., f]` to a distribution."""
-        return Categorical(self.logits(features))
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Categorical:
+        """Map features `[..., f]` to a distribution over the choices that a mask `[..., n]` allows."""
+        return Categorical(masked(self.logits(features), mask))
 
 
 class MultiCategoricalHead(nn.Module):
@@ -75,19 +82,12 @@ class MultiCategoricalHead(nn.Module):
             padded = torch.from_numpy(np.where(exists, exists.cumsum().reshape(exists.shape) - 1, sum(counts)).ravel())
         self.register_buffer("places", padded, persistent=False)
 
-    def forward(self, features: Tensor) -> MultiCategorical:
-        """Map features `[..., f]` to a distribution."""
-        logits = self.logits(features)
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> MultiCategorical:
+        """Map features `[..., f]` to a distribution over the choices that a mask allows, `[..., sum of choices]`."""
+        logits = masked(self.logits(features), mask)
         if self.places is not None:
-            logits = nn.functional.pad(logits, (0, 1), value=_IMPOSSIBLE).index_select(-1, self.places)
-        return MultiCategorical(logits.unflatten(-1, self.shape))
-
-
-def num_choices(space: spaces.MultiDiscrete | spaces.Box) -> list[int]:
-    """Return the number of choices of every component; Python's integers, since bounds may be 64 bits apart."""
-    if isinstance(space, spaces.MultiDiscrete):
-        return [int(n) for n in space.nvec.ravel()]
-    return [int(high) - int(low) + 1 for low, high in zip(space.low.ravel(), space.high.ravel(), strict=True)]
+            logits = nn.functional.pad(logits, (0, 1), value=IMPOSSIBLE).index_select(-1, self.places)
+        return MultiCategorical(logits.unflatten(-1, self.shape))  # type: ignore[no-untyped-call]
 
 
 class BernoulliHead(nn.Module):
@@ -99,9 +99,13 @@ class BernoulliHead(nn.Module):
         super().__init__()
         self.logits = projection(in_features, int(np.prod(space.shape)), initialization)
 
-    def forward(self, features: Tensor) -> Bernoulli:
-        """Map features `[..., f]` to a distribution."""
-        return Bernoulli(self.logits(features))
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Bernoulli:
+        """Map features `[..., f]` to a distribution over what a mask `[..., *shape, 2]` allows."""
+        logits = self.logits(features)
+        if mask is not None:
+            may_be = (mask != 0).reshape(*logits.shape, 2)
+            logits = logits.masked_fill(~may_be[..., 1], IMPOSSIBLE).masked_fill(~may_be[..., 0], -IMPOSSIBLE)
+        return Bernoulli(logits)
 
 
 class BetaHead(nn.Module):
@@ -124,19 +128,28 @@ class JointHead(nn.Module):
     Args:
         heads: Nested as the space is.
         paths: Names of the parts, in the order of `leaves`.
+        masked: Those that have masks.
     """
 
-    def __init__(self, heads: Nested, paths: list[str]) -> None:
+    def __init__(self, heads: Nested, paths: list[str], masked: Collection[str] = ()) -> None:
         super().__init__()
         self.paths = paths
+        self.masked = frozenset(masked)
         # A list: names of parts may be such as a module cannot have.
         self.heads = nn.ModuleList(leaves(heads))
         places = iter(range(len(self.heads)))
         self.places = map_leaves(lambda _: next(places), heads)
 
-    def forward(self, features: Tensor) -> Joint:
-        """Map features `[..., f]` to a distribution."""
-        return Joint(map_leaves(lambda place: self.heads[place](features), self.places), self.paths)
+    def forward(self, features: Tensor, mask: Nested = None) -> Joint:
+        """Map features `[..., f]` to a distribution over what nested masks allow."""
+
+        def part(place: int) -> Any:  # noqa: ANN401
+            path = self.paths[place]
+            if mask is None or path not in self.masked:
+                return self.heads[place](features)
+            return self.heads[place](features, part_at(mask, path))
+
+        return Joint(map_leaves(part, self.places), self.paths)
 
     def saturation(self, actions: Nested) -> tuple[Tensor, int] | None:
         """Return how many components of actions are clipped, and of how many that may be; None if none may be."""

@@ -4,7 +4,11 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.make import make_environments, spaces_of
+from lightning_rl.environments.options import WrapperOptions
+from lightning_rl.environments.partial import PartialObservation
+from lightning_rl.environments.rewards import RewardClip
 from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
+from lightning_rl.environments.tensors import TensorEnvironments, TensorStep
 
 __all__ = [
     "AtariPreprocessing",
@@ -13,7 +17,12 @@ __all__ = [
     "EnvironmentFailure",
     "EnvironmentSpec",
     "OnEnvFailure",
+    "PartialObservation",
+    "RewardClip",
     "Step",
+    "TensorEnvironments",
+    "TensorStep",
+    "WrapperOptions",
     "make_environments",
     "spaces_of",
 ]

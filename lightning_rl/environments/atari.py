@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, SupportsFloat
+from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import wrappers
 
 from lightning_rl.environments.ale import SeededGame
@@ -58,9 +59,9 @@ class AtariPreprocessing:
         """Return the options that leave the game's own score and length alone."""
         return replace(self, episodic_life=False, clip_rewards=False)
 
-    def make_kwargs(self) -> dict[str, Any]:
+    def make_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
         """Return what `gymnasium.make` needs: wrappers skip frames and repeat actions, not the emulator."""
-        return {"frameskip": 1, "repeat_action_probability": 0.0}
+        return {"frameskip": 1, "repeat_action_probability": 0.0} | self._limited(max_episode_steps)
 
     def wrap(
         self, env: gymnasium.Env[Any, Any], default_stickiness: float, evaluation: bool = False
@@ -89,14 +90,14 @@ class AtariPreprocessing:
         if self.fire_on_reset and "FIRE" in env.unwrapped.get_action_meanings():  # type: ignore[attr-defined]
             env = FireOnReset(env)
         if self.clip_rewards and not evaluation:
-            env = wrappers.TransformReward(env, _sign)
+            env = wrappers.TransformReward(env, sign)
         if self.frame_stack > 1 or self.grayscale:
             env = wrappers.FrameStackObservation(env, self.frame_stack)
         if not self.grayscale and self.frame_stack > 1:
             env = StackChannels(env)
         return WholeGame(env, game) if evaluation and self.episodic_life else env
 
-    def native_kwargs(self) -> dict[str, Any]:
+    def native_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
         """Return the same options as ale-py's own vector environment names them.
 
         Its `episodic_life` begins a new game after each life; `life_loss_info` goes on with the same one.
@@ -116,7 +117,7 @@ class AtariPreprocessing:
             "img_height": self.screen_size,
             "img_width": self.screen_size,
             "grayscale": True,
-        } | self._sticky()
+        } | (self._sticky() | self._limited(max_episode_steps))
 
     def envpool_kwargs(self) -> dict[str, Any]:
         """Return the same options as EnvPool names them.
@@ -138,10 +139,17 @@ class AtariPreprocessing:
             "gray_scale": self.grayscale,
         } | self._sticky()
 
+    def _limited(self, max_episode_steps: int | None) -> dict[str, Any]:
+        """Return a limit as the emulator counts it: in frames, the no-ops at the start included."""
+        frames = {"max_num_frames_per_episode": self.frame_skip * (max_episode_steps or 0)}
+        return {} if max_episode_steps is None else frames
+
     def _sticky(self) -> dict[str, Any]:
         probability = self.repeat_action_probability
         return {} if probability is None else {"repeat_action_probability": probability}
 
 
-def _sign(reward: SupportsFloat) -> float:
-    return float((float(reward) > 0) - (float(reward) < 0))
+def sign(rewards: Any) -> Any:  # noqa: ANN401 - one number, or an array
+    """Return the signs of rewards."""
+    signs = np.sign(np.asarray(rewards, np.float64))
+    return signs if signs.ndim else float(signs)

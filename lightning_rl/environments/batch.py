@@ -12,13 +12,16 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.places import Places
 from lightning_rl.environments.records import for_seeds, recorded, restore, to_arrays, to_tensors
+from lightning_rl.environments.repeat import FRAMES
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
+from lightning_rl.environments.vector_history import IDLE
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
@@ -35,7 +38,8 @@ class Step(NamedTuple):
         rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.
-        valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
+        valid: False where the environment was only being reset, or waited for others, and ignored the action, `[B]`;
+            None if nowhere.
         final_observations: (environment, the observation it really reached) for each episode that this step ended.
         infos: Gymnasium's vector info.
         lost: Environments that failed in this step and were replaced: the episode ended with the step before it, and
@@ -60,34 +64,32 @@ class EnvironmentBatch:
     * `DISABLED`: it returns the final observation, and this class resets.
 
     Args:
-        env: A `gymnasium.vector.VectorEnv`, or EnvPool's.
+        env: A `gymnasium.vector.VectorEnv`.
         seeds: Seed of each environment's stream of episodes.
         reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
             them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
             which was given its seeds when it was made.
+        frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], seeds: list[int], reset_seed: list[int] | Array | int | None
+        self,
+        env: VectorEnv[Any, Any, Any],
+        seeds: list[int],
+        reset_seed: list[int] | Array | int | None,
+        frames_per_step: int = 1,
     ) -> None:
         self.env = env
+        self.frames_per_step = frames_per_step
         self.num_envs = env.num_envs
-        # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.
-        self.single_observation_space = getattr(env, "single_observation_space", env.observation_space)
-        self.single_action_space = getattr(env, "single_action_space", env.action_space)
+        self.single_observation_space = env.single_observation_space
+        self.single_action_space = env.single_action_space
         self._places = Places(seeds, reset_seed)
         self._reset_seed = reset_seed
-        mode = (env.metadata or {}).get("autoreset_mode")
-        try:
-            self.mode = mode if isinstance(mode, AutoresetMode) else AutoresetMode(mode)
-        except ValueError:
-            raise ConfigurationError(
-                f"env_id: {env} has metadata['autoreset_mode']={mode!r}: expected one of "
-                f"{[mode.value for mode in AutoresetMode]}, so that episode ends can be told apart from resets"
-            ) from None
+        self.mode = autoreset_mode(env)
         space = self.single_observation_space
         self._is_float = map_space(
             lambda leaf: isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating), space
@@ -132,6 +134,8 @@ class EnvironmentBatch:
         if lost:
             valid = np.ones(self.num_envs, bool)
             valid[lost] = False
+        if IDLE in infos:
+            valid = ~infos[IDLE]
         finals: list[tuple[int, Nested]] = []
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next.any():
@@ -191,6 +195,12 @@ class EnvironmentBatch:
                             f"info_keys={key!r} is not valid: info[{key!r}] is {value!r}, expected a number"
                         ) from None
         return found
+
+    def count_frames(self, step: Step) -> int:
+        """Return how many steps of the simulation a step was: more than environments where actions are repeated."""
+        if told := self.info_values(step, FRAMES):
+            return round(sum(told))
+        return self.frames_per_step * (self.num_envs if step.valid is None else int(step.valid.sum()))
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""

@@ -9,6 +9,9 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorWrapper
 
+LIFE_LOST = "lightning_rl/life_lost"
+"""Key of the `info` of a step in which a game that is played as one episode lost a life and went on."""
+
 
 class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Put the score and length of a finished game into `info` as `game_return` and `game_length`.
@@ -130,6 +133,7 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
             terminated = self._game.games > games  # lost in what the reset did
             if terminated:
                 return observation, self._game.last_score - self._score, True, truncated, info
+            info = info | {LIFE_LOST: True}
         reward = self._game.score - self._score
         self._score = self._game.score
         return observation, reward, terminated, truncated, info

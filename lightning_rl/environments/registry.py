@@ -35,10 +35,7 @@ def find_spec(env_id: str) -> EnvSpec:
     """
     module, _, name = env_id.rpartition(":")
     if module:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            raise ConfigurationError(f"env_id={env_id!r}: module {module!r} cannot be imported: {error}") from error
+        _import(module, f"env_id={env_id!r}")
     for package in _PLUGINS:
         if name not in gymnasium.registry and importlib.util.find_spec(package):
             gymnasium.register_envs(importlib.import_module(package))
@@ -50,6 +47,27 @@ def find_spec(env_id: str) -> EnvSpec:
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
     raise unknown_id(env_id, _worth_naming(gymnasium.registry))
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules that register environments.
+
+    Raises:
+        ConfigurationError: One cannot be imported.
+    """
+    for name in names:
+        _import(name, "imports")
+
+
+def _import(module: str, field: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(
+            f"{field}: module {module!r} cannot be imported ({what}): expected a module in the current folder, on "
+            "PYTHONPATH or installed"
+        ) from error
 
 
 def _worth_naming(registry: Mapping[str, EnvSpec]) -> Iterator[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.masks import MaskedEnvironment
 from lightning_rl.nested import first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
@@ -53,8 +54,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     The actions since the last true reset are logged, up to `MAX_LOGGED_ACTIONS`, so that another process can go to the
     same place (`recorded`, `restore`); that they give the same rewards again is checked, since a wrapper may remember
     earlier episodes, which are not played again. An environment that has `state_dict()` and `load_state_dict(state)` is
-    asked for its state instead, if no wrapper but a time limit is around it; what it returns must be tensors and plain
-    Python values.
+    asked for its state instead, if no wrapper but a time limit, or that of masks, is around it; what it returns must be
+    tensors and plain Python values.
 
     Args:
         env: The environment.
@@ -203,7 +204,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         while isinstance(env, gymnasium.Wrapper):
             if isinstance(env, TimeLimit):
                 self._time_limits.append(env)
-            elif type(env) not in (OrderEnforcing, PassiveEnvChecker):
+            elif type(env) not in (OrderEnforcing, PassiveEnvChecker, MaskedEnvironment):
                 return False
             env = env.env
         return hasattr(env, "state_dict") and hasattr(env, "load_state_dict")

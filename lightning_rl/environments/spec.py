@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.validation import ClassSpec, check, check_number
 
 Backend = Literal["sync", "async", "native", "envpool"]
@@ -27,6 +28,8 @@ class EnvironmentSpec:
         step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
         on_env_failure: `raise`, or `restart`: replace an environment that fails (`sync` and `async` only).
         evaluation: Leave the environment's own rewards and episodes alone.
+        options: Wrappers asked for by name, outside of `wrappers`.
+        imports: Modules to import before the id is looked up, in worker processes too.
     """
 
     env_id: str
@@ -37,6 +40,8 @@ class EnvironmentSpec:
     step_timeout: float | None = None
     on_env_failure: OnEnvFailure = "raise"
     evaluation: bool = False
+    options: WrapperOptions = field(default_factory=WrapperOptions)
+    imports: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what can be checked without making an environment."""
@@ -53,6 +58,17 @@ class EnvironmentSpec:
             self.on_env_failure,
             f"'raise' with backend={self.backend!r}, whose environments cannot be replaced one by one",
         )
+        repeats = self.options.action_repeat
+        check(
+            repeats == 1 or self.backend in ("sync", "async"),
+            "action_repeat",
+            repeats,
+            f"1 with backend={self.backend!r}, whose environments cannot be stepped one by one",
+        )
+        given = self.options.max_episode_steps is not None and "max_episode_steps" in self.env_kwargs
+        check(not given, "max_episode_steps", self.options.max_episode_steps, "None beside that in env_kwargs")
+        for name in self.imports:
+            check(isinstance(name, str) and bool(name), "imports", list(self.imports), "names of modules")
 
     def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
         """Return the spec of the evaluation environments, with only the given wrappers."""
@@ -65,6 +81,8 @@ class EnvironmentSpec:
             ConfigurationError: Options were given for an environment that is none.
         """
         if is_game:
-            return self.atari or AtariPreprocessing()
+            atari = self.atari or AtariPreprocessing()
+            self.options.check_atari(atari.clip_rewards)
+            return atari
         check(self.atari is None, "atari", self.atari, f"None, since {self.env_id} is no Atari game with frames")
         return None

@@ -23,7 +23,7 @@ def is_image(space: spaces.Space[Any]) -> bool:
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
 
 
-def _image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
+def image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
     """Return whether channels come last, and the number of channels, height and width.
 
     Gymnasium has both orders: stacked frames come channels first, colour images channels last.
@@ -36,7 +36,7 @@ def _image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
 
 def network_for_image(space: spaces.Space[Any]) -> str:
     """Return the network that fits the size of an image: `nature` or `impala`."""
-    return "nature" if min(_image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
+    return "nature" if min(image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
 
 
 class _ImageEncoder(nn.Module):
@@ -51,7 +51,7 @@ class _ImageEncoder(nn.Module):
             space,
             "an image of three dimensions for a convolutional network",
         )
-        self.channels_last, self.channels, self.height, self.width = _image_layout(shape)
+        self.channels_last, self.channels, self.height, self.width = image_layout(shape)
         self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
 
     def _to_pixels(self, observations: Tensor, dtype: torch.dtype) -> Tensor:

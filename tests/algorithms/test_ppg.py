@@ -1,5 +1,6 @@
 """Both PPGs, phase by phase: what each changes and leaves alone, keeps, logs and refuses."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -81,15 +82,14 @@ def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bo
 
 
 def test_the_auxiliary_head_keeps_still_in_the_policy_phase_whatever_its_momentum() -> None:
+    seen: list[torch.Tensor] = []
+
     class Heads(Callback):
-        seen: list[torch.Tensor] = []
-
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.seen.append(pl_module.policy.auxiliary_head.weight.detach().clone())
+            seen.append(pl_module.policy.auxiliary_head.weight.detach().clone())
 
-    heads = Heads()
-    fit(make(separate_aux_optimizer=False), 6, heads)
-    moved = [not torch.equal(one, other) for one, other in zip(heads.seen, heads.seen[1:], strict=False)]
+    fit(make(separate_aux_optimizer=False), 6, Heads())
+    moved = [not torch.equal(one, other) for one, other in itertools.pairwise(seen)]
     assert moved == [True, False, True, False, True]
 
 
@@ -197,29 +197,28 @@ def test_an_early_stop_of_the_policy_phase_is_none_of_the_auxiliary_phase() -> N
 
 @pytest.mark.parametrize("sequences", [False, True])
 def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences: bool) -> None:
-    class Kept(PPG):
-        parts: list[Batch] = []
+    parts: list[Batch] = []
 
+    class Kept(PPG):
         def begin_minibatch(self, batch: Batch) -> Batch:
             if "actions" not in batch.fields:
-                self.parts.append(batch)
+                parts.append(batch)
             return super().begin_minibatch(batch)
 
     model = make(Kept, aux_sequences=sequences, num_aux_epochs=1, num_aux_minibatches=3)
-    model.parts.clear()
     rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in (0, 1)]
     make_trainer().fit(model, FixedRollouts(rollouts, model))
     steps = torch.cat([rollout.flatten().observations for rollout in rollouts])
-    found = torch.cat([part.observations for part in model.parts])
+    found = torch.cat([part.observations for part in parts])
     assert len(found) == len(steps) < 2 * ROWS
     assert torch.equal(found.unique(dim=0), steps.unique(dim=0))
-    assert [part.weight for part in model.parts] == [1 / len(part) for part in model.parts]
+    assert [part.weight for part in parts] == [1 / len(part) for part in parts]
     if sequences:  # eight of them, in three parts, each whole
         lengths = [[int(r.valid[:, b].sum()) for b in range(4)] for r in rollouts if r.valid is not None]
         sequence_of = {
             tuple(x.tolist()): (i, b) for i, r in enumerate(rollouts) for b in range(4) for x in r.observations[:, b]
         }
-        for part in model.parts:
+        for part in parts:
             owners = [sequence_of[tuple(x.tolist())] for x in part.observations]
             assert len(part) == sum(lengths[i][b] for i, b in set(owners))
 
@@ -232,7 +231,7 @@ def test_images_are_kept_as_bytes_on_the_cpu_and_once() -> None:
     model = PPG(data.observation_space, data.action_space, num_policy_iterations=3, hidden_sizes=(), num_minibatches=2)
     recorder = Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
-    kept = model.memory.gather(model.memory.steps())
+    kept = model.kept.gather(model.kept.steps())
     assert kept["observations"].dtype == torch.uint8
     assert recorder.column("aux_memory_bytes") == [16 * (7 * 7 * 3 + 8), 32 * (7 * 7 * 3 + 8)]
 
@@ -253,7 +252,7 @@ def test_rollouts_of_another_shape_begin_the_phase_anew() -> None:
     model = make(num_policy_iterations=3)
     rollouts = [random_rollout(model.policy, length=length, off_policy=0.0) for length in (12, 12, 10, 10)]
     make_trainer().fit(model, FixedRollouts(rollouts, model))
-    assert (len(model.memory), model.memory.shape) == (2, (10, 4))
+    assert (len(model.kept), model.kept.shape) == (2, (10, 4))
 
 
 # -- what is not finite
@@ -277,8 +276,8 @@ def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> 
     with pytest.warns(UserWarning, match="were left out"):
         recorder = fit(model, 6)
     assert ["aux_head_loss" in row and "aux_kl" in row for row in recorder.rows] == [False] * 4 + [True, False]
-    assert len(model.memory) == 1
-    assert model.memory.gather(model.memory.steps())["returns"].isfinite().all()
+    assert len(model.kept) == 1
+    assert model.kept.gather(model.kept.steps())["returns"].isfinite().all()
 
 
 class BrokenPhase(PPG):

@@ -118,8 +118,9 @@ class Scripted(Phases):
         """Rows of all minibatches of a kind, or the events themselves, of the present call."""
         return [event for event in self.case["calls"][self.policy_version]["events"] if event["kind"] == kind]
 
-    def targets(self, *_: Any) -> Batch:
-        return batch_of(self.case["calls"][self.policy_version]["batch"])
+    def targets(self, rollout: Rollout, **per_step: Any) -> Batch:
+        batch = batch_of(self.case["calls"][self.policy_version]["batch"])
+        return batch.replace(steps=torch.arange(len(batch)))
 
     def make_policy(self) -> DingPolicy:
         return DingPolicy(SHARED[-1])
@@ -130,7 +131,7 @@ class Scripted(Phases):
         start = self.passes * one_pass
         self.passes += 1
         for event in events[start : start + one_pass]:
-            yield self.begin_minibatch(Batch(self.memory.gather(torch.tensor(event["rows"]))))
+            yield self.begin_minibatch(Batch(self.kept.gather(torch.tensor(event["rows"]))))
 
     passes = 0
 

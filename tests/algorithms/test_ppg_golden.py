@@ -85,12 +85,12 @@ def test_openai_auxiliary_phase(case: dict[str, Any], monkeypatch: pytest.Monkey
     for segment, outputs in zip(case["segs"], case["presleep"], strict=True):
         observations, returns = double(segment["ob"]).transpose(0, 1), double(segment["vtarg"]).T
         assert returns.shape == (length, num_envs)
-        model.memory.append({"observations": observations, "returns": returns, "values": torch.zeros_like(returns)})
+        model.kept.append({"observations": observations, "returns": returns, "values": torch.zeros_like(returns)})
         with torch.no_grad():
             distribution, _ = model.policy(observations)
         close(distribution.log_probs.transpose(0, 1), double(outputs["oldlogits"]).log_softmax(-1), 1e-6)  # float32
     orders = iter([[num_envs * seg + env for env, seg in epoch["env_seg_order"]] for epoch in case["epochs"]])
-    monkeypatch.setattr(Batch, "shuffled", lambda batch, _: Batch({"units": batch.units[next(orders)]}))
+    monkeypatch.setattr(model, "minibatch_order", lambda num_rows: torch.tensor(next(orders)))
     recorder = Recorder()
     # What it gets is not looked at.
     make_trainer(precision="64-true", callbacks=[recorder]).fit(model, FixedRollouts([empty_rollout()], model))

@@ -336,7 +336,7 @@ def test_rewards_of_other_backends_are_clipped(backend):
 def test_stickiness_of_other_backends_is_that_of_the_id_unless_given(backend):
     def configured(**options):
         env = batch(backend, "ALE/Pong-v5", **options).env
-        config = env.spec.kwargs if backend == "native" else env.config
+        config = env.spec.kwargs if backend == "native" else env.unwrapped.config
         return config["repeat_action_probability"]
 
     assert configured() == 0.25

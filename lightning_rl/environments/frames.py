@@ -1,0 +1,104 @@
+"""Observations of the last steps put on top of each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces, wrappers
+from gymnasium.vector import VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from lightning_rl.environments.vector_history import Array, VectorHistory
+from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
+from lightning_rl.networks import is_image
+from lightning_rl.networks.images import image_layout
+
+
+def stack_frames(env: gymnasium.Env[Any, Any], size: int) -> gymnasium.Env[Any, Any]:
+    """Give one environment observations of its last `size` steps, oldest first; an episode begins with copies.
+
+    Every leaf gets a first dimension of that size, but for images, which get more channels and stay images.
+    """
+    inner = env.observation_space
+    # The wrapper keeps what it is given, and some environments write into the same array in each step.
+    env = wrappers.TransformObservation(env, copy.deepcopy, inner)
+    env = wrappers.FrameStackObservation(env, size)
+    like = nested_paths(inner)
+    leaf_spaces = map_space(lambda leaf: leaf, inner)
+    return wrappers.TransformObservation(
+        env,
+        lambda stacked: map_leaves(lambda _, space, x: _fold(space, x), like, leaf_spaces, stacked),
+        stacked_space(inner, size),
+    )
+
+
+class VectorFrameStack(VectorHistory):
+    """The same of environments that come vectorised.
+
+    Args:
+        env: The environments.
+        size: Number of steps in an observation.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], size: int) -> None:
+        super().__init__(env)
+        self.single_observation_space = stacked_space(self._inner, size)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self._leaf_spaces = map_space(lambda leaf: leaf, self._inner)
+        self._frames = map_space(
+            lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), self._inner
+        )
+
+    def begin(self, which: Array, observations: Nested) -> None:
+        """Fill the stacks of new episodes with their first observation."""
+
+        def fill(frames: Array, x: Array) -> None:
+            frames[which] = np.asarray(x)[which][:, None]
+
+        map_leaves(fill, self._frames, observations)
+
+    def advance(self, observations: Nested, actions: Nested, rewards: Array) -> None:
+        """Put the observations in the place of the oldest ones."""
+
+        def push(frames: Array, x: Array) -> None:
+            frames[:, :-1] = frames[:, 1:]
+            frames[:, -1] = x
+
+        map_leaves(push, self._frames, observations)
+
+    def show(self, observations: Nested) -> Nested:
+        """Return the stacks."""
+        return map_leaves(lambda frames, space: _fold(space, frames), self._frames, self._leaf_spaces)
+
+
+def stacked_space(space: spaces.Space[Any], size: int) -> spaces.Space[Any]:
+    """Return the space of the last `size` observations of a space."""
+
+    def stacked(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+        if isinstance(leaf, spaces.Discrete):
+            return spaces.MultiDiscrete([leaf.n] * size, leaf.dtype.type, start=[leaf.start] * size)
+        if isinstance(leaf, spaces.MultiDiscrete):
+            nvec, start = (np.stack([x] * size) for x in (leaf.nvec, leaf.start))
+            return spaces.MultiDiscrete(nvec, leaf.dtype.type, start=start)
+        if isinstance(leaf, spaces.MultiBinary):
+            return spaces.MultiBinary([size, *leaf.shape])
+        if isinstance(leaf, spaces.Box):
+            low, high = (_fold(leaf, np.stack([x] * size)) for x in (leaf.low, leaf.high))
+            return spaces.Box(low, high, dtype=leaf.dtype.type)
+        return leaf  # refused by the policy, which names it
+
+    return replace_leaves(stacked, space)
+
+
+def _fold(space: spaces.Space[Any], frames: Array) -> Array:
+    """Turn frames `[..., size, *shape]` of an image into its channels; leave everything else."""
+    if not is_image(space):
+        return frames
+    size, lead = frames.shape[-4], frames.shape[:-4]
+    channels_last, channels, height, width = image_layout(space.shape or ())
+    if channels_last:
+        return np.moveaxis(frames, -4, -2).reshape(*lead, height, width, size * channels)
+    return frames.reshape(*lead, size * channels, height, width)

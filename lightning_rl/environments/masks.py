@@ -1,0 +1,208 @@
+"""Masks of invalid actions made a part of the observation, wherever an environment says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
+from lightning_rl.nested import Nested, join, map_leaves, map_space, nested_paths, part_at, replace_leaves, space_leaves
+from lightning_rl.validation import ConfigurationError, check
+
+MASK, OBSERVATION = "action_mask", "observation"
+"""Where masks, and observations that are no `Dict`, are in the observations that have masks beside them."""
+
+
+def check_source(source: object) -> None:
+    """Raise unless `source` says where masks come from.
+
+    Raises:
+        ConfigurationError: It is of another form.
+    """
+    kind, _, name = source.partition(".") if isinstance(source, str) else ("", "", "")
+    expected = "'info.<key>', 'observation.<path>', 'method.<name>' or None"
+    check(kind in ("info", "observation", "method") and bool(name), MASK, source, expected)
+
+
+class MaskSource:
+    """Where masks come from, and the spaces that follow from it.
+
+    Args:
+        source: `info.<key>`, `observation.<path>` or `method.<name>`.
+        observation_space: Of one environment, as it is.
+        action_space: Of one environment.
+
+    Attributes:
+        kind: The first part of `source`.
+        name: The second part.
+        mask_space: Of the masks.
+        space: Of observations with masks.
+        layout: What masks say of each component.
+    """
+
+    def __init__(self, source: str, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
+        self.source = source
+        self.kind, _, self.name = source.partition(".")
+        self._action_space = action_space
+        self._components = [
+            name
+            for path, leaf in space_leaves(action_space).items()
+            if has_choices(leaf)
+            for name in component_names(leaf, path)
+        ]
+        self.space = observation_space
+        self._is_dict = isinstance(observation_space, spaces.Dict)
+        if self.kind == "observation":
+            self._retype()
+        elif self._is_dict:
+            expected = f"'observation.{MASK}', since observations have a part of that name already"
+            check(MASK not in observation_space.spaces, MASK, source, expected)  # type: ignore[attr-defined]
+
+    def learn(self, masks: Any) -> None:  # noqa: ANN401 - whatever an environment gives
+        """Take the space of masks from those of a first step.
+
+        Raises:
+            ConfigurationError: They do not fit the action space.
+        """
+        self._set_space(self._space_of(masks))
+        beside = dict(self.space.spaces) if isinstance(self.space, spaces.Dict) else {OBSERVATION: self.space}
+        self.space = spaces.Dict({**beside, MASK: self.mask_space})
+
+    def read(self, masks: Nested) -> Nested:
+        """Return masks as arrays `[..., *shape]`, nested as their space is."""
+        return map_leaves(lambda _, x: np.asarray(x).astype(np.int8), self._paths, masks)
+
+    def everything(self, *leading: int) -> Nested:
+        """Return masks `[*leading, *shape]` that allow everything."""
+        return map_space(lambda leaf: np.ones((*leading, *(leaf.shape or ())), np.int8), self.mask_space)
+
+    def observed(self, observation: Nested) -> tuple[Nested, Nested]:
+        """Return the masks that are in an observation, and the observation with them as numbers of their type."""
+        masks = self.read(part_at(observation, self.name))
+        return masks, _put(observation, self.name, masks)
+
+    def beside(self, observation: Nested, masks: Nested) -> Nested:
+        """Return an observation with masks put beside it."""
+        return {**observation, MASK: masks} if self._is_dict else {OBSERVATION: observation, MASK: masks}
+
+    def complaint(self, component: str) -> str:
+        """Say that masks allow nothing to a component."""
+        what = f"component {component!r} of the action" if component else "the action"
+        return f"the action mask ({self.source}) allows nothing to {what}: expected at least one choice"
+
+    def _set_space(self, mask_space: spaces.Space[Any]) -> None:
+        self.mask_space = mask_space
+        self.layout = MaskLayout(self._action_space, mask_space)
+        self._paths = nested_paths(mask_space)
+
+    def _retype(self) -> None:
+        """Find masks among what is observed, and make their spaces known as such."""
+        try:
+            found = part_at(self.space, self.name)
+        except (LookupError, TypeError, ValueError):
+            raise ConfigurationError(
+                f"action_mask={self.source!r} is not valid: expected the path of a part of {self.space}"
+            ) from None
+
+        def mask(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+            return leaf if isinstance(leaf, ActionMask) else self._leaf(path, leaf.shape or ())
+
+        mask_space = replace_leaves(mask, found)
+        masks = {join(self.name, path): leaf for path, leaf in space_leaves(mask_space).items()}
+        masks |= {self.name: mask_space} if not isinstance(found, spaces.Dict | spaces.Tuple) else {}
+        self.space = replace_leaves(lambda path, leaf: masks.get(path, leaf), self.space)
+        find_masks(self.space)
+        self._set_space(mask_space)
+
+    def _space_of(self, masks: Any, path: str = "") -> spaces.Space[Any]:  # noqa: ANN401
+        masks = by_name(masks)
+        if not isinstance(masks, dict):
+            return self._leaf(path, np.shape(masks))
+        return spaces.Dict({key: self._space_of(part, join(path, key)) for key, part in masks.items()})
+
+    def _leaf(self, path: str, shape: tuple[int, ...]) -> ActionMask:
+        """Return the space of the masks of a part; with two dimensions a component depends on the one before it."""
+        check(bool(shape) and all(shape), join(MASK, path), shape, "an array with an entry for each choice")
+        place = self._components.index(path) if path in self._components else 0
+        return ActionMask(shape, self._components[place - 1] if place and len(shape) == 2 else None)
+
+
+def _put(observation: Nested, path: str, part: Nested) -> Nested:
+    """Return nested dicts with another part at `path`."""
+    key, _, rest = path.partition(".")
+    return {**observation, key: _put(observation[key], rest, part) if rest else part}
+
+
+def by_name(masks: Any) -> Any:  # noqa: ANN401 - whatever an environment gives
+    """Return nested masks as dicts, entries of a tuple by their place; what is None masks nothing and is left out."""
+    if isinstance(masks, tuple) and any(np.ndim(entry) or entry is None for entry in masks):
+        masks = {str(place): entry for place, entry in enumerate(masks)}
+    if isinstance(masks, Mapping):
+        return {key: by_name(part) for key, part in masks.items() if part is not None}
+    return masks
+
+
+class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Observations with the masks that an environment says in `info`, by a method, or in the observation already.
+
+    Args:
+        env: The environment; it is reset once, to see its masks.
+        source: `info.<key>`, `observation.<path>` or `method.<name>`.
+
+    Raises:
+        ConfigurationError: No masks are found, or such as do not fit the action space.
+        ValueError: In `reset` and `step`: a mask allows nothing, and the episode goes on.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], source: str) -> None:
+        super().__init__(env)
+        self._masks = MaskSource(source, env.observation_space, env.action_space)
+        if self._masks.kind != "observation":
+            _, info = env.reset(seed=0)
+            try:
+                masks = self._find(info)
+            except (LookupError, AttributeError) as error:
+                raise not_found(source, error, info) from error
+            self._masks.learn(masks)
+        self.observation_space = self._masks.space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset."""
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._with_masks(observation, info), info
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        """Step."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        over = bool(terminated or truncated)
+        return self._with_masks(observation, info, over), reward, terminated, truncated, info
+
+    def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
+        source = self._masks
+        return info[source.name] if source.kind == "info" else self.env.get_wrapper_attr(source.name)()
+
+    def _with_masks(self, observation: Nested, info: dict[str, Any], over: bool = False) -> Nested:
+        source = self._masks
+        if source.kind == "observation":
+            masks, observation = source.observed(observation)
+        elif over:  # nothing is done there, and an environment need not say what could be
+            masks = source.everything()
+            observation = source.beside(observation, masks)
+        else:
+            masks = source.read(by_name(self._find(info)))
+            observation = source.beside(observation, masks)
+        if not over and (found := source.layout.nothing_allowed(masks)) is not None:
+            raise ValueError(source.complaint(found[0]))
+        return observation
+
+
+def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> ConfigurationError:
+    """Return the error for an environment that does not say its masks."""
+    known = ", ".join(info) or "nothing"
+    return ConfigurationError(
+        f"action_mask={source!r} is not valid: {type(error).__name__}: {error}; the info of a reset has {known}"
+    )

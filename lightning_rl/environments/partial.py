@@ -1,0 +1,41 @@
+"""A wrapper that hides entries of an observation, to make tasks that need memory of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from lightning_rl.validation import check, is_int
+
+
+class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Show some entries of a vector, and hide the others.
+
+    Args:
+        env: Observes a `Box` of one dimension.
+        indices: Of the entries that are shown: `[0, 2]` leaves position and angle of CartPole, without velocities.
+
+    Raises:
+        ConfigurationError: Observations are no vectors, or an entry is none of theirs.
+    """
+
+    def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:
+        super().__init__(env)
+        space = env.observation_space
+        is_vector = isinstance(space, spaces.Box) and len(space.shape) == 1
+        check(is_vector, "indices", indices, f"observations that are vectors, not {space}")
+        assert isinstance(space, spaces.Box)
+        known = len(indices) > 0 and all(is_int(i) and 0 <= i < space.shape[0] for i in indices)
+        check(known, "indices", indices, f"some of the entries 0 to {space.shape[0] - 1}")
+        self._indices = np.asarray(indices)
+        low, high = space.low[self._indices], space.high[self._indices]
+        self.observation_space = spaces.Box(low, high, dtype=space.dtype)
+
+    def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the entries that are shown."""
+        shown: np.ndarray[Any, Any] = observation[self._indices]
+        return shown

@@ -1,0 +1,57 @@
+"""What the learner gets in the place of an environment's rewards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rl.validation import check, check_number
+
+RewardClip = Literal["abs_one", "soft_asymmetric"] | float
+RewardTransform = Callable[[Any], Any]
+"""From rewards, one or `[B]`, to what is learned from."""
+
+_NAMED = get_args(get_args(RewardClip)[0])
+
+
+def check_reward_options(scale: float, clip: RewardClip | None) -> None:
+    """Raise unless both options can be applied.
+
+    Raises:
+        ConfigurationError: The factor is not positive, or the bound is neither that nor a name.
+    """
+    check_number("reward_scale", scale, above=0)
+    if isinstance(clip, str):
+        check(clip in _NAMED, "reward_clip", clip, f"{', '.join(_NAMED)}, a positive number or None")
+    elif clip is not None:
+        check_number("reward_clip", clip, above=0)
+
+
+def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) -> RewardTransform | None:
+    """Return what multiplies rewards by `scale` and then bounds them; None if that leaves them as they are.
+
+    * `abs_one`: to [-1, 1].
+    * `soft_asymmetric`: 5 · tanh(r / 5), and 0.3 times that where r is negative: losses count for less than gains.
+    * a number c: to [-c, c].
+    """
+    if scale == 1 and clip is None:
+        return None
+    return functools.partial(_transform, scale, clip)
+
+
+def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # noqa: ANN401
+    is_tensor = isinstance(rewards, Tensor)
+    library: Any = torch if is_tensor else np
+    scaled = (rewards if is_tensor else np.asarray(rewards, np.float64)) * scale
+    if clip == "soft_asymmetric":
+        squeezed = 5 * library.tanh(scaled / 5)
+        scaled = library.where(scaled < 0, 0.3 * squeezed, squeezed)
+    elif clip is not None:
+        bound = 1.0 if isinstance(clip, str) else clip
+        scaled = library.clip(scaled, -bound, bound)
+    return scaled if is_tensor or np.ndim(rewards) else float(scaled)

@@ -1,0 +1,164 @@
+"""Vector environments that speak tensors: their rewards, flags and observations stay on their device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from torch import Tensor
+
+from lightning_rl.environments.autoreset import autoreset_mode
+from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.nested import Nested, leaves, map_leaves
+
+
+class TensorStep(NamedTuple):
+    """What one step of `B` environments gave, as tensors on their device.
+
+    Attributes:
+        observations: Where the next action is chosen, `[B, ...]`, nested as the space is.
+        rewards: `[B]`; 0 where not `valid`.
+        terminated: `[B]`.
+        truncated: `[B]`.
+        valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
+        reached: The observations that the step led to, before any reset, `[B, ...]`, of which the rows of episodes that
+            it ended count. None where the environments do not tell.
+        infos: Gymnasium's vector info.
+    """
+
+    observations: Nested
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor | None
+    reached: Nested | None
+    infos: dict[str, Any]
+
+
+class TensorEnvironments:
+    """A vector environment of tensors whose steps mean the same in every autoreset mode.
+
+    Nothing is read from the device while stepping, except in `DISABLED` mode, where this class has to know whether to
+    reset. That everything is finite is seen once per rollout, by `check_finite`.
+
+    Args:
+        env: A `gymnasium.vector.VectorEnv` whose observations, rewards and flags are tensors, and which takes such. In
+            `SAME_STEP` mode `info["final_obs"]`, if it is there, has the observations `[B, ...]` before resets.
+        seed: Of its one random generator.
+        device: Of its tensors.
+
+    Raises:
+        ConfigurationError: It does not say in `metadata["autoreset_mode"]` how it resets.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int, device: torch.device) -> None:
+        self.env = env
+        self.seed = seed
+        self.mode = autoreset_mode(env)
+        self.num_envs = env.num_envs
+        self.single_observation_space = env.single_observation_space
+        self.single_action_space = env.single_action_space
+        self.device = device
+        self._resets_next: Tensor | None = None
+        self._not_finite: Tensor | None = None
+
+    def reset(self) -> Nested:
+        """Begin again with the seed, and return the first observations `[B, ...]`."""
+        observations, _ = self.env.reset(seed=self.seed)
+        self._resets_next = None
+        self._not_finite = None
+        return observations
+
+    def step(self, actions: Nested) -> TensorStep:
+        """Step every environment once."""
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        terminated, truncated = terminated.bool(), truncated.bool()
+        ended = terminated | truncated
+        valid: Tensor | None = None
+        if self.mode is AutoresetMode.NEXT_STEP:
+            if self._resets_next is not None:
+                valid = ~self._resets_next
+                rewards = torch.where(valid, rewards, 0)
+            self._resets_next = ended
+        reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
+        if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
+            reached = map_leaves(torch.clone, observations)
+            # The flags may be the environment's own tensors, which its reset clears.
+            terminated, truncated = terminated.clone(), truncated.clone()
+            observations, _ = self.env.reset(options={"reset_mask": ended})
+        self._watch(observations, rewards)
+        return TensorStep(observations, rewards, terminated, truncated, valid, reached, infos)
+
+    def _watch(self, observations: Nested, rewards: Tensor) -> None:
+        bad = ~torch.isfinite(rewards)
+        for leaf in leaves(observations):
+            if leaf.is_floating_point():
+                bad = bad | ~torch.isfinite(leaf).flatten(1).all(1)
+        self._not_finite = bad if self._not_finite is None else self._not_finite | bad
+
+    def check_finite(self) -> None:
+        """Raise if an observation or reward since the last call was not finite; reads from the device.
+
+        Raises:
+            EnvironmentFailure: Names the environments.
+        """
+        bad, self._not_finite = self._not_finite, None
+        if bad is not None and bool(bad.any()):
+            indices = bad.nonzero().flatten().tolist()
+            shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
+            raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return where the environments are, if they can tell: `state_dict()` of the environment itself."""
+        own: Any = self.env.unwrapped
+        if self.env is not own or not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
+            return None
+        resets_next = None if self._resets_next is None else self._resets_next.cpu()
+        return {"kind": "tensors", "environments": own.state_dict(), "resets_next": resets_next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Go to where the environments were; return whether that was possible."""
+        own: Any = self.env.unwrapped
+        if state["kind"] != "tensors" or self.env is not own or not hasattr(own, "load_state_dict"):
+            return False
+        self.env.reset(seed=self.seed)
+        own.load_state_dict(state["environments"])
+        self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(self.device)
+        return True
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+
+class AsArrays(VectorWrapper[Any, Any, Any, Any]):
+    """A vector environment of tensors seen as one of arrays, for evaluation, where every step is looked at."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        """Reset; a mask in `options` becomes a tensor."""
+        if options and "reset_mask" in options:
+            options = {**options, "reset_mask": torch.from_numpy(np.asarray(options["reset_mask"]))}
+        observations, infos = self.env.reset(seed=seed, options=options)
+        return map_leaves(to_array, observations), infos
+
+    def step(self, actions: Any) -> Any:  # noqa: ANN401
+        """Step with arrays, nested as the action space is."""
+        observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(torch.from_numpy, actions))
+        if "final_obs" in infos:
+            infos = {**infos, "final_obs": map_leaves(to_array, infos["final_obs"])}
+        flags = (to_array(rewards), to_array(terminated).astype(bool), to_array(truncated).astype(bool))
+        return map_leaves(to_array, observations), *flags, infos
+
+
+def device_of_tensors(env: VectorEnv[Any, Any, Any]) -> torch.device | None:
+    """Return the device of what a vector environment observes, None if these are arrays; resets it to see."""
+    observations, _ = env.reset(seed=0)
+    first = next(leaves(observations), None)
+    return first.device if isinstance(first, Tensor) else None
+
+
+def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
+    """Return a tensor's values as an array."""
+    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)

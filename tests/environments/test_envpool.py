@@ -1,0 +1,59 @@
+"""Each family of EnvPool's tasks is learned from and evaluated; Procgen needs libraries that are not always there."""
+
+import pytest
+
+from lightning_rl.environments import EnvironmentSpec
+from lightning_rl.environments.vectorised import explained
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_model, make_trainer
+from tests.procgen import needs_procgen
+
+envpool = pytest.importorskip("envpool")
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "CartPole-v1",
+        "Pendulum-v1",
+        "HalfCheetah-v4",
+        "Hopper-v4",
+        "InvertedPendulum-v4",
+    ],
+)
+def test_families_with_a_time_limit_are_trained_and_evaluated(env_id):
+    data = make_data(env_id, backend="envpool", max_episode_steps=12, eval_episodes=3)
+    model = make_model(data, normalize_rewards=True)
+    trainer = make_trainer(limit_val_batches=1.0)
+    trainer.fit(model, data)
+    # 16 steps of each of two environments: a limit or a fall costs at least one step of each to reset.
+    assert model.policy_version == 2 and 50 <= model.env_steps <= 62
+    assert trainer.callback_metrics["val/episodes"] == 3
+    assert 0 < trainer.callback_metrics["val/episode_length"] <= 12
+
+
+@needs_procgen
+def test_procgen_is_trained_on_the_levels_that_are_asked_for():
+    levels = {"num_levels": 2, "start_level": 40}
+    data = make_data("BigfishEasy-v0", backend="envpool", env_kwargs=levels, info_keys=["level_seed"])
+    model = make_model(data)
+    trainer = make_trainer(log_every_n_steps=2)
+    trainer.fit(model, data)
+    assert model.policy_version == 2
+    assert data.observation_space.shape == (3, 64, 64)
+    assert model.policy.actor_encoder.channels == 3 and not model.policy.actor_encoder.channels_last
+    assert 40 <= trainer.logged_metrics["rollout/level_seed"] <= 41
+
+
+@needs_procgen
+def test_the_limit_of_procgen_cannot_be_changed():
+    with pytest.raises(ConfigurationError, match=r"^max_episode_steps=5 is not valid: expected None for Procgen games"):
+        make_data("BigfishEasy-v0", backend="envpool", max_episode_steps=5).observation_space  # noqa: B018
+
+
+def test_a_library_that_envpool_lacks_is_named():
+    with (
+        pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs something .*: the Qt 5 runtime"),
+        explained(EnvironmentSpec("BigfishEasy-v0", backend="envpool")),
+    ):
+        raise ImportError("the Qt 5 runtime")

@@ -1,0 +1,236 @@
+"""What a recurrent core computes over sequences: what it computes step by step, within episodes, and nothing more."""
+
+import pytest
+import torch
+
+from lightning_rl.memory import MemoryOptions, RecurrentCore
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.policy import ActorCritic, copy_to_cpu
+from lightning_rl.sequences import Sequences
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR
+from tests.memory_probes import KINDS, make_policy, random_episodes, random_memory, step_by_step, whole
+
+LENGTH, NUM_ENVS = 13, 4
+
+
+def unroll(policy, observations, starts, memory):
+    """Log-probabilities and values `[T, B]` at once."""
+    rows = observations.transpose(0, 1).flatten(0, 1)
+    distribution, values = policy(rows, whole(starts, memory))
+    shape = starts.shape[::-1]
+    return distribution.log_probs.unflatten(0, shape).transpose(0, 1), values.view(shape).t()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_unrolled_and_stepwise_forward_agree(kind, num_layers, shared, dtype, bound):
+    policy = make_policy({"kind": kind, "num_layers": num_layers}, dtype, shared_encoder=shared)
+    observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    memory = random_memory(policy, NUM_ENVS)
+    expected = step_by_step(policy, observations, starts, memory)
+    found = unroll(policy, observations, starts, memory)
+    assert (found[0].exp() - expected[0].exp()).abs().max() <= bound
+    assert (found[1] - expected[1]).abs().max() <= bound
+    assert found[0].std(0).min() > 0.01  # it does depend on time
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_the_unrolled_forward_are_those_of_the_stepwise_one(kind):
+    policy = make_policy(kind)
+    observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    memory = random_memory(policy, NUM_ENVS)
+    gradients = []
+    for forward in (unroll, lambda *args: step_by_step(*args)[:2]):
+        policy.zero_grad()
+        logits, values = forward(policy, observations, starts, memory)
+        (logits[..., 0] * torch.arange(LENGTH).unsqueeze(1)).sum().add(values.square().sum()).backward()
+        gradients.append([p.grad.clone() for p in policy.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_an_episode_cuts_state_and_gradient(kind):
+    policy = make_policy(kind)
+    observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    starts[:] = False
+    starts[5, 1] = True
+    memory = map_leaves(lambda x: x.requires_grad_(), random_memory(policy, NUM_ENVS))
+    observations.requires_grad_()
+    logits, values = unroll(policy, observations, starts, memory)
+    (logits[5:, 1, 0].sum() + values[5:, 1].sum()).backward()
+    assert (observations.grad[:5] == 0).all() and (observations.grad[:, [0, 2, 3]] == 0).all()
+    assert all((x.grad == 0).all() for x in leaves(memory))
+    assert (observations.grad[5:, 1] != 0).any(-1).all()
+    # The state too: another past gives the same future, bit for bit.
+    with torch.no_grad():
+        changed = observations.detach().clone()
+        changed[:5, 1] += 1
+        others = unroll(policy, changed, starts, memory)
+        assert torch.equal(others[0][5:, 1], logits[5:, 1]) and not torch.equal(others[0][4, 1], logits[4, 1])
+    # Without the end the gradient goes through.
+    observations.grad = None
+    logits, values = unroll(policy, observations, torch.zeros_like(starts), memory)
+    (logits[5:, 1, 0].sum() + values[5:, 1].sum()).backward()
+    assert (observations.grad[:, 1] != 0).any(-1).all() and all((x.grad[1] != 0).any() for x in leaves(memory))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 6])
+def test_a_sequence_split_into_parts_with_stored_states_gives_the_same(size):
+    policy = make_policy()
+    observations, starts, _ = random_episodes(12, NUM_ENVS)
+    memory = random_memory(policy, NUM_ENVS)
+    expected = unroll(policy, observations, starts, memory)
+    stored = step_by_step(policy, observations, starts, memory)[2]
+    for begin in range(0, 12, size):
+        part = slice(begin, begin + size)
+        found = unroll(policy, observations[part], starts[part], stored[begin])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other[part], rtol=0, atol=1e-12)
+
+
+def test_sequences_of_unequal_lengths_are_never_padded():
+    """As many steps are computed as there are rows, in as few calls as there are different lengths of segments."""
+    lengths = torch.tensor([5, 0, 3, 8])
+    starts = torch.zeros(16, dtype=torch.bool)
+    starts[[2, 5, 10]] = True  # segments: 2 and 3 rows of the first, 3 of the third, 2 and 6 of the last
+    policy = make_policy()
+    sequences = Sequences(lengths, starts, random_memory(policy, 4))
+    segments = sequences.segments
+    assert segments.batch_sizes.tolist() == [5, 5, 3, 1, 1, 1]
+    assert segments.runs == [(2, 5), (1, 3), (3, 1)]
+    assert sum(steps * width for steps, width in segments.runs) == 16
+    assert sorted(segments.rows.tolist()) == list(range(16))
+    assert segments.rows[segments.places].tolist() == list(range(16))
+    observations = torch.randn(16, 3, dtype=torch.float64)
+    found = policy(observations, sequences)[1]
+    for index, rows in enumerate(torch.arange(16).split(lengths.tolist())):
+        if len(rows):
+            alone = map_leaves(lambda x, i=index: x[i : i + 1], sequences.memory)
+            expected = step_by_step(policy, observations[rows].unsqueeze(1), starts[rows].unsqueeze(1), alone)[1]
+            torch.testing.assert_close(found[rows], expected.squeeze(1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_packed_call_of_other_devices_gives_the_same(kind):
+    torch.manual_seed(0)
+    core = RecurrentCore(3, MemoryOptions(kind, hidden_size=4, num_layers=2)).double()
+    _, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    sequences = whole(starts, map_leaves(lambda x: x + 0.3, core.initial(NUM_ENVS)))
+    x = torch.randn(LENGTH * NUM_ENVS, 3, dtype=torch.float64)
+    expected = core(x, sequences.segments, sequences.memory)
+    core._unroll_in_runs = core._unroll_packed
+    found = core(x, sequences.segments, sequences.memory)
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_the_memory_after_each_sequence_is_that_of_its_last_step():
+    policy = make_policy()
+    observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    memory = random_memory(policy, NUM_ENVS)
+    expected = step_by_step(policy, observations, starts, memory)[2][-1]
+    after = policy._run_cores(observations.transpose(0, 1).flatten(0, 1), whole(starts, memory))[2]
+    for one, other in zip(leaves(after), leaves(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_minibatch_without_rows_has_gradients_of_zero():
+    policy = make_policy()
+    empty = Sequences(torch.zeros(2, dtype=torch.long), torch.zeros(0, dtype=torch.bool), random_memory(policy, 2))
+    distribution, values = policy(torch.zeros(0, 3), empty)
+    (distribution.entropy().sum() + values.sum()).backward()
+    assert all((p.grad == 0).all() for p in policy.parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "cores"),
+    [
+        ({"shared_encoder": True}, 1),
+        ({"shared_encoder": False}, 2),
+        ({"shared_encoder": True, "memory": {"kind": "gru", "separate": True}}, 2),
+        ({"shared_encoder": True, "memory": {"kind": "gru", "separate": False}}, 1),
+    ],
+)
+def test_actor_and_critic_share_a_core_or_have_one_each(options, cores):
+    policy = ActorCritic(VECTOR, DISCRETE, **{"memory": "lstm", "hidden_sizes": (8,)} | options)
+    assert sum(isinstance(module, RecurrentCore) for module in policy.modules()) == cores
+    memory = policy.initial_memory(2)
+    assert list(memory) == ["actor", "critic"][:cores]
+    changed = map_leaves(lambda x: x + 1, memory["actor"])
+    values = [policy.value(torch.zeros(2, 3), memory | {"actor": actor}) for actor in (memory["actor"], changed)]
+    assert torch.equal(*values) == (cores == 2)
+    output = policy.act(torch.zeros(2, 3), memory=policy.initial_memory(2, critic=False))
+    assert (output.value is None) == (cores == 2) and list(output.memory) == ["actor"]
+
+
+def test_memory_begins_with_zeros_for_each_environment_first():
+    memory = make_policy({"kind": "lstm", "num_layers": 2}, shared_encoder=True).initial_memory(3)
+    assert [x.shape for x in leaves(memory)] == [(3, 2, 5), (3, 2, 5)]
+    assert all((x == 0).all() and x.dtype == torch.float64 for x in leaves(memory))
+    assert make_policy("gru", torch.bfloat16).initial_memory(3)["actor"].dtype == torch.float32
+    assert ActorCritic(VECTOR, DISCRETE).initial_memory(3) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        core = RecurrentCore(6, MemoryOptions(kind, hidden_size=8, num_layers=2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, parameter in core.rnn.named_parameters():
+        if "bias" in name:
+            assert (parameter == 0).all()
+        else:
+            identity = torch.eye(parameter.shape[1])
+            bound = 1e-5 if dtype == torch.float32 else 2e-2
+            assert (parameter.float().t() @ parameter.float() - identity).abs().max() < bound
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("rnn", "memory='rnn' is not valid: expected one of lstm, gru"),
+        (3, "memory=3 is not valid: expected None, one of lstm, gru, or a dict"),
+        ({"hidden_size": 3}, "or a dict with 'kind' and some of hidden_size"),
+        ({"kind": "gru", "size": 3}, "or a dict with 'kind' and some of hidden_size"),
+        ({"kind": "gru", "hidden_size": 0}, "memory.hidden_size=0 is not valid: expected an integer of at least 1"),
+        ({"kind": "gru", "num_layers": 1.5}, r"memory.num_layers=1.5 is not valid"),
+        ({"kind": "gru", "sequence_length": 0}, "memory.sequence_length=0 is not valid"),
+        ({"kind": "gru", "burn_in": -1, "sequence_length": 4}, "memory.burn_in=-1 is not valid: expected 0 or more"),
+        ({"kind": "gru", "burn_in": 2}, "memory.burn_in=2 is not valid: expected 0 where sequence_length is None"),
+        ({"kind": "gru", "separate": "no"}, "memory.separate='no' is not valid: expected true or false"),
+        ({"kind": "gru", "separate": False}, "memory.separate=False is not valid: expected true or None"),
+    ],
+)
+def test_bad_options_are_named(memory, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ActorCritic(VECTOR, DISCRETE, memory=memory, shared_encoder=False)
+
+
+def test_a_policy_with_memory_says_what_it_needs():
+    policy = make_policy(dtype=torch.float32)
+    x = torch.zeros(2, 3)
+    for call in (lambda: policy.act(x), lambda: policy.value(x)):
+        with pytest.raises(ValueError, match="needs memory: initial_memory"):
+            call()
+    with pytest.raises(ValueError, match="needs sequences"):
+        policy(x)
+    with pytest.raises(ValueError, match="without memory"):
+        policy.log_prob(x, torch.zeros(2, dtype=torch.long))
+
+
+def test_a_copy_on_the_cpu_remembers_the_same():
+    policy = make_policy()
+    observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
+    copied, memory = copy_to_cpu(policy), random_memory(policy, NUM_ENVS)
+    with torch.no_grad():
+        expected = unroll(policy, observations, starts, memory)
+        for parameter in policy.parameters():
+            parameter.zero_()
+        assert all(map(torch.equal, unroll(copied, observations, starts, memory), expected))

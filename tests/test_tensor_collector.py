@@ -1,0 +1,172 @@
+"""Rollouts of environments that speak tensors are those of the same environments seen as arrays."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from lightning_rl import PPO
+from lightning_rl.collector import Collector
+from lightning_rl.distributions import tensor_conversion, to_environment
+from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
+from lightning_rl.environments.tensors import AsArrays
+from lightning_rl.nested import map_leaves
+from lightning_rl.policy import ActorCritic
+from lightning_rl.tensor_collector import TensorCollector
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_model, make_trainer
+from tests.torch_environments import ID, Reach
+
+MODES = [mode.value for mode in AutoresetMode]
+FIELDS = (
+    "observations",
+    "actions",
+    "rewards",
+    "terminated",
+    "truncated",
+    "log_probs",
+    "values",
+    "next_values",
+    "starts",
+)
+
+
+def collectors(policy_options: dict | None = None, length: int = 20, **env_options) -> tuple:
+    """A policy, and collectors of the same environments as tensors and as arrays."""
+    torch.manual_seed(0)
+    env = Reach(3, **env_options)
+    space_pair = env.single_observation_space, env.single_action_space
+    policy = ActorCritic(*space_pair, hidden_sizes=(8,), **(policy_options or {}))
+    tensors = TensorEnvironments(env, 5, torch.device("cpu"))
+    arrays = EnvironmentBatch(AsArrays(Reach(3, **env_options)), [5, 6, 7], 5)
+    made = [
+        kind(batch, *space_pair, length, torch.Generator().manual_seed(1))
+        for kind, batch in ((TensorCollector, tensors), (Collector, arrays))
+    ]
+    return policy, *made
+
+
+@pytest.mark.parametrize("memory", [None, "lstm", {"kind": "gru", "sequence_length": 5}])
+@pytest.mark.parametrize("kind", ["box", "discrete"])
+@pytest.mark.parametrize("mode", MODES)
+def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memory):
+    policy, tensors, arrays = collectors({"memory": memory}, mode=mode, kind=kind)
+    for _ in range(3):
+        own, other = tensors.collect(policy), arrays.collect(policy)
+        for name in FIELDS:
+            torch.testing.assert_close(getattr(own, name), getattr(other, name), rtol=0, atol=0, msg=name)
+        assert (own.valid is None) == (other.valid is None) == (mode != AutoresetMode.NEXT_STEP.value)
+        if own.valid is not None:
+            assert torch.equal(own.valid, other.valid)
+        torch.testing.assert_close(own.final_observations, other.final_observations, rtol=0, atol=0)
+        assert torch.equal(own.final_indices, other.final_indices) and len(own.final_indices)
+        assert own.episodes.lengths == other.episodes.lengths
+        np.testing.assert_allclose(own.episodes.returns, other.episodes.returns, rtol=1e-6)
+        map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), own.memory, other.memory)
+
+
+def test_stepping_takes_and_gives_tensors_only(monkeypatch):
+    policy, tensors, _ = collectors()
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("went through NumPy")
+
+    tensors.collect(policy)  # the bounds of actions are brought to the device once
+    for name in ("numpy", "__array__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    monkeypatch.setattr(torch, "from_numpy", refuse)
+    rollout = tensors.collect(policy)
+    assert tensors.environments.env.seen_types == {Tensor}
+    assert rollout.rewards.shape == (20, 3)
+
+
+@pytest.mark.parametrize("memory", [None, "gru"])
+def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_with_a_warning(memory):
+    policy, tensors, _ = collectors({"memory": memory}, tells_final=False)
+    with pytest.warns(UserWarning, match=r"do not tell in info\['final_obs'\] what an episode reached"):
+        rollout = tensors.collect(policy)
+    cut = rollout.truncated
+    assert cut.any()
+    torch.testing.assert_close(rollout.next_values[cut], rollout.values[cut])
+
+
+def test_rewards_that_are_not_finite_name_the_environment():
+    policy, tensors, _ = collectors(spoil_at=25)
+    tensors.collect(policy)
+    with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned an observation or reward that is NaN"):
+        tensors.collect(policy)
+
+
+def test_an_environment_must_say_how_it_resets():
+    env = Reach(2)
+    env.metadata = {}
+    with pytest.raises(ValueError, match="metadata\\['autoreset_mode'\\]=None: expected one of"):
+        TensorEnvironments(env, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("space", "action"),
+    [
+        (spaces.Discrete(3, start=-1), torch.tensor([0, 2])),
+        (spaces.MultiDiscrete([2, 3], start=[1, 0]), torch.tensor([[0, 2], [1, 1]])),
+        (spaces.MultiDiscrete([[2, 3], [4, 2]]), torch.tensor([[0, 2, 1, 0], [1, 1, 3, 1]])),
+        (spaces.MultiBinary(2), torch.tensor([[0, 1], [1, 1]], dtype=torch.int8)),
+        (spaces.Box(-1, np.array([0.5, np.inf], np.float32), (2,)), torch.tensor([[-2.0, 7.0], [0.7, 0.1]])),
+        (spaces.Box(3, 5, (1, 2), np.uint8), torch.tensor([[0, 2], [1, 1]])),
+        (spaces.Box(-1, 1, (), np.float64), torch.tensor([[-2.0], [0.5]])),
+    ],
+)
+def test_actions_become_those_of_the_space_as_arrays_do(space, action):
+    expected = to_environment(space, action.numpy())
+    result = tensor_conversion(space, torch.device("cpu"))(action)
+    np.testing.assert_array_equal(result.numpy(), expected)
+    assert result.numpy().dtype == np.asarray(expected).dtype
+
+
+@pytest.mark.parametrize("clip", [None, "abs_one", "soft_asymmetric", 0.3])
+def test_rewards_are_scaled_and_clipped_as_those_of_arrays_are(clip):
+    rewards = np.linspace(-12, 12, 41)
+    transform = WrapperOptions(reward_scale=0.5, reward_clip=clip).reward_transform
+    np.testing.assert_allclose(transform(torch.from_numpy(rewards)).numpy(), transform(rewards), rtol=1e-15)
+
+
+def test_reward_options_apply_in_training_alone_and_others_are_refused():
+    data = make_data(ID, backend="native", num_envs=4, reward_scale=100.0)
+    trainer = make_trainer(limit_val_batches=1)
+    model = make_model(data)
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val/episode_return"] > -7 * 4 > trainer.callback_metrics["rollout/episode_return"]
+    with pytest.raises(ConfigurationError, match=r"^frame_stack=2 is not valid: expected its default for environments"):
+        make_trainer().fit(make_model(data), make_data(ID, backend="native", frame_stack=2))
+
+
+def test_a_run_trains_evaluates_and_learns():
+    data = make_data(ID, backend="native", num_envs=64, rollout_length=14, rollouts_per_epoch=30, eval_episodes=20)
+    model = make_model(data, learning_rate=3e-3, num_minibatches=4, num_epochs=4)
+    trainer = make_trainer(limit_val_batches=1, num_sanity_val_steps=1)
+    trainer.validate(model, data, verbose=False)
+    before = trainer.callback_metrics["val/episode_return"]
+    trainer.fit(model, data)
+    assert model.env_steps == 64 * 14 * 30
+    assert trainer.callback_metrics["val/episode_return"] > before / 2  # minus the distance, summed over seven steps
+
+
+@pytest.mark.parametrize("memory", [None, "lstm"])
+def test_a_run_resumes_bit_for_bit(tmp_path, memory):
+    def run(max_epochs: int, ckpt_path: Path | None = None) -> PPO:
+        data = make_data(ID, backend="native", num_envs=4, rollout_length=10, rollouts_per_epoch=3)
+        model = make_model(data, memory=memory)
+        trainer = make_trainer(max_epochs=max_epochs)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{max_epochs}.ckpt")
+        return model
+
+    whole = run(2).state_dict()
+    run(1)
+    resumed = run(2, tmp_path / "1.ckpt").state_dict()
+    for name, parameter in whole.items():
+        assert torch.equal(parameter, resumed[name]), name
