@@ -8,7 +8,8 @@ from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValid
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
-from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.policy import ActorCritic
+from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.rollout import Batch, Rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from operator import itemgetter, setitem
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.policy import Policy, observation_dtype
+from lightning_rl.policy import observation_dtype
+from lightning_rl.policy_interface import Policy, RecurrentPolicy
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
 
@@ -99,17 +100,17 @@ class Collector:
         self._valid.fill(True)
         self._lost.fill(False)
         starts = np.empty_like(self._valid)
-        memory = self._memory if getattr(policy, "memory", None) is not None else None
-        if memory is not None:
-            memory.begin_rollout(policy, starts.shape[1], self.length)
+        recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
+        if recurrent is not None:
+            self._memory.begin_rollout(recurrent, starts.shape[1], self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 row = self._rows[t]
                 row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
-                if memory is None:
+                if recurrent is None:
                     output = policy.act(row, self.generator)
                 else:
-                    output = policy.act(row, self.generator, memory=memory.before(t))  # type: ignore[call-arg]
+                    output = recurrent.act(row, self.generator, memory=self._memory.before(t))
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
@@ -119,9 +120,9 @@ class Collector:
                 self._store(t, step)
                 starts[t] = self._begins
                 self._begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
-                if memory is not None:
+                if recurrent is not None:
                     truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                    memory.after(t, output.memory, self._begins, truncated, step.lost)
+                    self._memory.after(t, output.memory, self._begins, truncated, step.lost)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
@@ -133,9 +134,9 @@ class Collector:
             finals += self._cut_off_episodes()
         rollout = self._evaluate(policy, actions, log_probs, values, finals)
         rollout.starts = torch.from_numpy(starts)
-        if memory is not None:
-            rollout.memory = map_stacked(torch.stack, memory.stored)
-            rollout.burn_in = memory.burn_in
+        if recurrent is not None:
+            rollout.memory = map_stacked(torch.stack, self._memory.stored)
+            rollout.burn_in = self._memory.burn_in
         rollout.policy_version = policy_version
         rollout.episodes = episodes
         rollout.infos = infos

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.collector import Collector
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
     EnvironmentBatch,
-    EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
     RewardClip,
-    TensorEnvironments,
     WrapperOptions,
-    make_environments,
     spaces_of,
 )
-from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TESTING, TRAINING, derive_seed
+from lightning_rl.environments.seeding import EVALUATION, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy import Policy, copy_to_cpu
-from lightning_rl.random_state import gather_ranks
-from lightning_rl.restoring import plain_parts, restore, say_changes
+from lightning_rl.policy import copy_to_cpu
+from lightning_rl.policy_interface import Policy
+from lightning_rl.restoring import plain_parts, say_changes
 from lightning_rl.rollout import Rollout
-from lightning_rl.tensor_collector import TensorCollector
+from lightning_rl.sampler import Sampler
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -61,9 +56,10 @@ class RolloutDataModule(LightningDataModule):
         rollout_length: Steps of each environment in a rollout.
         rollouts_per_epoch: Rollouts in an epoch: how often the Trainer validates and checkpoints by default.
         backend: `sync` steps the environments one after another in this process, `async` has a worker process for each,
-            `native` is the environment's own vectorised version, `envpool` is EnvPool's.
+            `native` is the environment's own vectorised version, `torch` one that speaks tensors, and `envpool` that
+            of EnvPool.
         env_kwargs: Arguments of the environment's constructor.
-        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native` and `envpool`) as
+        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
             class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
         training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
         atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
@@ -146,15 +142,15 @@ class RolloutDataModule(LightningDataModule):
         only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
         check(not isinstance(imports, str), "imports", imports, "a list of modules")
         options = WrapperOptions(
-            max_episode_steps,
-            action_repeat,
-            reward_scale,
-            reward_clip,
-            frame_stack,
-            flatten_observations,
-            previous_action,
-            previous_reward,
-            action_mask,
+            max_episode_steps=max_episode_steps,
+            action_repeat=action_repeat,
+            reward_scale=reward_scale,
+            reward_clip=reward_clip,
+            frame_stack=frame_stack,
+            flatten_observations=flatten_observations,
+            previous_action=previous_action,
+            previous_reward=previous_reward,
+            action_mask=action_mask,
         )
         self.spec = EnvironmentSpec(
             env_id,
@@ -177,13 +173,9 @@ class RolloutDataModule(LightningDataModule):
         self.info_keys = list(info_keys)
         self.seed = seed
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
-        self._environments: EnvironmentBatch | TensorEnvironments | None = None
+        self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
-        self._collector: Collector | TensorCollector | None = None
-        self._starts = 0
         self._seed_given = seed is not None
-        self._last_state: dict[str, Any] | None = None
-        self._restored: list[Any] = []
         self._told_of_failure = False
         self._missing_infos: set[str] | None = set(self.info_keys) or None
         self._rollouts = 0
@@ -226,28 +218,16 @@ class RolloutDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Close the environments; where the run ended well, remember for a later checkpoint where they were."""
-        self._remember()
         self._close()
-
-    def _close(self) -> None:
-        self._evaluator.close()
-        if self._environments is not None:
-            self._environments.close()
-        self._environments = self._collector = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
-        self._remember()
         self._close()
 
-    def _remember(self) -> None:
-        """Keep where the environments are, unless that is in the middle of what is being learned from."""
-        if self._collector is None:
-            return
-        self._last_state = None
-        if not self.rollout_pending:
-            with contextlib.suppress(EnvironmentFailure):
-                self._last_state = self._collector.state_dict()
+    def _close(self) -> None:
+        self._sampler.remember(in_between=not self.rollout_pending)
+        self._sampler.close()
+        self._evaluator.close()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -268,15 +248,14 @@ class RolloutDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from; a collective call."""
-        state = self._last_state if self._collector is None else self._collector.state_dict()
-        return {"seed": self.seed, "starts": self._starts, "ranks": gather_ranks(state), "settings": self._settings}
+        return {"seed": self.seed, **self._sampler.state_dict(), "settings": self._settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout; a seed that was given stays as it is."""
         if not self._seed_given:
             self.seed = state_dict["seed"]  # which is then no change
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
-            self._starts, self._restored = state_dict["starts"], state_dict["ranks"]
+            self._sampler.load_state_dict(state_dict)
             say_changes(state_dict.get("settings", {}), self._settings)  # format 1 has none
 
     @property
@@ -290,14 +269,16 @@ class RolloutDataModule(LightningDataModule):
         """Collect one rollout with the current policy."""
         policy, version, dtype, device = self._policy()
         self._collected_version = version
-        if self._collector is None:
-            self._collector = self._start(dtype, device)
+        if self.seed is None:
+            self.seed = torch.initial_seed() % 2**63
+        if not self._sampler.started:
+            self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
         assert self.trainer is not None
         with self.trainer.precision_plugin.forward_context():
-            rollout = self._collector.collect(policy, version)
+            rollout = self._sampler.collect(policy, version)
         self._look_for_infos(rollout)
         if self.spec.on_env_failure == "restart":
-            rollout.failures = self._take_failures(cast(EnvironmentBatch, self._collector.environments))
+            rollout.failures = self._take_failures(self._sampler.environments)
         return rollout
 
     def _look_for_infos(self, rollout: Rollout) -> None:
@@ -311,9 +292,10 @@ class RolloutDataModule(LightningDataModule):
                 rank_zero_warn(f"info_keys={key!r} was in no info of the first {self._rollouts} rollouts")
             self._missing_infos = None
 
-    def _take_failures(self, environments: EnvironmentBatch) -> list[str]:
+    def _take_failures(self, environments: object) -> list[str]:
         """Return what happened to environments that were replaced, and tell of the first."""
-        failures = environments.take_failures()
+        # Those that speak tensors, or that are not there, replace none.
+        failures = environments.take_failures() if isinstance(environments, EnvironmentBatch) else []
         if failures and not self._told_of_failure:
             self._told_of_failure = True
             rank_zero_warn(
@@ -321,30 +303,6 @@ class RolloutDataModule(LightningDataModule):
                 "(on_env_failure='restart'); rollout/env_restarts counts them"
             )
         return failures
-
-    def _start(self, dtype: torch.dtype, device: torch.device) -> Collector | TensorCollector:
-        """Make the training environments: at the first rollout, when it is known what is resumed from."""
-        assert self.trainer is not None
-        if self.seed is None:
-            self.seed = torch.initial_seed() % 2**63
-        # A start that goes on from another one has new episodes, where those under way cannot be restored.
-        path = (self.seed, TRAINING, self._rank)
-        seeds = [derive_seed(*path, index, self._starts) for index in range(self.num_envs)]
-        generator = torch.Generator(device).manual_seed(derive_seed(self.seed, SAMPLING, self._rank, self._starts))
-        self._starts += 1
-        self._last_state = None
-        self._environments = make_environments(self.spec, self.num_envs, seeds)
-        spaces_ = self.observation_space, self.action_space
-        options = (*spaces_, self.rollout_length, generator, dtype, self.info_keys)
-        collector: Collector | TensorCollector
-        if isinstance(self._environments, TensorEnvironments):
-            collector = TensorCollector(self._environments, *options)
-        else:
-            collector = Collector(self._environments, *options)
-        if self._restored:
-            states, self._restored = self._restored, []
-            restore(collector, states, self._rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")
-        return collector
 
     def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
@@ -367,8 +325,7 @@ class RolloutDataModule(LightningDataModule):
                 deterministic=self.eval_deterministic,
                 record=record,
             )
-        if self._evaluator.environments is not None:
-            self._take_failures(self._evaluator.environments)
+        self._take_failures(self._evaluator.environments)
         return episodes
 
     @property

@@ -49,7 +49,7 @@ def estimate(
     finals: Finals,
     last_memory: Nested | None,
 ) -> Estimates:
-    """Return what acting gave, and compute what it did not.
+    """Return what acting gave of log-probabilities and values, and compute what it did not.
 
     Args:
         policy: That acted.
@@ -61,14 +61,28 @@ def estimate(
         finals: Of truncated steps.
         last_memory: Of a policy that has one, before the last observation.
     """
-    if values:
+    if log_probs:
         log_prob = torch.stack(log_probs)
-        last = map_leaves(itemgetter(-1), observations)
-        all_values = torch.stack([*values, _value(policy, last, last_memory)])
     else:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)
         parts = zip(_chunks(acted), _chunks(actions, like=acted), strict=True)
         log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
+    return Estimates(log_prob, *estimate_values(policy, observations, values, terminated, finals, last_memory))
+
+
+def estimate_values(
+    policy: Any,  # noqa: ANN401
+    observations: Nested,
+    values: list[Tensor],
+    terminated: Tensor,
+    finals: Finals,
+    last_memory: Nested | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the values of a rollout, and those of what its steps reached, `[T, B]`; arguments as in `estimate`."""
+    if values:
+        last = map_leaves(itemgetter(-1), observations)
+        all_values = torch.stack([*values, _value(policy, last, last_memory)])
+    else:
         all_values = torch.cat([policy.value(o) for o in _chunks(observations)])
     next_values = all_values[1:].clone()
     for start, stop in _spans(len(finals.indices), _num_entries(finals.observations, 1)):
@@ -76,7 +90,7 @@ def estimate(
         rows, final = part(finals.indices), map_leaves(part, finals.observations)
         memory = None if finals.memory is None else map_leaves(part, finals.memory)
         next_values[rows[:, 0], rows[:, 1]] = _value(policy, final, memory).to(next_values.dtype)
-    return Estimates(log_prob, all_values[:-1], next_values.masked_fill_(terminated, 0))
+    return all_values[:-1], next_values.masked_fill_(terminated, 0)
 
 
 def _value(policy: Any, observations: Nested, memory: Nested | None) -> Tensor:  # noqa: ANN401

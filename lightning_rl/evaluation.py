@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,8 @@ from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.policy import Policy, observation_dtype
+from lightning_rl.policy import observation_dtype
+from lightning_rl.policy_interface import Policy, RecurrentPolicy
 
 Array = np.ndarray[Any, Any]
 
@@ -128,7 +129,7 @@ def play(
     # A policy need not have a memory, nor know of any.
     acting: dict[str, Any] = {}
     if getattr(policy, "memory", None) is not None:
-        acting["memory"] = policy.initial_memory(len(slots), critic=False)  # type: ignore[attr-defined]
+        acting["memory"] = cast(RecurrentPolicy, policy).initial_memory(len(slots), critic=False)
     while any(slot.remaining for slot in slots):
         # A copy: the next step may write over what it got.
         observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.evaluation import Episode, play
-from lightning_rl.policy import Policy
+from lightning_rl.policy_interface import Policy
 
 _MOST_ENVIRONMENTS = 8
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.nested import Nested, join, part_at, space_leaves
+from lightning_rl.nested import Nested, join, leaves, part_at, space_leaves
 from lightning_rl.validation import ConfigurationError, check
 
 _CHOICES = spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary
@@ -132,28 +132,30 @@ class MaskLayout:
 
     def __init__(self, action_space: spaces.Space[Any], mask_space: spaces.Space[Any]) -> None:
         self.masks: dict[str, ActionMask] = space_leaves(mask_space)  # type: ignore[assignment]
-        leaves = {path: leaf for path, leaf in space_leaves(action_space).items() if has_choices(leaf)}
-        names = {path: component_names(leaf, path) for path, leaf in leaves.items()}
-        counts = {path: num_choices(leaf) for path, leaf in leaves.items()}
-        pairs = {path: list(zip(names[path], counts[path], strict=True)) for path in leaves}
-        self.choices = {name: n for path in leaves for name, n in pairs[path]}
+        parts = {path: leaf for path, leaf in space_leaves(action_space).items() if has_choices(leaf)}
+        names = {path: component_names(leaf, path) for path, leaf in parts.items()}
+        counts = {path: num_choices(leaf) for path, leaf in parts.items()}
+        pairs = {path: list(zip(names[path], counts[path], strict=True)) for path in parts}
+        self.choices = {name: n for path in parts for name, n in pairs[path]}
         self.given = {path: str(mask.given) for path, mask in self.masks.items() if mask.given is not None}
         self._parts = []
         for path, mask in self.masks.items():
-            if path in leaves and mask.given is None:
-                shape, components = mask_shape(leaves[path]), pairs[path]
+            if path in parts and mask.given is None:
+                shape, components = mask_shape(parts[path]), pairs[path]
             else:
-                shape, components = self._shape_of_component(path, mask, list(leaves)), [(path, self.choices[path])]
+                shape, components = self._shape_of_component(path, mask, list(parts)), [(path, self.choices[path])]
             _check_shape(path, mask, shape)
             self._parts.append(_Part(path, len(shape), components))
+        # Where each component begins among the entries of its mask.
+        self._starts = [(part.dims, np.cumsum([0, *(n for _, n in part.components[:-1])])) for part in self._parts]
         masked = [name for part in self._parts for name, _ in part.components]
         for name in masked:
             check(masked.count(name) == 1, "action_mask", name, "one mask for each component, not one for its part too")
         # Before a component is asked whether it allows anything, those that depend on it are.
         self._links = sorted(self.given.items(), key=lambda link: -self._depth(link[0]))
 
-    def _shape_of_component(self, path: str, mask: ActionMask, leaves: list[str]) -> tuple[int, ...]:
-        known = ", ".join(dict.fromkeys(filter(None, [*leaves, *self.choices]))) or "the action as a whole"
+    def _shape_of_component(self, path: str, mask: ActionMask, parts: list[str]) -> tuple[int, ...]:
+        known = ", ".join(dict.fromkeys(filter(None, [*parts, *self.choices]))) or "the action as a whole"
         if path not in self.choices:
             raise ConfigurationError(f"action_mask: the part {path!r} has no choices to mask: expected {known}")
         if mask.given is None:
@@ -198,11 +200,25 @@ class MaskLayout:
         return allowed
 
     def nothing_allowed(self, masks: Nested) -> tuple[str, np.ndarray[Any, Any]] | None:
-        """Return a component with rows `[...]` that may do nothing, and which these are; None if there is none."""
+        """Return a component with rows `[...]` that may do nothing, and which these are; None if there is none.
+
+        Args:
+            masks: Arrays `[..., *shape]`, nested as the space is, in its order.
+        """
+        if not self._links and self._all_allow_something(masks):
+            return None
         for name, allowed in self.allowed(masks).items():
             if name not in self.given and not (rows := allowed.any(-1)).all():
                 return name, ~rows
         return None
+
+    def _all_allow_something(self, masks: Nested) -> bool:
+        """Whether every component may do something, at the cost of one pass over each leaf."""
+        for x, (dims, starts) in zip(leaves(masks), self._starts, strict=True):
+            flat = x.reshape(*x.shape[: x.ndim - dims], -1)
+            if not np.logical_or.reduceat(flat, starts, -1).all():
+                return False
+        return True
 
 
 def _check_shape(path: str, mask: ActionMask, expected: tuple[int, ...]) -> None:

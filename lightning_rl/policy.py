@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,55 +21,12 @@ from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, witho
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
 from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
+from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
+from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
 
 T = TypeVar("T")
-
-
-@dataclass
-class PolicyOutput:
-    """What acting on a batch of observations gave.
-
-    Attributes:
-        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is. In the policy's own form,
-            in which its log-probability is exact (see `lightning_rl.distributions.Distribution`).
-        log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
-        value: Value estimate of the observation, shape `[B]`; None likewise.
-        environment_action: The action in the units of the action space, for `to_environment`; None: the same.
-        memory: What to act from at the next step, `[B, ...]`; None of a policy without memory.
-    """
-
-    action: Nested
-    log_prob: Tensor | None = None
-    value: Tensor | None = None
-    environment_action: Nested | None = None
-    memory: Nested | None = None
-
-    def __post_init__(self) -> None:
-        if self.environment_action is None:
-            self.environment_action = self.action
-
-
-class Policy(Protocol):
-    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
-
-    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them.
-    """
-
-    def act(
-        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
-    ) -> PolicyOutput:
-        """Choose an action for every row of `observations`, shape `[B, ...]`."""
-        ...
-
-    def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
-        """Return log-probabilities `[...]` of actions taken at observations `[..., *shape]`."""
-        ...
-
-    def value(self, observations: Nested) -> Tensor:
-        """Return value estimates `[...]` of observations `[..., *shape]`."""
-        ...
 
 
 class ActorCritic(nn.Module):
@@ -91,6 +47,8 @@ class ActorCritic(nn.Module):
         memory: A recurrent core between encoder and heads: `lstm`, `gru`, or a dict with `kind` and further options of
             `lightning_rl.memory.MemoryOptions`; None: none.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
+        value_normalization: None, `running_std` or `popart`: in which units the value head predicts; see
+            `lightning_rl.value_normalization`. What this class returns is in units of return all the same.
         action_distribution: Which distribution each part of the action has; None takes the default of its space. See
             `lightning_rl.distributions.make_action_head`.
     """
@@ -108,6 +66,7 @@ class ActorCritic(nn.Module):
         critic_only: Sequence[str] | None = None,
         normalize_observations: bool = False,
         memory: Memory = None,
+        value_normalization: ValueNormalization | None = None,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
@@ -144,6 +103,7 @@ class ActorCritic(nn.Module):
             width = value_width = self.memory.hidden_size
         self.action_head = make_action_head(action_space, width, initial_log_std, action_distribution, mask_space)
         self.value_head = HeadLinear(value_width, 1, gain=1.0)
+        self.value_normalizer = make_value_normalizer(value_normalization)
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
@@ -313,8 +273,18 @@ class ActorCritic(nn.Module):
         features: Tensor = encoder(rows)
         return features.reshape(*leading, features.shape[-1])
 
+    @property
+    def value_heads(self) -> list[HeadLinear]:
+        """Every head that predicts returns."""
+        return [self.value_head]
+
     def _value(self, features: Tensor) -> Tensor:
-        return self.value_head(features).squeeze(-1)  # type: ignore[no-any-return]
+        return self._from_head(self.value_head, features)
+
+    def _from_head(self, head: nn.Module, features: Tensor) -> Tensor:
+        """Return what a value head predicts, in units of return."""
+        values: Tensor = head(features).squeeze(-1)
+        return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
 
 
 def _given(x: T | None, name: str) -> T:

@@ -38,8 +38,8 @@ class Rollout:
         rewards: Raw rewards, `[T, B]`.
         terminated: The episode ended in a terminal state with this step, `[T, B]`.
         truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
-        valid: False where an environment was only being reset, or failed and was replaced, `[T, B]`; None if every
-            entry is a real step.
+        valid: False where an environment was only being reset, failed and was replaced, or waited for other agents,
+            `[T, B]`; None if every entry is a real step.
         log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
         values: Its value estimate of each observation, `[T, B]`.
         next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was
@@ -226,7 +226,8 @@ class Batch:
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
         """Return the rows in a fresh random order; where there are sequences, these are what is put into it."""
         if self.sequences is not None:
-            return self._of(self.sequences.select(torch.randperm(len(self.sequences), generator=generator)))
+            rows, sequences = self.sequences.select(torch.randperm(len(self.sequences), generator=generator))
+            return self._of(rows.to(first_leaf(self.fields).device), sequences)
         order = torch.randperm(len(self), generator=generator).to(first_leaf(self.fields).device)
         return Batch(map_leaves(itemgetter(order), self.fields), self.weight)
 
@@ -236,8 +237,8 @@ class Batch:
         Sequences stay whole: it is their numbers that differ by one at the most.
         """
         if self.sequences is not None:
-            for part in self.sequences.split(num_minibatches):
-                yield self._of(part)
+            for rows, sequences in self.sequences.split(num_minibatches):
+                yield self._of(rows, sequences)
             return
         # Lists, which are leaves: a tuple would be nested.
         parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
@@ -248,10 +249,8 @@ class Batch:
         """Return a batch with some fields replaced or added."""
         return Batch({**self.fields, **fields}, self.weight, self.sequences)
 
-    def _of(self, selected: tuple[Tensor, Sequences]) -> Batch:
-        rows, sequences = selected
-        index = rows.to(first_leaf(self.fields).device)
-        return Batch(map_leaves(itemgetter(index), self.fields), sequences=sequences)
+    def _of(self, rows: Tensor | slice, sequences: Sequences) -> Batch:
+        return Batch(map_leaves(itemgetter(rows), self.fields), sequences=sequences)
 
 
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:

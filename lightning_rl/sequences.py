@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import cached_property
 from operator import itemgetter
@@ -59,10 +60,22 @@ class Sequences:
         observations = map_leaves(itemgetter(burnt.to(device)), self.burn_in_observations)
         return rows, Sequences(lengths, self.starts[rows], memory, burn_in, observations)
 
-    def split(self, num_parts: int) -> Iterator[tuple[Tensor, Sequences]]:
+    def split(self, num_parts: int) -> Iterator[tuple[slice, Sequences]]:
         """Cut the sequences, in their order, into parts, and yield the rows of each and its sequences."""
-        for part in torch.arange(len(self)).tensor_split(num_parts):
-            yield self.select(part)
+        bounds = [len(self) * part // num_parts for part in range(num_parts + 1)]
+        return (self._between(begin, end) for begin, end in itertools.pairwise(bounds))
+
+    def _between(self, begin: int, end: int) -> tuple[slice, Sequences]:
+        """Return the rows of the sequences from `begin` to before `end`, and these sequences; nothing is copied."""
+        first = int(self.lengths[:begin].sum())
+        rows = slice(first, first + int(self.lengths[begin:end].sum()))
+        part = Sequences(
+            self.lengths[begin:end], self.starts[rows], map_leaves(itemgetter(slice(begin, end)), self.memory)
+        )
+        if self.burn_in is not None:
+            burnt, part.burn_in = self.burn_in._between(begin, end)
+            part.burn_in_observations = map_leaves(itemgetter(burnt), self.burn_in_observations)
+        return rows, part
 
     @cached_property
     def segments(self) -> Segments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.normalization import exact_dtype
-from lightning_rl.policy import Policy, observation_dtype
+from lightning_rl.policy import observation_dtype
+from lightning_rl.policy_interface import Policy, RecurrentPolicy
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
 
@@ -92,16 +93,16 @@ class TensorCollector:
             self._started = True
         self._put(0, map_leaves(lambda storage: storage[-1].clone(), self._observations))
         acting = _Acting()
-        memory = self._memory if getattr(policy, "memory", None) is not None else None
-        if memory is not None:
-            memory.begin_rollout(policy, self.environments.num_envs, self.length)
+        recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
+        if recurrent is not None:
+            self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         with torch.no_grad():  # not `inference_mode`: the tensors of the environments are their own
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
-                if memory is None:
+                if recurrent is None:
                     output = policy.act(row, self.generator)
                 else:
-                    output = policy.act(row, self.generator, memory=memory.before(t))  # type: ignore[call-arg]
+                    output = recurrent.act(row, self.generator, memory=self._memory.before(t))
                 acting.actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     acting.log_probs.append(output.log_prob)
@@ -113,17 +114,17 @@ class TensorCollector:
                 indices = truncated.nonzero().flatten() if bool(truncated.any()) else truncated.new_zeros(0).long()
                 if len(indices):
                     self._keep_finals(t, indices, row, step, acting)
-                if memory is not None:
-                    before, places = memory.state, indices.tolist()
-                    memory.after(t, output.memory, self._begins, places, ())
+                if recurrent is not None:
+                    before, places = self._memory.state, indices.tolist()
+                    self._memory.after(t, output.memory, self._begins, places, ())
                     if step.reached is None:
-                        memory.keep(t, places, before)
+                        self._memory.keep(t, places, before)
         self.environments.check_finite()
         rollout = self._put_together(policy, acting)
         rollout.policy_version = policy_version
-        if memory is not None:
-            rollout.memory = map_stacked(torch.stack, memory.stored)
-            rollout.burn_in = memory.burn_in
+        if recurrent is not None:
+            rollout.memory = map_stacked(torch.stack, self._memory.stored)
+            rollout.burn_in = self._memory.burn_in
         rollout.seconds = time.perf_counter() - start
         return rollout
 

@@ -88,7 +88,8 @@ class Invalid(gymnasium.Env[Any, Any]):
         self.mask = self.draw()
         if self.count == self.nothing_at and self.episode > 1:
             self.mask = map_leaves(np.zeros_like, self.mask)
-        place = np.array([self.episode, self.count], np.float32)
+        # Nothing that the episode's seed does not lead to again.
+        place = np.array([self.episode if self.scripted else self.base % 7, self.count], np.float32)
         if self.where == "observation":
             return {"place": place, "legal": map_leaves(lambda x: x.astype(np.float32), self.mask)}, {}
         return place, {"action_mask": self.mask} if self.where == "info" else {}

@@ -20,8 +20,6 @@ FEW_STEPS = {3: 2, 5: 0}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
-    "rollout": {"normalize_advantages": "rollout", "entropy_coef": 0.01, "clip_range_value": 0.2},
-    "none": {"normalize_advantages": "none", "max_grad_norm": None},
     "memory": {
         "normalize_advantages": "rollout",
         "memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3},
@@ -35,6 +33,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_minibatches": 1,
         "num_aux_minibatches": 1,
         "learning_rate": 5e-3,
+    },
+    "rollout": {
+        "normalize_advantages": "rollout",
+        "entropy_coef": 0.01,
+        "clip_range_value": 0.2,
+        "num_value_epochs": EPOCHS + 1,
+    },
+    "none": {"normalize_advantages": "none", "max_grad_norm": None, "value_normalization": "popart"},
+    "two_optimizers": {
+        "critic_learning_rate": 1e-3,
+        "num_value_epochs": EPOCHS + 1,
+        "target_kl": 1e-2,
+        "kl_rollback": True,
+        "adaptive_learning_rate": {"target_kl": 1e-3},
+        "recompute_advantages": True,
     },
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}

@@ -7,7 +7,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import estimates
-from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.policy import ActorCritic
+from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.probes import Told, collect, make_batch, make_collector
 

@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from lightning_rl.cli import main
+from lightning_rl.memory import MemoryOptions
 from lightning_rl.rollout import check_minibatches
 from tests.procgen import has_procgen
 
@@ -66,7 +67,10 @@ def test_configuration_is_consistent_as_it_stands(path):
     data, model = config["data"], config["model"]
     assert path.parent.name == model["class_path"].rpartition(".")[2].lower()  # configs/<algorithm>/<environment>.yaml
     assert path.read_text().startswith("# ")  # says what it is
-    check_minibatches(data["num_envs"] * data["rollout_length"], model["init_args"].get("num_minibatches", 1))
+    num_steps, options = data["num_envs"] * data["rollout_length"], model["init_args"]
+    memory = MemoryOptions.parse(options.get("memory"))
+    num_sequences = None if memory is None else memory.num_sequences((data["rollout_length"], data["num_envs"]))
+    check_minibatches(num_steps, options.get("num_minibatches", 1), num_sequences)
     # It ends, is validated more than once on the way, and begins the same each time.
     rollout = data["num_envs"] * data["rollout_length"]
     assert config["max_env_steps"] >= 2 * rollout * data["rollouts_per_epoch"]

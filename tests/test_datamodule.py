@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback
 
-from lightning_rl import PPO, datamodule, evaluator
+from lightning_rl import PPO, RolloutDataModule, evaluator, sampler
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
 from lightning_rl.loaders import OnDemandLoader
@@ -152,7 +152,7 @@ def test_more_evaluation_episodes_take_more_environments():
 
 def test_an_environment_in_place_of_its_id_is_refused():
     with pytest.raises(ConfigurationError, match=r"env_id=<.*CartPole.* is not valid: expected an id: register"):
-        datamodule.RolloutDataModule(gymnasium.make("CartPole-v1"))
+        RolloutDataModule(gymnasium.make("CartPole-v1"))
 
 
 def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
@@ -166,13 +166,13 @@ def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
 
 def test_evaluation_has_other_seeds_than_training(monkeypatch):
     made = []
-    make = datamodule.make_environments
+    make = sampler.make_environments
 
     def spy(spec, num_envs, seeds):
         made.append((spec.evaluation, tuple(seeds)))
         return make(spec, num_envs, seeds)
 
-    for module in (datamodule, evaluator):
+    for module in (sampler, evaluator):
         monkeypatch.setattr(module, "make_environments", spy)
     for rank in range(2):
         data = attach(make_data(seed=5, num_envs=3), rank, 2)
@@ -268,7 +268,7 @@ def test_environments_are_closed_after_training_and_after_a_failure():
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
         assert not [command for command in commands if "resource_tracker" not in command]
-        assert data._environments is data._evaluator.environments is data._collector is None
+        assert data._sampler.environments is data._evaluator.environments is data._sampler._collector is None
 
 
 def test_spaces_are_those_that_the_policy_sees():

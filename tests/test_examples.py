@@ -56,6 +56,11 @@ def test_custom_networks_are_used_trained_and_loaded_again(in_tmp_path):
     assert torch.equal(again.policy(observations)[1], fourier.policy(observations)[1])
 
 
+def test_action_masks_are_obeyed_and_learned_with(in_tmp_path):
+    """The game ends the run where a field is taken; two players who move at random are even, up to who moves first."""
+    assert example("action_masks").main(max_env_steps=16_384) > 0.6
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_is_short_and_says_how_to_run_it(path):
     text = path.read_text()

@@ -23,13 +23,24 @@ LAYERS = [
         "quiet",
     },
     {"masks", "sequences", "episode_memory"},
-    {"spaces", "networks", "distributions", "memory", "normalization", "rollout", "strategies", "progress_text"},
-    {"checkpoint_format", "checkpoints", "observations", "replay"},
+    {
+        "spaces",
+        "networks",
+        "distributions",
+        "memory",
+        "normalization",
+        "rollout",
+        "schedules",
+        "strategies",
+        "progress_text",
+    },
+    {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},
     {"interruption", "runs"},
     {"policy", "environments", "metrics"},
     {"estimates"},
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
+    {"sampler"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress"},
     {"cli_errors", "cli_parts"},
@@ -68,7 +79,8 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms" if name in ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo") else "algorithms.base"
+        own = ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo", "ppo_settings")
+        return "algorithms" if name in own else "algorithms.base"
     return package
 
 

@@ -8,7 +8,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policy import ActorCritic, copy_to_cpu
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import DISCRETE, VECTOR
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR
 from tests.memory_probes import KINDS, make_policy, random_episodes, random_memory, step_by_step, whole
 
 LENGTH, NUM_ENVS = 13, 4
@@ -234,3 +234,23 @@ def test_a_copy_on_the_cpu_remembers_the_same():
         for parameter in policy.parameters():
             parameter.zero_()
         assert all(map(torch.equal, unroll(copied, observations, starts, memory), expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acting_can_be_exported_with_the_memory_as_input_and_output(kind):
+    class Actor(torch.nn.Module):
+        def __init__(self, policy):
+            super().__init__()
+            self.policy = policy
+
+        def forward(self, observations, memory):
+            output = self.policy.act(observations, deterministic=True, memory=memory)
+            return output.environment_action, output.memory
+
+    actor = Actor(make_policy(kind, torch.float32, spaces=(VECTOR, CONTINUOUS)))
+    memory, observations = random_memory(actor.policy, 2), torch.randn(2, 3)
+    exported = torch.export.export(actor, (observations, memory)).module()
+    for _ in range(3):
+        expected, found = actor(observations, memory), exported(observations, memory)
+        assert all(map(torch.equal, leaves(expected), leaves(found)))
+        memory = expected[1]

@@ -1,14 +1,21 @@
 """Whole runs with memory: what cannot be solved without, options, evaluation, and what is refused."""
 
+import math
+import re
+import sys
 from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from lightning.pytorch import seed_everything
 
-from lightning_rl import A2C, PPO, RolloutDataModule
+from lightning_rl import A2C, PPO, FailedUpdate, RolloutDataModule
+from lightning_rl.cli import main
 from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
+from tests.algorithms.test_failures import BrokenRollouts
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 SEQUENCES = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
@@ -164,3 +171,46 @@ def test_every_rollout_is_on_policy_while_it_learns():
     make_trainer(callbacks=[recorder]).fit(model, data)
     assert max(recorder.column("first_ratio_error")) <= 1e-6
     assert max(recorder.column("approx_kl")) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--model.memory=lstm", "lstm"),
+        ("--model.memory={kind: gru, hidden_size: 8}", {"kind": "gru", "hidden_size": 8}),
+    ],
+)
+def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    small = ["--data.env_id=CartPole-v1", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
+    cli = main(["fit", "--model=PPO", given, *small, "--max_env_steps=64", "--trainer.accelerator=cpu"])
+    assert cli.model.hparams["memory"] == expected
+    assert cli.model.policy.actor_core.is_lstm == (expected == "lstm")
+    stored = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
+    assert stored["hyper_parameters"]["memory"] == expected
+    assert stored["RolloutDataModule"]["ranks"][0]["memory"]["actor"] is not None
+
+
+def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_it():
+    aim = space_to_dict(spaces.Dict({"move": spaces.Discrete(3), "arm": spaces.Box(-1, 1, (2,))}))
+    for env_id, env_kwargs, options in (
+        ("tests.nested_probes:Probe/Puzzle-v0", {}, {"critic_only": ["answer"], "normalize_observations": True}),
+        ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"action_distribution": {"arm": "beta"}}),
+    ):
+        data = make_data(env_id, env_kwargs=env_kwargs, num_envs=4, rollouts_per_epoch=3)
+        model, recorder = make_model(data, memory=SEQUENCES, learning_rate=3e-3, **options), Recorder()
+        make_trainer(callbacks=[recorder], limit_val_batches=1).fit(model, data)
+        assert max(recorder.column("first_ratio_error")) <= 1e-6
+        assert min(recorder.column("approx_kl")) > 1e-6
+
+
+def test_a_failed_update_is_made_again_with_its_sequences(tmp_path):
+    data = make_data(num_envs=3)
+    torch.manual_seed(0)
+    memory = SEQUENCES | {"burn_in": 4}
+    model = BrokenRollouts(data.observation_space, data.action_space, broken=[1], memory=memory, num_minibatches=3)
+    with pytest.raises(FloatingPointError) as caught:
+        make_trainer(default_root_dir=tmp_path).fit(model, data)
+    failed = FailedUpdate.load(re.search(r"load\('(.*)'\)", str(caught.value))[1])
+    assert all(math.isnan(failed.replay()[term]) for term in ("policy_loss", "grad_norm"))
+    assert len(failed.minibatch.sequences) == 2 and failed.minibatch.sequences.burn_in is not None

@@ -21,7 +21,8 @@ from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.evaluation import play
 from lightning_rl.functional import gae
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic, PolicyOutput
+from lightning_rl.policy import ActorCritic
+from lightning_rl.policy_interface import PolicyOutput
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector

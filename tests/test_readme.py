@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm
+from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -160,6 +160,12 @@ def test_every_option_of_an_algorithm_is_in_its_page(algorithm, more):
     described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
     options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters}
     assert described == options - {"observation_space", "action_space", "kwargs"}
+
+
+def test_every_option_of_the_data_is_described_somewhere_in_the_guide():
+    text = " ".join(page.read_text() for page in PAGES)
+    options = set(inspect.signature(RolloutDataModule).parameters)
+    assert [name for name in sorted(options) if not re.search(rf"`{name}`|\b{name}: |--data\.{name}\b", text)] == []
 
 
 def test_every_key_that_is_logged_is_in_the_page_about_logging():

@@ -18,6 +18,7 @@ from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, Rollout
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests.helpers import MemoryLogger
+from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
 # Environment 1 fails in the second step of its second episode: in the first of the rollouts.
@@ -47,6 +48,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
         },
     ),
+    "schedules_and_two_optimizers": (
+        {"env_id": "CartPole-v1"},
+        {
+            "learning_rate": {"kind": "cosine", "start": 1e-2, "end": 1e-3},
+            "clip_range": {"kind": "piecewise", "points": [[0, 0.3], [300, 0.1]], "interpolate": True},
+            "critic_optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
+            "parameter_groups": {"*.bias": {"learning_rate_scale": 2.0}},
+            "num_value_epochs": 5,
+        },
+    ),
+    "adaptive": (
+        {"env_id": "CartPole-v1"},
+        {"adaptive_learning_rate": {"target_kl": 0.01}, "target_kl": 0.02, "kl_rollback": True},
+    ),
+    "popart": ({"env_id": "Pendulum-v1"}, {"value_normalization": "popart", "recompute_advantages": True}),
     "toy_text": ({"env_id": "Taxi-v4"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
@@ -126,6 +142,28 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "previous_reward": True,
         },
         {},
+    ),
+    "masked": (
+        # A length that leaves episodes, of three steps, in their middle.
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("hybrid"),
+            "action_mask": "info.action_mask",
+            "num_envs": 4,
+            "rollout_length": 25,
+        },
+        {},
+    ),
+    "conditional_masks": (
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("pair", conditional=True, where="method"),
+            "action_mask": "method.action_masks",
+            "num_envs": 4,
+            "rollout_length": 25,
+            "backend": "async",
+        },
+        {"action_distribution": "autoregressive"},
     ),
     "restarts": (FRAGILE, {"normalize_rewards": True}),
     "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
@@ -387,6 +425,6 @@ def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_p
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
     assert data.seed == 123
-    assert data._starts == 0
+    assert data._sampler.starts == 0
     assert model.env_steps == 2 * 3 * 24
     assert model._restored_ranks == []

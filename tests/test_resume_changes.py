@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,70 @@ def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
         f"from {4 * 72} of them on the new line"
     )
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
+
+
+TWO = "schedules_and_two_optimizers"
+LINE = {"kind": "linear", "start": 4e-3, "end": 0.0}
+
+
+def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
+    model, (message,) = resume(TWO, max_epochs=8)
+    assert message == (
+        f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}), of learning_rate, "
+        f"critic_learning_rate: they go on from {4 * 72} of them as if that had been planned from the start"
+    )
+    assert model.learning_rate == pytest.approx(1e-3 + 9e-3 * (1 + math.cos(math.pi * 5 / 24)) / 2)
+
+
+def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resume):
+    model, (message,) = resume(TWO, model={"learning_rate": LINE})
+    assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
+    assert message.endswith(", a function of the environment steps from the beginning of the run on")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
+
+
+def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
+    model, _ = resume(TWO, model={"learning_rate": 5e-3, "critic_learning_rate": 1e-3}, stop=5)
+    rates = [[group["lr"] for group in x.param_groups] for x in model.all_optimizers]
+    assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
+
+
+def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_path):
+    changed = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
+    model, (message,) = resume(TWO, stop=5, model={"parameter_groups": changed})
+    assert message.endswith(", with the state it had")
+    for optimizer in model.all_optimizers:
+        first, biases = optimizer.param_groups
+        assert biases["lr"] == pytest.approx(3 * first["lr"])
+        assert (first["weight_decay"], biases["weight_decay"]) == (0, 0.1)
+    before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
+    assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"parameter_groups": None}, {"parameter_groups": {"*.weight": {}}}, {"critic_optimizer": "torch.optim.SGD"}],
+    ids=["no_groups", "other_groups", "other_class"],
+)
+def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
+    _, (message,) = resume(TWO, stop=5, model=changed)
+    assert message.endswith("anew")
+    steps = {float(x["step"]) for x in optimizer_state(tmp_path / "second/after_5.ckpt")["state"].values()}
+    assert steps == {4 * 4}
+
+
+def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
+    model, (message,) = resume("discrete", stop=5, model={"critic_learning_rate": 1e-3})
+    assert message == "Resuming with critic_learning_rate=0.001 (before: None); optimisers begin anew"
+    assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
+    assert len(model.all_optimizers) == 2
+
+
+def test_an_adapted_learning_rate_ends_with_its_rule(resume):
+    model, _ = resume("adaptive", stop=5)
+    assert model.optimizer.param_groups[0]["lr"] != 3e-4
+    model, _ = resume("adaptive", stop=5, model={"adaptive_learning_rate": None})
+    assert model.optimizer.param_groups[0]["lr"] == 3e-4
 
 
 @pytest.mark.parametrize(

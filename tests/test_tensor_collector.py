@@ -41,7 +41,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
     env = Reach(3, **env_options)
     space_pair = env.single_observation_space, env.single_action_space
     policy = ActorCritic(*space_pair, hidden_sizes=(8,), **(policy_options or {}))
-    tensors = TensorEnvironments(env, 5, torch.device("cpu"))
+    tensors = TensorEnvironments(env, 5)
     arrays = EnvironmentBatch(AsArrays(Reach(3, **env_options)), [5, 6, 7], 5)
     made = [
         kind(batch, *space_pair, length, torch.Generator().manual_seed(1))
@@ -105,7 +105,13 @@ def test_an_environment_must_say_how_it_resets():
     env = Reach(2)
     env.metadata = {}
     with pytest.raises(ValueError, match="metadata\\['autoreset_mode'\\]=None: expected one of"):
-        TensorEnvironments(env, 0, torch.device("cpu"))
+        TensorEnvironments(env, 0)
+
+
+def test_environments_that_return_arrays_are_refused():
+    data = make_data("CartPole-v1", backend="torch")
+    with pytest.raises(ConfigurationError, match=r"^backend='torch' is not valid: expected 'native', since .* ndarray"):
+        make_trainer().fit(make_model(data), data)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +141,17 @@ def test_rewards_are_scaled_and_clipped_as_those_of_arrays_are(clip):
 
 
 def test_reward_options_apply_in_training_alone_and_others_are_refused():
-    data = make_data(ID, backend="native", num_envs=4, reward_scale=100.0)
+    data = make_data(ID, backend="torch", num_envs=4, reward_scale=100.0)
     trainer = make_trainer(limit_val_batches=1)
     model = make_model(data)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] > -7 * 4 > trainer.callback_metrics["rollout/episode_return"]
     with pytest.raises(ConfigurationError, match=r"^frame_stack=2 is not valid: expected its default for environments"):
-        make_trainer().fit(make_model(data), make_data(ID, backend="native", frame_stack=2))
+        make_trainer().fit(make_model(data), make_data(ID, backend="torch", frame_stack=2))
 
 
 def test_a_run_trains_evaluates_and_learns():
-    data = make_data(ID, backend="native", num_envs=64, rollout_length=14, rollouts_per_epoch=30, eval_episodes=20)
+    data = make_data(ID, backend="torch", num_envs=64, rollout_length=14, rollouts_per_epoch=30, eval_episodes=20)
     model = make_model(data, learning_rate=3e-3, num_minibatches=4, num_epochs=4)
     trainer = make_trainer(limit_val_batches=1, num_sanity_val_steps=1)
     trainer.validate(model, data, verbose=False)
@@ -158,7 +164,7 @@ def test_a_run_trains_evaluates_and_learns():
 @pytest.mark.parametrize("memory", [None, "lstm"])
 def test_a_run_resumes_bit_for_bit(tmp_path, memory):
     def run(max_epochs: int, ckpt_path: Path | None = None) -> PPO:
-        data = make_data(ID, backend="native", num_envs=4, rollout_length=10, rollouts_per_epoch=3)
+        data = make_data(ID, backend="torch", num_envs=4, rollout_length=10, rollouts_per_epoch=3)
         model = make_model(data, memory=memory)
         trainer = make_trainer(max_epochs=max_epochs)
         trainer.fit(model, data, ckpt_path=ckpt_path)

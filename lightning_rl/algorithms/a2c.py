@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import ClassSpec, check_bool, check_number
 
@@ -41,21 +42,19 @@ class A2C(OnPolicyAlgorithm):
         observation_space: spaces.Space[Any] | SpaceDict,
         action_space: spaces.Space[Any] | SpaceDict,
         *,
-        learning_rate: float = 7e-4,
-        gae_lambda: float = 1.0,
+        learning_rate: Scheduled = 7e-4,
+        gae_lambda: Scheduled = 1.0,
         value_coef: float = 0.5,
-        entropy_coef: float = 0.01,
+        entropy_coef: Scheduled = 0.01,
         normalize_advantages: bool = False,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check_number("gae_lambda", gae_lambda, at_least=0, at_most=1)
         check_number("value_coef", value_coef, at_least=0)
-        check_number("entropy_coef", entropy_coef, at_least=0)
         check_bool("normalize_advantages", normalize_advantages)
-        self.gae_lambda = gae_lambda
+        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
         self.value_coef = value_coef
-        self.entropy_coef = entropy_coef
+        self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
         self.normalize_advantages = normalize_advantages
 
     def default_optimizer(self) -> ClassSpec:
@@ -77,7 +76,7 @@ class A2C(OnPolicyAlgorithm):
         distribution, values = self.evaluate(batch)
         log_probs = distribution.log_prob(batch.actions)
         policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))
-        value_loss = batch.mean(rl.value_loss(values, batch.returns))
+        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
         entropy = self.entropy(distribution, batch)
         self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         self.observe_first_ratios(log_probs - batch.log_probs)

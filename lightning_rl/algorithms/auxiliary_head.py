@@ -51,8 +51,13 @@ class AuxiliaryActorCritic(ActorCritic):
             features, value_features = self._features(self._prepare(observations))
         else:
             features, value_features = self._unroll(observations, sequences)
-        auxiliary_value: Tensor = self.auxiliary_head(features).squeeze(-1)
+        auxiliary_value = self._from_head(self.auxiliary_head, features)
         return self._distribution(features, observations), auxiliary_value, self._value(value_features)
+
+    @property
+    def value_heads(self) -> list[HeadLinear]:
+        """Every head that predicts returns."""
+        return [self.value_head, self.auxiliary_head]
 
     def _value(self, features: Tensor) -> Tensor:
         return super()._value(features.detach() if self.detached else features)

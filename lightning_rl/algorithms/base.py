@@ -18,10 +18,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.optimizers import adam
+from lightning_rl.algorithms.parameter_groups import (
+    ParameterGroups,
+    check_optimizers,
+    make_optimizers,
+    set_learning_rate,
+)
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.algorithms.saturation import SaturationWatch
+from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.settings import plain_settings
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
@@ -38,6 +45,7 @@ from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (
@@ -46,6 +54,7 @@ from lightning_rl.validation import (
     check,
     instantiate,
 )
+from lightning_rl.value_normalization import ValueNormalization, ValueNormalizer
 
 
 class OnPolicyAlgorithm(Reports):
@@ -57,14 +66,20 @@ class OnPolicyAlgorithm(Reports):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser.
+        learning_rate: Step size of the optimiser: a number, or a schedule; see `lightning_rl.schedules.parse_schedule`.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
             spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
             above 0 as they took.
         optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
             one; None is Adam with epsilon 1e-5, fused where that exists.
         lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
-        max_grad_norm: Clip the global norm of the gradient; None does not.
+        critic_optimizer: Optimiser class likewise for the critic's own encoder and head, which then has an optimiser of
+            its own; None with a `critic_learning_rate` is another one of the class of `optimizer`.
+        critic_learning_rate: Its step size, a number or a schedule; None with a `critic_optimizer` is `learning_rate`.
+        parameter_groups: Options of some parameters, by the beginning of their names in the policy or a pattern like
+            `*.bias`: `learning_rate_scale`, which the learning rate is multiplied by, and any that the optimiser knows
+            for a group, such as `weight_decay`. A parameter takes those of the first pattern that fits.
+        max_grad_norm: Clip the global norm of the gradient, with two optimisers that of each; None does not.
         gamma: Discount factor.
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
@@ -85,6 +100,9 @@ class OnPolicyAlgorithm(Reports):
             (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
         normalize_observations: Standardise every `Box` of the observation that is no image by its running moments.
         normalize_rewards: Divide rewards by the running deviation of the discounted return.
+        value_normalization: `running_std`: the value head predicts returns over their running deviation, and the value
+            loss is in these units; `popart`: less their running mean besides, with a head that is rescaled whenever
+            these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.value_normalization`.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
@@ -100,10 +118,13 @@ class OnPolicyAlgorithm(Reports):
         observation_space: spaces.Space[Any] | SpaceDict,
         action_space: spaces.Space[Any] | SpaceDict,
         *,
-        learning_rate: float = 3e-4,
+        learning_rate: Scheduled = 3e-4,
         anneal_learning_rate: bool = False,
         optimizer: ClassSpec | type[Optimizer] | None = None,
         lr_scheduler: ClassSpec | type[LRScheduler] | None = None,
+        critic_optimizer: ClassSpec | type[Optimizer] | None = None,
+        critic_learning_rate: Scheduled | None = None,
+        parameter_groups: ParameterGroups | None = None,
         max_grad_norm: float | None = 0.5,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
@@ -118,10 +139,12 @@ class OnPolicyAlgorithm(Reports):
         action_distribution: str | ClassSpec | None = None,
         normalize_observations: bool = False,
         normalize_rewards: bool = False,
+        value_normalization: ValueNormalization | None = None,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
     ) -> None:
         super().__init__()
+        self._scheduled = ScheduledOptions()
         self.save_hyperparameters()
         plain = plain_settings(self.hparams)
         self.save_hyperparameters(plain)
@@ -129,14 +152,20 @@ class OnPolicyAlgorithm(Reports):
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
         self.on_truncation: OnTruncation = on_truncation
-        self.learning_rate = float(learning_rate)
-        self.anneal_learning_rate = anneal_learning_rate
+        critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
+        self.learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
+        self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
+        if anneal_learning_rate:
+            for name in RATES:
+                self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
         self.policy = self.make_policy()
         self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
+        check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
         self._saturation = SaturationWatch()
+        self._value_targets: Tensor | None = None
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -157,6 +186,7 @@ class OnPolicyAlgorithm(Reports):
             "initial_log_std",
             "action_distribution",
             "normalize_observations",
+            "value_normalization",
         )
         return {name: self.hparams[name] for name in names}
 
@@ -219,7 +249,7 @@ class OnPolicyAlgorithm(Reports):
         start = time.perf_counter()
         self.updating = True
         self.diagnostics = Diagnostics(self.device)
-        self._set_learning_rate()
+        self._follow_schedules()
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
@@ -237,14 +267,17 @@ class OnPolicyAlgorithm(Reports):
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
+            self.after_updates(means)
             self._update_normalizers(rollout)
             for replay in self.replays.values():
                 replay.commit()
+        self._value_targets = None
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
-        if schedulers := self.lr_schedulers():
-            cast(LRScheduler, schedulers).step()
+        means |= {name: getattr(self, name) for name in self._scheduled if name not in RATES}
+        for scheduler in self._schedulers():
+            scheduler.step()
         self.policy_version += 1
         frames = rollout.num_steps if rollout.frames is None else rollout.frames
         counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
@@ -262,18 +295,72 @@ class OnPolicyAlgorithm(Reports):
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
         rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
         discounts = rollout.discounts(self.gamma, self.on_truncation)
-        return gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+        advantages = gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
+        self.keep_value_targets(rollout, advantages + rollout.values)
+        return advantages
 
-    def _set_learning_rate(self) -> None:
-        if self.anneal_learning_rate and self._planned_env_steps:
-            remaining = max(0.0, 1 - self.env_steps / self._planned_env_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate * remaining
+    def keep_value_targets(self, rollout: Rollout, returns: Tensor) -> None:
+        """Remember what the critic learns from a rollout, `[T, B]`, for `value_normalization`; `gae` calls this."""
+        self._value_targets = returns.flatten() if rollout.valid is None else returns[rollout.valid]
+
+    def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return values and returns, of any shape, in units of the value head; for losses, that look at differences."""
+        normalizer = self._value_normalizer
+        return values if normalizer is None else tuple(map(normalizer, values))
+
+    @property
+    def _value_normalizer(self) -> ValueNormalizer | None:
+        return getattr(self.policy, "value_normalizer", None)
+
+    def scheduled(
+        self,
+        name: str,
+        value: Scheduled,
+        *,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> float:
+        """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
+
+        Where `value` is a schedule, `learning` sets that attribute before each update, and it is logged.
+
+        Raises:
+            ConfigurationError: It is neither a number within the bounds nor a schedule.
+        """
+        return self._scheduled.add(name, value, above, at_least, at_most)
+
+    def scheduled_or_none(self, name: str, value: Scheduled | None, *, above: float | None = None) -> float | None:
+        """Return the same as `scheduled` of an option that may also be left out."""
+        return None if value is None else self.scheduled(name, value, above=above)
+
+    def after_updates(self, means: dict[str, float]) -> None:
+        """React to how the updates from a rollout went; called once after all of them, if none was left out.
+
+        Args:
+            means: Mean of every term over this rank's minibatches, by name.
+        """
+
+    def _follow_schedules(self) -> None:
+        values = self._scheduled.values(self.env_steps, self._planned_env_steps)
+        for name, value in values.items():
+            setattr(self, name, value)
+        for name, optimizer in zip(RATES, self.all_optimizers, strict=False):
+            if name in values:
+                set_learning_rate(optimizer.optimizer, values[name])
+
+    def _schedulers(self) -> list[LRScheduler]:
+        made = self.lr_schedulers()
+        return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def _update_normalizers(self, rollout: Rollout) -> None:
         """Take the rollout into the running moments, now that it has been learned from."""
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
+        if (values := self._value_normalizer) is not None:
+            if self._value_targets is None:
+                raise RuntimeError("value_normalization needs returns: call self.gae or self.keep_value_targets")
+            values.update(self._value_targets, self.policy.value_heads, self.all_reduce)
         if self.reward_normalizer is not None:
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
 
@@ -284,12 +371,22 @@ class OnPolicyAlgorithm(Reports):
         return adam(self.device)
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make the optimiser and, if there is one, the scheduler."""
-        spec: ClassSpec = self.hparams["optimizer"] or self.default_optimizer()
-        optimizer = instantiate("optimizer", spec, self.policy.parameters(), lr=self.learning_rate)
+        """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
+        rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
+        optimizers = make_optimizers(
+            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
+        )
         if (scheduler := self.hparams["lr_scheduler"]) is None:
-            return optimizer
-        return [optimizer], [instantiate("lr_scheduler", scheduler, optimizer)]
+            return optimizers if len(optimizers) > 1 else optimizers[0]
+        return optimizers, [instantiate("lr_scheduler", scheduler, optimizer) for optimizer in optimizers]
+
+    def _optimizer_specs(self) -> dict[str, ClassSpec]:
+        """Return class and arguments of each optimiser, by the option that they come from."""
+        options = self.hparams
+        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
+        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
+            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
+        return specs
 
     def configure_callbacks(self) -> list[Callback]:
         """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
@@ -318,8 +415,7 @@ class OnPolicyAlgorithm(Reports):
             check(not on_xla, "memory", self.hparams["memory"], expected)
             if rollout_shape is not None:
                 memory.num_sequences(rollout_shape)
-        ends = not self.anneal_learning_rate or is_bounded(trainer)
-        check(ends, "anneal_learning_rate", True, "a run with an end: set max_env_steps or max_epochs")
+        self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
 
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
@@ -352,15 +448,10 @@ class OnPolicyAlgorithm(Reports):
             for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
-        differs = self._restored_plan not in (None, self._planned_env_steps)
-        if self.anneal_learning_rate and differs and self.env_steps < (self._planned_env_steps or 0):
-            rank_zero_info(
-                f"Resuming with a learning rate that reaches 0 at {self._planned_env_steps} environment steps (before: "
-                f"{self._restored_plan}): it goes on from {self.env_steps} of them on the new line"
-            )
+        self._scheduled.tell_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
         self._restored_plan = None
-        known = not self.anneal_learning_rate or self._planned_env_steps is not None
-        check(known, "anneal_learning_rate", True, "a run whose length is known: set max_env_steps")
+        is_known = self._planned_env_steps is not None
+        self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""

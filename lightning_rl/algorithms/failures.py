@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
+from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoint_format import load_plain
@@ -48,8 +48,8 @@ class FailedUpdate:
         self._trainer.precision_plugin.convert_module(self.module)
         self.module.load_state_dict(content["state_dict"])
         self.module.trainer = self._trainer
-        made: Any = self.module.configure_optimizers()
-        self._trainer.strategy.optimizers = made[0] if isinstance(made, tuple) else [made]
+        optimizers, _ = optimizers_and_schedulers(self.module.configure_optimizers())
+        self._trainer.strategy.optimizers = list(optimizers)
         for optimizer, state in zip(self._trainer.optimizers, content["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         self.rollout = Rollout(**content["rollout"])
@@ -92,13 +92,12 @@ class FailedUpdate:
             self.minibatch = begin(batch)
             return self.minibatch
 
-        def optimize(loss: Tensor) -> None:
+        def optimize(loss: Tensor, **_: object) -> None:
             nonlocal reached
             if module.diagnostics.phase == self.phase and reached == self.number:
                 module.zero_grad()
                 not_finite_throughout(loss).backward()  # type: ignore[no-untyped-call]
-                norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-                module.diagnostics.add(grad_norm=norm)
+                module.diagnostics.add(**module.gradient_norms())
                 raise _Reached
             reached += module.diagnostics.phase == self.phase
             # The updates before were made with other parameters: what they report here says nothing.

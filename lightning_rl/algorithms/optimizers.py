@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -17,16 +20,17 @@ def adam(device: torch.device) -> ClassSpec:
     return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, **kind}}
 
 
-def optimizer_spec(optimizer: ClassSpec | type[Optimizer]) -> ClassSpec:
+def optimizer_spec(field: str, optimizer: ClassSpec | type[Optimizer]) -> ClassSpec:
     """Return an optimiser's class and arguments as plain data.
 
     Raises:
         ConfigurationError: It is none, or does not take its arguments; the learning rate is not one of them.
     """
-    spec = to_class_spec("optimizer", optimizer)
+    spec = to_class_spec(field, optimizer)
     given = spec["init_args"]
-    check("lr" not in given, "optimizer: init_args", given, "no 'lr'; set learning_rate instead")
-    check_arguments("optimizer", spec, Optimizer, "params", "lr")
+    rate = field.replace("optimizer", "learning_rate")
+    check("lr" not in given, f"{field}: init_args", given, f"no 'lr'; set {rate} instead")
+    check_arguments(field, spec, Optimizer, "params", "lr")
     return spec
 
 
@@ -41,3 +45,10 @@ def scheduler_spec(lr_scheduler: ClassSpec | type[LRScheduler]) -> ClassSpec:
     check(not plateau, "lr_scheduler", spec, "a scheduler that needs no metric")
     check_arguments("lr_scheduler", spec, LRScheduler, "optimizer")
     return spec
+
+
+def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:  # noqa: ANN401
+    """Return what `configure_optimizers` gave as two lists."""
+    if isinstance(made, tuple):
+        return made[0], made[1]
+    return (made if isinstance(made, list) else [made]), []

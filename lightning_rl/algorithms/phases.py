@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
+from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policy import observation_dtype
@@ -74,31 +75,46 @@ class Phases(PPO):
         return optimizers, pairs[0][1]
 
     @property
-    def optimizer(self) -> LightningOptimizer:
-        """The one that is in use."""
-        return self.all_optimizers[-1 if self._in_auxiliary_phase else 0]
+    def optimizers_in_use(self) -> list[LightningOptimizer]:
+        """Those of the present phase."""
+        made = self.all_optimizers
+        if not self.separate_aux_optimizer:
+            return made
+        half = len(made) // 2
+        return made[half:] if self._in_auxiliary_phase else made[:half]
 
-    def idle_parameters(self) -> list[nn.Parameter]:
-        """Return, in the policy phase, those of the auxiliary head."""
-        return [] if self._in_auxiliary_phase else list(self.policy.auxiliary_head.parameters())
+    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+        """Return those that an update leaves as they are: in the policy phase the auxiliary head, too."""
+        if self._in_auxiliary_phase:
+            return []
+        others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
+        if self.policy.detached and only == "critic":  # which then shapes nothing but its head
+            others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
+        taken = {id(parameter) for parameter in others.values()}
+        return [*others.values(), *(p for p in super().idle_parameters(only) if id(p) not in taken)]
 
     @contextmanager
     def auxiliary_updates(self) -> Iterator[None]:
         """Frame the updates of an auxiliary phase: of all parameters, at rates of its own, under names of their own."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = self._rates()
         self._in_auxiliary_phase = True
         self.diagnostics.begin_phase("aux_")
-        self._set_rates(rates, self.aux_learning_rate_scale)
-        self.diagnostics.observe(learning_rate=torch.tensor(rates[0] * self.aux_learning_rate_scale).to(self.device))
+        self._set_rates([[rate * self.aux_learning_rate_scale for rate in some] for some in rates])
+        self.diagnostics.observe(learning_rate=torch.tensor(self._rates()[0][0], device=self.device))
         try:
             yield
         finally:
             self._set_rates(rates)
             self._in_auxiliary_phase = False
 
-    def _set_rates(self, rates: Sequence[float], scale: float = 1.0) -> None:
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * scale
+    def _rates(self) -> list[list[float]]:
+        """Return the learning rates of all groups of each optimiser in use."""
+        return [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers_in_use]
+
+    def _set_rates(self, rates: Sequence[Sequence[float]]) -> None:
+        for optimizer, some in zip(self.optimizers_in_use, rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, some, strict=True):
+                group["lr"] = rate
 
     # ------------------------------------------------------------------ memory
 

@@ -145,7 +145,7 @@ class PPG(Phases):
         """Learn from one rollout as PPO does, and keep its observations and value targets."""
         batch = self.targets(rollout, steps=torch.arange(rollout.rewards.numel()).view(rollout.shape))
         self.remember(rollout, batch)
-        self.update(batch)
+        self.update(rollout, batch)
 
     def auxiliary_phase(self) -> None:
         """Learn to predict the kept value targets, without changing what the policy does."""
@@ -160,15 +160,15 @@ class PPG(Phases):
 
     def auxiliary_loss(self, batch: Batch, old: AuxiliaryActorCritic) -> Tensor:
         """Return the joint loss and the value loss over a minibatch."""
-        distribution, auxiliary_values, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
+        distribution, auxiliary, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
         with torch.no_grad():
             old_distribution, _ = old(batch.observations, batch.sequences)
+        head, values, returns, old_values = self.normalize_values(auxiliary, values, batch.returns, batch.values)
         clip = math.inf if self.aux_clip_range_value is None else self.aux_clip_range_value
-        targets = batch.returns, batch.values, clip
         losses = {
-            "head_loss": batch.mean(rl.clipped_value_loss(auxiliary_values, *targets)),
+            "head_loss": batch.mean(rl.clipped_value_loss(head, returns, old_values, clip)),
             "cloning_loss": batch.mean(old_distribution.kl(distribution)),
-            "value_loss": batch.mean(rl.clipped_value_loss(values, *targets)),
+            "value_loss": batch.mean(rl.clipped_value_loss(values, returns, old_values, clip)),
         }
         self.diagnostics.add(**losses)
         joint_loss = losses["head_loss"] + self.cloning_coef * losses["cloning_loss"]

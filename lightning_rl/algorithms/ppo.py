@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,12 +11,16 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
+from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.parameter_groups import Half
+from lightning_rl.algorithms.ppo_settings import check_settings
+from lightning_rl.algorithms.values import revalued
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import Nested
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.validation import check, check_number, check_positive_int
 
 
 class PPO(OnPolicyAlgorithm):
@@ -26,19 +31,35 @@ class PPO(OnPolicyAlgorithm):
 
         policy loss (equation 7) + value_coef · value loss - entropy_coef · entropy      (equation 9)
 
+    Options given as a number may be a schedule where it says so; see `lightning_rl.schedules.parse_schedule`.
+
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
         num_epochs: Passes over each rollout.
+        num_value_epochs: Passes of the value loss, if not as many: the first ones are joint, those that only one of
+            the two losses has left are without the other. With a shared encoder each of them changes that.
         num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
-        gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo.
-        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε].
-        clip_range_value: Clip the change of the value since the rollout to this; None does not.
+        gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo. May be a schedule.
+        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]. May be a schedule.
+        clip_range_low: ε of the lower bound, if it is another one. May be a schedule.
+        clip_range_high: ε of the upper bound, if it is another one. May be a schedule.
+        dual_clip: Where the advantage A is negative, count at least this times A (Ye et al. 2020); above 1, None does
+            not.
+        clip_range_value: Clip the change of the value since the rollout to this; None does not. May be a schedule.
+        value_huber_delta: Errors of the value above this count on a line (Huber loss) rather than squared; None: none.
         value_coef: Weight of the value loss ½(V - return)².
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus. May be a schedule.
         normalize_advantages: Over each `minibatch`, over the whole `rollout`, or `none`.
+        recompute_advantages: Before each pass but the first, estimate values, advantages and returns anew with the
+            critic as it is then.
         target_kl: Make no further update from a rollout once the approximate KL divergence between the policy that
-            collected it and the current one exceeds 1.5 times this; None never stops.
+            collected it and the current one exceeds 1.5 times this; None never stops. May be a schedule.
+        kl_rollback: After each update look at the divergence on its own minibatch, and take the update back if it
+            exceeds that bound, parameters and state of the optimisers; no further one follows.
+        adaptive_learning_rate: `{"target_kl": d}`: after each rollout, divide the learning rate by `factor` (1.5) if
+            the mean approximate KL divergence is above 2d, multiply it by that if it is below d/2, and keep it between
+            `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
         **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
@@ -51,37 +72,45 @@ class PPO(OnPolicyAlgorithm):
         action_space: spaces.Space[Any] | SpaceDict,
         *,
         num_epochs: int = 4,
+        num_value_epochs: int | None = None,
         num_minibatches: int = 4,
-        gae_lambda: float = 0.95,
-        clip_range: float = 0.2,
-        clip_range_value: float | None = None,
+        gae_lambda: Scheduled = 0.95,
+        clip_range: Scheduled = 0.2,
+        clip_range_low: Scheduled | None = None,
+        clip_range_high: Scheduled | None = None,
+        dual_clip: float | None = None,
+        clip_range_value: Scheduled | None = None,
+        value_huber_delta: float | None = None,
         value_coef: float = 0.5,
-        entropy_coef: float = 0.0,
+        entropy_coef: Scheduled = 0.0,
         normalize_advantages: Literal["minibatch", "rollout", "none"] = "minibatch",
-        target_kl: float | None = None,
+        recompute_advantages: bool = False,
+        target_kl: Scheduled | None = None,
+        kl_rollback: bool = False,
+        adaptive_learning_rate: dict[str, float] | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
-        check_positive_int("num_epochs", num_epochs)
-        check_positive_int("num_minibatches", num_minibatches)
-        check_number("gae_lambda", gae_lambda, at_least=0, at_most=1)
-        check_number("clip_range", clip_range, above=0)
-        check_number("value_coef", value_coef, at_least=0)
-        check_number("entropy_coef", entropy_coef, at_least=0)
-        for name, value in (("clip_range_value", clip_range_value), ("target_kl", target_kl)):
-            if value is not None:
-                check_number(name, value, above=0)
-        choices = ("minibatch", "rollout", "none")
-        check(normalize_advantages in choices, "normalize_advantages", normalize_advantages, f"one of {choices}")
+        check_settings(self.hparams)
         self.num_epochs = num_epochs
+        self.num_value_epochs = num_epochs if num_value_epochs is None else num_value_epochs
         self.num_minibatches = num_minibatches
-        self.gae_lambda = gae_lambda
-        self.clip_range = clip_range
-        self.clip_range_value = clip_range_value
+        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        self.clip_range = self.scheduled("clip_range", clip_range, above=0)
+        self.clip_range_low = self.scheduled_or_none("clip_range_low", clip_range_low, above=0)
+        self.clip_range_high = self.scheduled_or_none("clip_range_high", clip_range_high, above=0)
+        self.dual_clip = dual_clip
+        self.clip_range_value = self.scheduled_or_none("clip_range_value", clip_range_value, above=0)
+        self.value_huber_delta = value_huber_delta
         self.value_coef = value_coef
-        self.entropy_coef = entropy_coef
+        self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
         self.normalize_advantages = normalize_advantages
-        self.target_kl = target_kl
+        self.recompute_advantages = recompute_advantages
+        self.target_kl = self.scheduled_or_none("target_kl", target_kl, above=0)
+        self.kl_rollback = kl_rollback
+        self.adaptive_learning_rate = None
+        if adaptive_learning_rate is not None:
+            self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
@@ -94,24 +123,40 @@ class PPO(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
-            self.update(self.targets(rollout))
+            self.update(rollout, self.targets(rollout))
+
+    def update(self, rollout: Rollout, batch: Batch) -> None:
+        """Make all updates from a rollout, whose steps are `batch`."""
+        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
+        for epoch in range(max(self.num_epochs, self.num_value_epochs)):
+            if epoch > 0 and self.recompute_advantages:
+                batch = self.targets(revalued(self.policy, rollout))
+            half = self._half(epoch)
+            for minibatch in self.minibatches(batch, self.num_minibatches):
+                keep_if = partial(self._is_close, minibatch) if self.kl_rollback and half != "critic" else None
+                self.optimize(self._loss_of(half, minibatch), only=half, keep_if=keep_if)
+                if self.diagnostics.known_closed:
+                    return
 
     def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
         """Return the steps of a rollout with advantages, returns, and more `[T, B, ...]` tensors beside them."""
         advantages = self.gae(rollout, self.gae_lambda)
         batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values, **per_step)
-        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
         if self.normalize_advantages == "rollout":
             batch = batch.replace(advantages=self.normalize(batch.advantages))
         return batch
 
-    def update(self, batch: Batch) -> None:
-        """Make all updates from the steps of one rollout."""
-        for _ in range(self.num_epochs):
-            for minibatch in self.minibatches(batch, self.num_minibatches):
-                self.optimize(self.loss(minibatch))
-                if self.diagnostics.known_closed:
-                    return
+    def _half(self, epoch: int) -> Half | None:
+        """Return the half of the loss that a pass is about; None: both."""
+        if epoch >= self.num_epochs:
+            return "critic"
+        return "actor" if epoch >= self.num_value_epochs else None
+
+    def _loss_of(self, half: Half | None, batch: Batch) -> Tensor:
+        if half is None:
+            return self.loss(batch)
+        distribution, values = self.evaluate(batch)
+        return self.actor_loss(batch, distribution) if half == "actor" else self.critic_loss(batch, values)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of equation 9 over a minibatch."""
@@ -123,8 +168,9 @@ class PPO(OnPolicyAlgorithm):
         advantages = batch.advantages
         if self.normalize_advantages == "minibatch":
             advantages = self.normalize(advantages)
+        low, high = self._clip_ranges()
         log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
-        policy_loss = batch.mean(rl.clipped_surrogate_loss(log_ratios, advantages, self.clip_range))
+        policy_loss = batch.mean(rl.dual_clipped_surrogate_loss(log_ratios, advantages, low, high, self.dual_clip))
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
         self._observe(batch, log_ratios.detach())
@@ -132,23 +178,47 @@ class PPO(OnPolicyAlgorithm):
 
     def critic_loss(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the term of the value: value_coef · value loss."""
-        if self.clip_range_value is None:
-            value_loss = batch.mean(rl.value_loss(values, batch.returns))
-        else:
-            value_loss = batch.mean(rl.clipped_value_loss(values, batch.returns, batch.values, self.clip_range_value))
+        values, returns, old_values = self.normalize_values(values, batch.returns, batch.values)
+        delta = self.value_huber_delta
+        error = rl.value_loss if delta is None else partial(rl.huber_value_loss, delta=delta)
+        losses = error(values, returns)
+        if (limit := self.clip_range_value) is not None:
+            losses = torch.maximum(losses, error(old_values + (values - old_values).clamp(-limit, limit), returns))
+        value_loss = batch.mean(losses)
         self.diagnostics.add(value_loss=value_loss)
         return self.value_coef * value_loss
+
+    def _clip_ranges(self) -> tuple[float, float]:
+        low, high = self.clip_range_low, self.clip_range_high
+        return self.clip_range if low is None else low, self.clip_range if high is None else high
 
     @torch.no_grad()
     def _observe(self, batch: Batch, log_ratios: Tensor) -> None:
         """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
+        low, high = self._clip_ranges()
+        changes = log_ratios.expm1()
         approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
         self.diagnostics.observe(
             approx_kl=approx_kl,
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
-            clip_fraction=batch.mean(rl.clip_indicator(log_ratios, self.clip_range).to(log_ratios.dtype)),
+            clip_fraction=batch.mean(((changes < -low) | (changes > high)).to(log_ratios.dtype)),
         )
         self.observe_first_ratios(log_ratios)
         if self.target_kl is not None:
-            mean_kl = self.all_reduce(approx_kl) / self.trainer.world_size
-            self.diagnostics.close_unless(mean_kl <= 1.5 * self.target_kl)
+            self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
+
+    def _is_close(self, batch: Batch) -> Tensor:
+        """Return whether the policy, as it is now, is as close to the one of the rollout as `target_kl` asks."""
+        assert self.target_kl is not None
+        distribution, _ = self.evaluate(batch)
+        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
+        return self._allows(batch.mean(rl.approx_kl_k3(log_ratios)), self.target_kl)
+
+    def _allows(self, approx_kl: Tensor, target_kl: float) -> Tensor:
+        return self.all_reduce(approx_kl) / self.trainer.world_size <= 1.5 * target_kl
+
+    def after_updates(self, means: dict[str, float]) -> None:
+        """Adapt the learning rate to the divergence, the same on every rank."""
+        if self.adaptive_learning_rate is not None and "approx_kl" in means:
+            mean_kl = self.all_reduce(torch.tensor(means["approx_kl"], device=self.device)) / self.trainer.world_size
+            self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))

@@ -6,14 +6,18 @@ stored state of optimiser and schedule is made to follow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning
 from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
 
 from lightning_rl.__about__ import __version__
+from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
+from lightning_rl.algorithms.parameter_groups import SCALE
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
@@ -22,7 +26,8 @@ _OF_THE_NETWORK = (
     *("normalize_observations", "normalize_rewards"),
 )
 # Others of these would load without complaint, and act differently.
-_OF_ACTING = ("activation", "action_distribution")
+_OF_ACTING = ("activation", "action_distribution", "value_normalization")
+_OPTIMIZERS = ("optimizer", "critic_optimizer")
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
@@ -86,7 +91,10 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         ("lightning", checkpoint.get("pytorch-lightning_version", lightning.__version__), lightning.__version__),
     ]
     effects = {
-        "learning_rate": "; a schedule goes on in proportion",
+        "learning_rate": _rate_effect(stored, own, "learning_rate"),
+        "critic_learning_rate": _rate_effect(stored, own, "critic_learning_rate"),
+        "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
@@ -94,6 +102,14 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     }
     differ = [(name, old, new) for name, old, new in pairs if old != new]
     return [f"Resuming with {name}={new!r} (before: {old!r}){effects.get(name, '')}" for name, old, new in differ]
+
+
+def _rate_effect(stored: Mapping[str, Any], own: Mapping[str, Any], name: str) -> str:
+    if not _same_optimizers(stored, own):
+        return "; optimisers begin anew"
+    if isinstance(own.get(name), dict):
+        return ", a function of the environment steps from the beginning of the run on"
+    return "; a schedule goes on in proportion"
 
 
 def _class_effect(stored: ClassSpec | None, own: ClassSpec | None) -> str:
@@ -107,24 +123,23 @@ def _same_class(stored: ClassSpec | None, own: ClassSpec | None) -> bool:
 
 
 def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
-    """Make the stored states of optimiser and schedule follow the settings of `module`.
+    """Make the stored states of optimisers and schedules follow the settings of `module`.
 
-    Another class begins with a state of its own. The same class with other arguments keeps its state and takes the new
-    arguments. Another learning rate takes the place of the old one; where a schedule has lowered that, the new one is
-    lowered by the same factor.
+    Another class begins with a state of its own, and so do both optimisers where there were others, or other groups of
+    parameters. The same class with other arguments keeps its state and takes the new arguments. Another learning rate
+    takes the place of the old one; where a schedule has lowered that, the new one is lowered by the same factor.
     """
     stored, own = checkpoint["hyper_parameters"], module.hparams
-    if not _same_class(stored.get("optimizer"), own["optimizer"]):
+    if not _same_optimizers(stored, own):
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
         return
     keeps_schedule = _same_class(stored.get("lr_scheduler"), own["lr_scheduler"])
+    optimizers, schedulers = optimizers_and_schedulers(module.configure_optimizers())
     if keeps_schedule:
-        _adopt_learning_rate(checkpoint, module)
-    if all(stored.get(name) == own[name] for name in ("optimizer", "lr_scheduler")):
+        _adopt_learning_rates(checkpoint, own, optimizers)
+    if all(stored.get(name) == own[name] for name in (*_OPTIMIZERS, "lr_scheduler", "parameter_groups")):
         return
-    made: Any = module.configure_optimizers()
-    optimizers, schedulers = made if isinstance(made, tuple) else ([made], [])
-    names = _arguments(stored.get("optimizer")) | _arguments(own["optimizer"])
+    names = {name for options in (stored, own) for name in _arguments(options)}
     for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=True):
         for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
             # A schedule that begins anew has already put its first learning rate, and notes of its own, into the group.
@@ -134,25 +149,55 @@ def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
         checkpoint["lr_schedulers"] = []
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
         new = scheduler.state_dict()
-        state |= {name: new[name] for name in _arguments(own["lr_scheduler"]) if name in new and name != "last_epoch"}
+        state |= {name: new[name] for name in own["lr_scheduler"]["init_args"] if name in new and name != "last_epoch"}
 
 
-def _arguments(spec: ClassSpec | None) -> set[str]:
-    return set() if spec is None else set(spec["init_args"])
+def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether the states of stored optimisers fit those of the module: classes, and which parameters each group has."""
+    separate = [_has_critic_optimizer(options) for options in (stored, own)]
+    patterns = [list(options.get("parameter_groups") or {}) for options in (stored, own)]
+    same = all(_same_class(stored.get(name), own.get(name)) for name in _OPTIMIZERS)
+    return same and separate[0] == separate[1] and patterns[0] == patterns[1]
 
 
-def _adopt_learning_rate(checkpoint: dict[str, Any], module: LightningModule) -> None:
-    stored, learning_rate = checkpoint["hyper_parameters"], module.hparams["learning_rate"]
-    before = stored["learning_rate"]
-    if stored.get("anneal_learning_rate") and not module.hparams["anneal_learning_rate"]:
-        for optimizer in checkpoint["optimizer_states"]:
-            for group in optimizer["param_groups"]:
-                group["lr"] = learning_rate
-    elif learning_rate != before:
-        for optimizer in checkpoint["optimizer_states"]:
-            for group in optimizer["param_groups"]:
-                group |= {name: group[name] / before * learning_rate for name in ("lr", "initial_lr") if name in group}
-        for scheduler in checkpoint["lr_schedulers"]:
-            for name in ("base_lrs", "_last_lr"):
-                if name in scheduler:
-                    scheduler[name] = [rate / before * learning_rate for rate in scheduler[name]]
+def _has_critic_optimizer(options: Mapping[str, Any]) -> bool:
+    return any(options.get(name) is not None for name in ("critic_optimizer", "critic_learning_rate"))
+
+
+def _arguments(options: Mapping[str, Any]) -> set[str]:
+    """Names of everything that optimisers and groups of parameters are given."""
+    given = [options[name]["init_args"] for name in _OPTIMIZERS if options.get(name) is not None]
+    given += (options.get("parameter_groups") or {}).values()
+    return {name for arguments in given for name in arguments}
+
+
+def _adopt_learning_rates(checkpoint: dict[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
+    stored = checkpoint["hyper_parameters"]
+    was_scheduled = _is_scheduled(stored) and not _is_scheduled(own)
+    states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+    for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        before, now = (_first_rate(options, index) for options in (stored, own))
+        for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            first = before * group.get(SCALE, 1.0)
+            if was_scheduled:
+                group["lr"] = new["lr"]
+            elif first != (first_now := now * new.get(SCALE, 1.0)):
+                rates = [name for name in ("lr", "initial_lr") if name in group]
+                # A group that stood still has no proportion to go on in.
+                group |= {name: group[name] / first * first_now if first else first_now for name in rates}
+        if before != now and index < len(schedulers):
+            for name in {"base_lrs", "_last_lr"} & {*schedulers[index]}:
+                schedulers[index][name] = [rate / before * now for rate in schedulers[index][name]]
+
+
+def _is_scheduled(options: Mapping[str, Any]) -> bool:
+    rates = [options.get(name) for name in ("learning_rate", "critic_learning_rate")]
+    changing = (options.get(name) for name in ("anneal_learning_rate", "adaptive_learning_rate"))
+    return any(changing) or any(isinstance(rate, dict) for rate in rates)
+
+
+def _first_rate(options: Mapping[str, Any], index: int) -> float:
+    """Return the learning rate that an optimiser begins a run with."""
+    critics = options.get("critic_learning_rate")
+    value = options["learning_rate"] if index == 0 or critics is None else critics
+    return parse_schedule("learning_rate", value).at(0, None)

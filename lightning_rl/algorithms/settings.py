@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
+from lightning_rl.algorithms.parameter_groups import group_options
 from lightning_rl.memory import MemoryOptions
 from lightning_rl.networks import network_to_plain_data
+from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import check, check_bool, check_number, is_int, to_plain_data
 
@@ -23,13 +25,22 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     _check(given)
     plain: dict[str, Any] = {name: space_to_dict(given[name], name) for name in ("observation_space", "action_space")}
     plain["hidden_sizes"] = list(given["hidden_sizes"])
-    if given["optimizer"] is not None:
-        plain["optimizer"] = optimizer_spec(given["optimizer"])
+    for name in ("optimizer", "critic_optimizer"):
+        if given[name] is not None:
+            plain[name] = optimizer_spec(name, given[name])
+    if given["parameter_groups"] is not None:
+        plain["parameter_groups"] = group_options(given["parameter_groups"])
     if given["lr_scheduler"] is not None:
         plain["lr_scheduler"] = scheduler_spec(given["lr_scheduler"])
     if not isinstance(given["network"], str):
         plain["network"] = network_to_plain_data(given["network"])
     return {name: to_plain_data(name, value) for name, value in {**given, **plain}.items()}
+
+
+def _check_alone(given: Mapping[str, Any], name: str, varies: bool) -> None:
+    """Refuse two options that would both set the learning rate."""
+    for other in ("anneal_learning_rate", "lr_scheduler"):
+        check(not (varies and given[other]), name, given[name], f"a number, since {other} is given")
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -38,7 +49,11 @@ def _check(given: Mapping[str, Any]) -> None:
     MemoryOptions.parse(given["memory"])
     if given["shared_encoder"] is not None:
         check_bool("shared_encoder", given["shared_encoder"])
-    check_number("learning_rate", given["learning_rate"], above=0)
+    for name in ("learning_rate", "critic_learning_rate"):
+        if given[name] is not None or name == "learning_rate":
+            schedule = parse_schedule(name, given[name], above=0)
+            check(schedule.at(0, None) > 0, name, given[name], "a rate that begins above 0")
+            _check_alone(given, name, schedule.varies)
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
     skipped = given["max_skipped_updates"]
     check(is_int(skipped) and skipped >= 0, "max_skipped_updates", skipped, "an integer of at least 0")

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_rl.algorithms.gating import step_where
+from lightning_rl.algorithms.gating import OptimizerSnapshot, step_where
+from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
+from lightning_rl.policy import ActorCritic
 from lightning_rl.replay import Replay
 from lightning_rl.rollout import Batch
+
+GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
+"""What the norms of the gradients of the optimisers are logged by, before they are clipped."""
 
 
 class NotFiniteError(Exception):
@@ -32,6 +37,7 @@ class Updates(LightningModule):
     Attributes:
         max_grad_norm: Clip the global norm of the gradient; None does not.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
+        policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
         diagnostics: Of the rollout that is being learned from.
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
@@ -42,6 +48,8 @@ class Updates(LightningModule):
         updating: Whether one is being learned from, or an exception has left that undone.
         replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
     """
+
+    policy: ActorCritic
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,18 +79,27 @@ class Updates(LightningModule):
 
     @property
     def all_optimizers(self) -> list[LightningOptimizer]:
-        """Every optimiser, whether or not it is in use."""
+        """Every optimiser, in use or not: first the one, and that of the critic if it has its own."""
         made = self.optimizers()
         return cast(list[LightningOptimizer], made if isinstance(made, list) else [made])
 
     @property
     def optimizer(self) -> LightningOptimizer:
-        """The one that is in use."""
-        return self.all_optimizers[0]
+        """The one that is in use; that of the actor, if the critic has its own."""
+        return self.optimizers_in_use[0]
 
-    def idle_parameters(self) -> list[nn.Parameter]:
-        """Return those that the present phase of updates leaves as they are, momentum or not."""
-        return []
+    @property
+    def optimizers_in_use(self) -> list[LightningOptimizer]:
+        """Those that step in the present phase of updates."""
+        return self.all_optimizers
+
+    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+        """Return those that an update leaves as they are, moments of the optimiser included.
+
+        Args:
+            only: The half of the network that its loss is about; None: both.
+        """
+        return [] if only is None else parameters_of_other_half(self.policy, only)
 
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield the rows in a fresh random order, cut into minibatches.
@@ -150,27 +167,58 @@ class Updates(LightningModule):
         self.diagnostics.observe(**{f"entropy.{path}": part for path, part in parts.items() if path})
         return total
 
-    def optimize(self, loss: Tensor) -> None:
-        """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped."""
-        optimizer = self.optimizer
-        optimizer.zero_grad()
-        self._backward(not_finite_throughout(loss))
-        grad_norm = self._clip_gradients(optimizer)
-        self.diagnostics.add(grad_norm=grad_norm)
-        self.diagnostics.close_for_good_unless(torch.isfinite(grad_norm))
+    def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
+        """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
+
+        Where the critic has an optimiser of its own, both step from the one gradient, each clipped by itself.
+
+        Args:
+            loss: A scalar.
+            only: The half of the network that `loss` is about, so that the other stays as it is, moments of the
+                optimiser included; None: both.
+            keep_if: Called after the step, without gradient; if it returns false, on the device and on every rank, the
+                step is taken back, and no further update is made from this rollout. The host waits for it.
+        """
+        optimizers = self.optimizers_in_use
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self._backward(not_finite_throughout(loss), only)
+        norms = self.gradient_norms()
+        self.diagnostics.add(**norms)
+        for grad_norm in norms.values():
+            self.diagnostics.close_for_good_unless(torch.isfinite(grad_norm))
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
-        self._step(optimizer)
+        before = None if keep_if is None else OptimizerSnapshot(x.optimizer for x in optimizers)
+        for name, optimizer in zip(GRADIENT_NORMS, optimizers, strict=False):
+            if name in norms:
+                self._clip_gradients(optimizer, norms[name])
+                self._step(optimizer, counts=optimizer is optimizers[0])
+        if before is not None and keep_if is not None:
+            self._take_back_unless(keep_if, before)
 
-    def _backward(self, loss: Tensor) -> None:
-        """Compute the gradient of `loss`, with none for idle parameters."""
-        idle = self.idle_parameters()
-        if self.trainer.world_size > 1:  # where every parameter must take part
-            loss = loss + sum(0 * parameter.sum() for parameter in idle)
-        self.manual_backward(loss)
+    def _backward(self, loss: Tensor, only: Half | None) -> None:
+        """Compute the gradient; it is None in idle parameters."""
+        idle = self.idle_parameters(only)
+        if not idle:
+            self.manual_backward(loss)
+            return
+        # DDP waits for the gradient of every parameter.
+        zero = functools.reduce(operator.add, [0 * parameter.sum() for parameter in idle])
+        self.manual_backward(loss + zero)
         for parameter in idle:
             parameter.grad = None
+
+    def _take_back_unless(self, keep_if: Callable[[], Tensor], before: OptimizerSnapshot) -> None:
+        with torch.no_grad():
+            keep = keep_if()
+        taken_back = self.diagnostics.open & ~keep
+        if taken_back:
+            before.restore()
+        self.diagnostics.num_updates = self.diagnostics.num_updates - taken_back.long()
+        self.diagnostics.observe(updates_taken_back=taken_back.float())
+        self.diagnostics.close_unless(keep)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's
         """Compute the gradient as `LightningModule.manual_backward` does.
@@ -203,27 +251,38 @@ class Updates(LightningModule):
         torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
         return result
 
-    def _clip_gradients(self, optimizer: LightningOptimizer) -> Tensor:
-        """Clip, and return the norm before clipping."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
-        if self.max_grad_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
-        return grad_norm
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""
+        gradients = {n: _gradients(x) for n, x in zip(GRADIENT_NORMS, self.optimizers_in_use, strict=False)}
+        return {name: nn.utils.get_total_norm(found) for name, found in gradients.items() if found}
 
-    def _step(self, optimizer: LightningOptimizer) -> None:
-        """Step if updates are open: decided on the device by fused and capturable optimisers, elsewhere by the host."""
+    def _clip_gradients(self, optimizer: LightningOptimizer, grad_norm: Tensor) -> None:
+        if self.max_grad_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
+
+    def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
+        """Step if updates are open: decided on the device by fused and capturable optimisers, elsewhere by the host.
+
+        One update is one of Lightning's global steps, whatever the number of optimisers: only the first `counts`.
+        """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"
+        strategy = self.trainer.strategy
+        step = optimizer.step if counts else functools.partial(strategy.optimizer_step, raw, do_nothing_closure)
         if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
-            optimizer.step()
+            step()
         elif not on_host and raw.defaults.get("capturable") and raw.state:
-            step_where(is_open, raw, optimizer.step)
+            step_where(is_open, raw, step)
         elif is_open:
-            optimizer.step()
+            step()
 
 
 def not_finite_throughout(loss: Tensor) -> Tensor:
     """Return `loss`, with a gradient of NaN where it is not finite: so every rank gets to know."""
     return loss * (1 + 0 * loss.detach())
+
+
+def _gradients(optimizer: LightningOptimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -44,7 +44,7 @@ class WarmStart(NamedTuple):
 
 def part_of(name: str) -> Part | None:
     """Return the part that a tensor of an algorithm's `state_dict` belongs to; None for what counts a run."""
-    if "normalizer" in name:
+    if "normalizer" in name and not name.startswith("policy.value_"):  # in whose units the critic predicts
         return "normalizers"
     if not name.startswith("policy."):
         return None

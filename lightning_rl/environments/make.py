@@ -28,7 +28,7 @@ from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.rewards import RewardTransform
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.environments.spec import EnvironmentSpec
-from lightning_rl.environments.tensors import AsArrays, TensorEnvironments, device_of_tensors
+from lightning_rl.environments.tensors import AsArrays, TensorEnvironments
 from lightning_rl.environments.vectorised import explained, limited, make_envpool, make_native
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
@@ -45,13 +45,13 @@ def make_environments(
 ) -> EnvironmentBatch | TensorEnvironments:
     """Make `num_envs` environments.
 
-    Those of the backend `native` may speak tensors; for evaluation they are made to speak arrays.
+    Those of the backend `torch` speak tensors; for evaluation they are made to speak arrays.
 
     Args:
         spec: What to make.
         num_envs: How many.
         seeds: A seed for each: of its stream of episodes, whatever the others are. Environments that come vectorised
-            with one random generator for all (`native`, other than Atari) are seeded by the first.
+            with one random generator for all (`native` other than Atari, `torch`) are seeded by the first.
         autoreset_mode: For the backends `sync` and `async`; failures restart environments in `SAME_STEP` mode only.
 
     Raises:
@@ -64,7 +64,7 @@ def make_environments(
         return _vectorised(spec, *make_envpool(spec, num_envs, seeds), seeds, None)
     gym_spec = find_spec(spec.env_id)
     atari = spec.atari_options(is_atari(gym_spec, spec.env_kwargs.get("obs_type")))
-    if spec.backend == "native":
+    if spec.backend in ("native", "torch"):
         env, reset_seed = make_native(spec, gym_spec, atari, num_envs, seeds)
         return _vectorised(spec, env, atari, seeds, reset_seed)
     assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
@@ -88,13 +88,14 @@ def _vectorised(
     seeds: list[int],
     reset_seed: np.ndarray[Any, Any] | int | None,
 ) -> EnvironmentBatch | TensorEnvironments:
-    """Apply wrappers to environments that come vectorised, and see whether they speak tensors."""
+    """Apply wrappers to environments that come vectorised."""
     _, vector_wrappers = _split_wrappers(spec)
     env = _wrap_vector(env, vector_wrappers)
-    device = device_of_tensors(env) if spec.backend == "native" else None
-    if device is not None and not spec.evaluation:
-        return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0], device)
-    env = spec.options.wrap_vector(env if device is None else AsArrays(env), spec.evaluation, _clips(atari))
+    if spec.backend == "torch":
+        if not spec.evaluation:
+            return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0])
+        env = AsArrays(env)
+    env = spec.options.wrap_vector(env, spec.evaluation, _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari))
 
 
@@ -172,7 +173,7 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
     for wrapper in spec.wrappers:
         is_vector = issubclass(import_class("wrappers", wrapper["class_path"]), VectorWrapper)
         (vector if is_vector else single).append(wrapper)
-    if single and spec.backend in ("native", "envpool"):
+    if single and spec.backend in ("native", "torch", "envpool"):
         raise ConfigurationError(
             f"wrappers={[w['class_path'] for w in single]} wrap single environments: expected "
             f"gymnasium.vector.VectorWrapper classes with backend={spec.backend!r}"

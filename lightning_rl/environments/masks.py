@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import Nested, join, map_leaves, map_space, nested_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check
@@ -48,12 +49,9 @@ class MaskSource:
         self.source = source
         self.kind, _, self.name = source.partition(".")
         self._action_space = action_space
-        self._components = [
-            name
-            for path, leaf in space_leaves(action_space).items()
-            if has_choices(leaf)
-            for name in component_names(leaf, path)
-        ]
+        leaves = {path: leaf for path, leaf in space_leaves(action_space).items() if has_choices(leaf)}
+        self._names = {path: component_names(leaf, path) for path, leaf in leaves.items()}
+        self._components = [name for names in self._names.values() for name in names]
         self.space = observation_space
         self._is_dict = isinstance(observation_space, spaces.Dict)
         if self.kind == "observation":
@@ -68,13 +66,37 @@ class MaskSource:
         Raises:
             ConfigurationError: They do not fit the action space.
         """
-        self._set_space(self._space_of(masks))
+        self._set_space(self._space_of(self.by_name(masks)))
         beside = dict(self.space.spaces) if isinstance(self.space, spaces.Dict) else {OBSERVATION: self.space}
         self.space = spaces.Dict({**beside, MASK: self.mask_space})
 
+    def by_name(self, masks: Any, leading: int = 0, path: str = "") -> Any:  # noqa: ANN401
+        """Return what an environment gives as dicts, without what is None; entries of tuples are called by their place.
+
+        Masks of all components of a leaf, none of which depends on another, become one.
+
+        Args:
+            masks: Arrays, lists, and dicts and tuples of these.
+            leading: Number of dimensions before those of a mask; names with an underscore are then Gymnasium's own.
+            path: Where they are.
+        """
+        if isinstance(masks, tuple) and any(np.ndim(entry) or entry is None for entry in masks):
+            masks = {str(place): entry for place, entry in enumerate(masks)}
+        if not isinstance(masks, Mapping):
+            return _stacked(masks) if leading and getattr(masks, "dtype", None) == np.dtype(object) else masks
+        parts = {
+            key: self.by_name(part, leading, join(path, key))
+            for key, part in zip(map(str, masks), masks.values(), strict=True)
+            if part is not None and not (leading and key.startswith("_"))
+        }
+        names = [join(path, key) for key in parts]
+        if names == self._names.get(path) and all(np.ndim(part) == leading + 1 for part in parts.values()):
+            return np.concatenate(list(parts.values()), -1)
+        return parts
+
     def read(self, masks: Nested) -> Nested:
         """Return masks as arrays `[..., *shape]`, nested as their space is."""
-        return map_leaves(lambda _, x: np.asarray(x).astype(np.int8), self._paths, masks)
+        return map_leaves(lambda _, x: np.array(x, np.int8), self._paths, masks)
 
     def everything(self, *leading: int) -> Nested:
         """Return masks `[*leading, *shape]` that allow everything."""
@@ -119,7 +141,6 @@ class MaskSource:
         self._set_space(mask_space)
 
     def _space_of(self, masks: Any, path: str = "") -> spaces.Space[Any]:  # noqa: ANN401
-        masks = by_name(masks)
         if not isinstance(masks, dict):
             return self._leaf(path, np.shape(masks))
         return spaces.Dict({key: self._space_of(part, join(path, key)) for key, part in masks.items()})
@@ -137,13 +158,9 @@ def _put(observation: Nested, path: str, part: Nested) -> Nested:
     return {**observation, key: _put(observation[key], rest, part) if rest else part}
 
 
-def by_name(masks: Any) -> Any:  # noqa: ANN401 - whatever an environment gives
-    """Return nested masks as dicts, entries of a tuple by their place; what is None masks nothing and is left out."""
-    if isinstance(masks, tuple) and any(np.ndim(entry) or entry is None for entry in masks):
-        masks = {str(place): entry for place, entry in enumerate(masks)}
-    if isinstance(masks, Mapping):
-        return {key: by_name(part) for key, part in masks.items() if part is not None}
-    return masks
+def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array of one object, or None, for each environment
+    like = np.asarray(next(row for row in rows if row is not None))
+    return np.stack([np.ones_like(like) if row is None else np.asarray(row) for row in rows])
 
 
 class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -162,7 +179,7 @@ class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._masks = MaskSource(source, env.observation_space, env.action_space)
         if self._masks.kind != "observation":
-            _, info = env.reset(seed=0)
+            info = first_info(env)
             try:
                 masks = self._find(info)
             except (LookupError, AttributeError) as error:
@@ -193,11 +210,24 @@ class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
             masks = source.everything()
             observation = source.beside(observation, masks)
         else:
-            masks = source.read(by_name(self._find(info)))
+            masks = source.read(source.by_name(self._find(info)))
             observation = source.beside(observation, masks)
         if not over and (found := source.layout.nothing_allowed(masks)) is not None:
             raise ValueError(source.complaint(found[0]))
         return observation
+
+
+def first_info(env: Any) -> dict[str, Any]:  # noqa: ANN401 - of either kind
+    """Return the `info` of a reset, before anything counts.
+
+    Raises:
+        EnvironmentFailure: The environment raised.
+    """
+    try:
+        return env.reset()[1]  # type: ignore[no-any-return]
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        raise EnvironmentFailure(f"an environment raised in the reset that shows its action masks: {what}") from error
 
 
 def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> ConfigurationError:

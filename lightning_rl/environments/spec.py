@@ -10,7 +10,7 @@ from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.validation import ClassSpec, check, check_number
 
-Backend = Literal["sync", "async", "native", "envpool"]
+Backend = Literal["sync", "async", "native", "torch", "envpool"]
 OnEnvFailure = Literal["raise", "restart"]
 
 
@@ -23,7 +23,7 @@ class EnvironmentSpec:
         env_kwargs: Arguments of the environment's constructor.
         wrappers: Applied in this order; classes of `gymnasium.Wrapper`, or of `gymnasium.vector.VectorWrapper`.
         backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
-            vectorised version) or `envpool`.
+            vectorised version), `torch` (one that speaks tensors) or `envpool`.
         atari: Preprocessing of Atari games; None means the defaults for Atari games and nothing for others.
         step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
         on_env_failure: `raise`, or `restart`: replace an environment that fails (`sync` and `async` only).

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.nested import Nested, leaves, map_leaves
+from lightning_rl.validation import check
 
 
 class TensorStep(NamedTuple):
@@ -47,26 +48,34 @@ class TensorEnvironments:
         env: A `gymnasium.vector.VectorEnv` whose observations, rewards and flags are tensors, and which takes such. In
             `SAME_STEP` mode `info["final_obs"]`, if it is there, has the observations `[B, ...]` before resets.
         seed: Of its one random generator.
-        device: Of its tensors.
 
     Raises:
         ConfigurationError: It does not say in `metadata["autoreset_mode"]` how it resets.
     """
 
-    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int, device: torch.device) -> None:
+    def __init__(self, env: VectorEnv[Any, Any, Any], seed: int) -> None:
         self.env = env
         self.seed = seed
         self.mode = autoreset_mode(env)
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
-        self.device = device
+        self.device = torch.device("cpu")
+        """Of its tensors, known since the first reset."""
         self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
 
     def reset(self) -> Nested:
-        """Begin again with the seed, and return the first observations `[B, ...]`."""
+        """Begin again with the seed, and return the first observations `[B, ...]`.
+
+        Raises:
+            ConfigurationError: They are no tensors.
+        """
         observations, _ = self.env.reset(seed=self.seed)
+        first = next(leaves(observations))
+        expected = f"'native', since {self.env} returns {type(first).__name__}, no tensors"
+        check(isinstance(first, Tensor), "backend", "torch", expected)
+        self.device = first.device
         self._resets_next = None
         self._not_finite = None
         return observations
@@ -123,7 +132,7 @@ class TensorEnvironments:
         own: Any = self.env.unwrapped
         if state["kind"] != "tensors" or self.env is not own or not hasattr(own, "load_state_dict"):
             return False
-        self.env.reset(seed=self.seed)
+        self.reset()
         own.load_state_dict(state["environments"])
         self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(self.device)
         return True
@@ -150,13 +159,6 @@ class AsArrays(VectorWrapper[Any, Any, Any, Any]):
             infos = {**infos, "final_obs": map_leaves(to_array, infos["final_obs"])}
         flags = (to_array(rewards), to_array(terminated).astype(bool), to_array(truncated).astype(bool))
         return map_leaves(to_array, observations), *flags, infos
-
-
-def device_of_tensors(env: VectorEnv[Any, Any, Any]) -> torch.device | None:
-    """Return the device of what a vector environment observes, None if these are arrays; resets it to see."""
-    observations, _ = env.reset(seed=0)
-    first = next(leaves(observations), None)
-    return first.device if isinstance(first, Tensor) else None
 
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.masks import MaskSource, by_name, not_found
+from lightning_rl.environments.masks import MaskSource, first_info, not_found
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.nested import Nested, map_leaves, map_stacked
 
@@ -33,11 +33,12 @@ class MaskedVectorEnvironment(VectorWrapper):
         single = getattr(env, "single_observation_space", env.observation_space)
         self._masks = MaskSource(source, single, getattr(env, "single_action_space", env.action_space))
         if self._masks.kind != "observation":
-            _, infos = env.reset()
+            infos = first_info(env)
             try:
-                self._masks.learn(_first(self._find(infos)))
+                masks = self._find(infos)
             except (LookupError, AttributeError) as error:
                 raise not_found(source, error, infos) from error
+            self._masks.learn(_first(masks))
         self._last: Nested = self._masks.everything(self.num_envs)
         self._over = np.zeros(self.num_envs, bool)
         self.single_observation_space = self._masks.space
@@ -100,9 +101,9 @@ class MaskedVectorEnvironment(VectorWrapper):
 
     def _read(self, masks: Any) -> Nested:  # noqa: ANN401
         if not isinstance(masks, np.ndarray) or masks.dtype.kind != "O":
-            return self._masks.read(masks)
+            return self._masks.read(self._masks.by_name(masks, leading=1))
         everything = self._masks.everything()
-        rows = [everything if one is None else self._masks.read(by_name(one)) for one in masks]
+        rows = [everything if one is None else self._masks.read(self._masks.by_name(one)) for one in masks]
         return map_stacked(np.stack, rows)
 
     def _final(self, reached: Any) -> Any:  # noqa: ANN401 - a batch, or an array of one observation for each
@@ -122,8 +123,8 @@ class MaskedVectorEnvironment(VectorWrapper):
 def _first(masks: Any) -> Any:  # noqa: ANN401 - whatever a vector environment gives
     """Return those of the first environment; Gymnasium marks with an underscore who said something."""
     if isinstance(masks, dict):
-        return {key: _first(part) for key, part in masks.items() if not key.startswith("_")}
-    return by_name(masks[0])
+        return {key: _first(part) for key, part in masks.items() if not str(key).startswith("_")}
+    return masks[0]
 
 
 def _where(which: Array, x: Array, other: Array) -> Array:

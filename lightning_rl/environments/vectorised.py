@@ -26,8 +26,8 @@ def make_native(
     """Return the environment's own vectorised version, and what to seed it with."""
     if gym_spec.vector_entry_point is None:
         raise ConfigurationError(
-            f"backend='native' is not valid: {spec.env_id} registers no vector_entry_point; expected sync, async or "
-            "envpool"
+            f"backend={spec.backend!r} is not valid: {spec.env_id} registers no vector_entry_point; expected sync, "
+            "async or envpool"
         )
     limit = spec.options.max_episode_steps
     kwargs = limited(limit)

@@ -258,3 +258,71 @@ def _centered(x: Tensor, weights: Tensor) -> Tensor:
     # numbers is rounded, and dividing its last bit by a tiny deviation would make noise of order 1.
     shifted = torch.where(valid, x - torch.where(valid, x, -torch.inf).amax(), 0.0)
     return torch.where(valid, shifted - (weights * shifted).sum() / weights.sum(), 0.0)
+
+
+def dual_clipped_surrogate_loss(
+    log_ratios: Tensor,
+    advantages: Tensor,
+    clip_range_low: Tensor | float,
+    clip_range_high: Tensor | float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Compute PPO's clipped surrogate loss with a range for each side, and a bound for bad actions.
+
+    The ratio is clipped to ``[1 - clip_range_low, 1 + clip_range_high]``. Where the advantage is negative, nothing
+    bounds what is gained by the clipped objective from above; with dual clip (Ye et al., 2020, arXiv 1912.09729,
+    eq. 5) it is at least ``dual_clip * A``, so that a ratio beyond `dual_clip` has no gradient.
+
+    Args:
+        log_ratios: Any shape.
+        advantages: Of the same shape; constants.
+        clip_range_low: A scalar or broadcastable to `log_ratios`; from 1 on there is no clipping on that side.
+        clip_range_high: Likewise; ``inf`` does not clip on that side.
+        dual_clip: The paper's c, above 1; None has no such bound.
+
+    Returns:
+        The loss of each step, in the shape of `log_ratios`.
+
+    Raises:
+        ValueError: If the shapes do not fit, or a range or `dual_clip` is negative.
+
+    Example:
+        >>> log_ratios, advantages = torch.tensor([1.5, 0.5, 5.0]).log(), torch.tensor([2.0, -2.0, -2.0])
+        >>> dual_clipped_surrogate_loss(log_ratios, advantages, 0.2, 0.3, dual_clip=3)
+        tensor([-2.6000,  1.6000,  6.0000])
+    """
+    check.same_shape(log_ratios=log_ratios, advantages=advantages)
+    check.clip_range(log_ratios, clip_range_low)
+    check.clip_range(log_ratios, clip_range_high)
+    check.not_negative(dual_clip=dual_clip)
+    ratios, advantages = log_ratios.exp(), advantages.detach()
+    # Two calls: torch has one overload for two numbers and one for two tensors, none for one of each.
+    clipped = ratios.clamp(min=1.0 - clip_range_low).clamp(max=1.0 + clip_range_high)
+    objective = torch.minimum(ratios * advantages, clipped * advantages)
+    if dual_clip is not None:
+        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
+    return -objective
+
+
+def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:
+    """Compute the Huber loss of values (Huber, 1964): half the squared error up to `delta`, on a line from there.
+
+    ``0.5 * e**2`` where ``|e| <= delta``, else ``delta * (|e| - 0.5 * delta)``.
+
+    Args:
+        values: Predictions, any shape.
+        targets: Of the same shape; constants.
+        delta: In units of the values.
+
+    Returns:
+        The loss of each step, in the shape of `values`.
+
+    Raises:
+        ValueError: If the shapes differ or `delta` is negative.
+    """
+    check.same_shape(values=values, targets=targets)
+    check.not_negative(delta=delta)
+    errors = (values - targets.detach()).abs()
+    # Of the two parts one is constant on either side, so that no gradient is doubled.
+    quadratic = errors.clamp(max=delta)
+    return 0.5 * quadratic.square() + delta * (errors - quadratic)

@@ -96,7 +96,7 @@ def test_checking_numerics_stops_at_the_minibatch(check_numerics):
     model = make("return", check_numerics=check_numerics)
     steps = []
     optimize = model.optimize
-    model.optimize = lambda loss: (steps.append("begun"), optimize(loss), steps.append("done"))  # type: ignore[method-assign]
+    model.optimize = lambda *a, **k: (steps.append("begun"), optimize(*a, **k), steps.append("done"))  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError):
         make_trainer().fit(model, rollouts(model))
     assert steps == ["begun", "done"] * 2 + (["begun"] if check_numerics else ["begun", "done"])

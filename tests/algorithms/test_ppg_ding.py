@@ -71,7 +71,7 @@ class DingPolicy(AuxiliaryActorCritic):
     def forward_auxiliary(self, observations: Nested, *more: Any) -> tuple[Distribution, Tensor, Tensor]:
         distribution, auxiliary, value = super().forward_auxiliary(observations, *more)
         if hasattr(self, "auxiliary_encoder"):
-            auxiliary = self.auxiliary_head(self.auxiliary_encoder(observations)).squeeze(-1)
+            auxiliary = self._from_head(self.auxiliary_head, self.auxiliary_encoder(observations))
         return distribution, auxiliary, value
 
 
@@ -142,7 +142,7 @@ SHARED = [True]  # Lightning would take an argument for a hyper-parameter
 class ScriptedPPG(Scripted, PPG):
     """DI-engine makes all passes of the policy before those of the value, in an order of their own."""
 
-    def update(self, batch: Batch) -> None:
+    def update(self, rollout: Rollout, batch: Batch) -> None:
         rows = [event["rows"] for event in self.events("minibatch")]
         num_policy = len(self.events("policy"))
         for index, some in enumerate(rows):
@@ -150,9 +150,9 @@ class ScriptedPPG(Scripted, PPG):
             part = Batch(part.fields)
             distribution, values = self.policy(part.observations)
             if index < num_policy:
-                self.optimize(self.actor_loss(part, distribution))
+                self.optimize(self.actor_loss(part, distribution), only="actor")
             else:
-                self.optimize(self.critic_loss(part, values))
+                self.optimize(self.critic_loss(part, values), only="critic")
 
 
 class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):

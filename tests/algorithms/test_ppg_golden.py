@@ -131,7 +131,7 @@ def test_openai_policy_phase(case: dict[str, Any]) -> None:
     data = OPENAI["ppo_compute_losses"]["data"][case["arch"]]
     fields = {"observations": "ob", "actions": "ac", "log_probs": "logp", "advantages": "adv", "returns": "vtarg"}
     batch = Batch({ours: double(data[theirs]).flatten(0, 1) for ours, theirs in fields.items()})
-    batch = batch.replace(actions=batch.actions.long())
+    batch = batch.replace(actions=batch.actions.long(), values=batch.returns)
     model.trainer = make_trainer()
     loss = model.loss(batch)
     loss.backward()

@@ -3,18 +3,22 @@
 import re
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.masks import MaskedEnvironment
+from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policy import ActorCritic
+from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
-from tests.mask_probes import CASES, kwargs_of, source_of
+from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
 from tests.probes import make_batch, make_collector
 
 SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
@@ -112,7 +116,7 @@ def test_every_kind_of_action_obeys_its_masks(name, more, where):
     assert rollout.num_steps == 320
 
 
-def test_masks_of_native_environments_with_nested_actions_that_are_resets_in_part():
+def test_masks_of_native_environments_with_nested_actions_that_are_reset_in_part():
     rollout = roll(make("hybrid", num_envs=3, backend="native", mode=DISABLED), 20)
     assert rollout.num_steps == 60 and rollout.truncated.any()
 
@@ -219,6 +223,96 @@ def test_sources_without_masks_are_refused(source, message, backend):
         )
 
 
+@pytest.mark.parametrize("backend", ["sync", "native"])
+@pytest.mark.parametrize("form", ["list", "tuple", "dict", "numbers"])
+def test_masks_of_all_components_are_one_of_the_whole(form, backend):
+    """As arrays for each, the way that Gymnasium's own spaces take them, or side by side in a list."""
+    environments = make_batch(
+        "tests.environments.test_masks:Probe/Forms-v0", 2, backend=backend, action_mask="info.action_mask", form=form
+    )
+    assert environments.single_observation_space["action_mask"] == ActionMask(5)
+    assert environments.reset()["action_mask"].tolist() == [[1, 0, 1, 0, 1]] * 2
+    rollout = make_collector(environments, 8).collect(make_policy(environments))
+    actions = rollout.flatten().actions
+    assert (actions[:, 0] != 1).all() and (actions[:, 1] == 1).all()
+    environments.close()
+
+
+class Forms(Invalid):
+    """Says the same of two components in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(space_to_dict(spaces.MultiDiscrete([3, 2])))
+        first, second = np.array([True, False, True]), [0, 1]
+        self.form = {
+            "list": [*first, *second],
+            "tuple": (first, second),
+            "dict": {"0": first, "1": second},
+            "numbers": {0: first, 1: second},
+        }[form]
+
+    def draw(self) -> Any:
+        return self.form
+
+    def check(self, action: Any) -> None:
+        assert action[0] != 1 and action[1] == 1
+
+
+class FormsVector(SyncVectorEnv):
+    """Two of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Forms(**kwargs)] * num_envs)
+
+
+gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
+
+
+@pytest.mark.parametrize(("where", "step"), [("info", 0), ("method", 0), ("info", 2), ("method", 2)])
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, step, backend):
+    options = {"backend": backend, "action_mask": source_of(where), "where": where, "at": step}
+    if step == 0:
+        with pytest.raises(
+            EnvironmentFailure, match=r"raised in the reset that shows its action masks: ArithmeticError"
+        ):
+            make_batch("tests.environments.test_masks:Probe/Spoilt-v0", 2, **options)
+        return
+    environments = make_batch("tests.environments.test_masks:Probe/Spoilt-v0", 2, **options)
+    message = (
+        r"action_mask of shape \(4,\): expected \(5,\)" if backend == "sync" else "the environments raised in step: "
+    )
+    with pytest.raises(EnvironmentFailure, match=message):
+        roll(environments)
+
+
+class Spoilt(Invalid):
+    """Raises in its resets, or gives a mask that is too short from some step on."""
+
+    def __init__(self, where: str, at: int) -> None:
+        self.at = at
+        super().__init__(space_to_dict(spaces.Discrete(5)), where=where)
+
+    def draw(self) -> Any:
+        if self.at == 0:
+            raise ArithmeticError("the physics exploded")
+        mask = super().draw()
+        return mask[:4] | True if self.count == self.at else mask
+
+
+class SpoiltVector(SyncVectorEnv):
+    """Several of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Spoilt(**kwargs)] * num_envs)
+
+    def action_masks(self) -> np.ndarray:
+        return np.stack([env.action_masks() for env in self.envs])
+
+
+gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
+
+
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
     puzzle = {"env_id": "tests.nested_probes:Probe/Puzzle-v0"}
     wrapper = {"class_path": "tests.environments.test_masks.Left", "init_args": {}}
@@ -231,7 +325,7 @@ def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
         make_batch(**puzzle, wrappers=(taken,), action_mask="info.left")
 
 
-class Left(__import__("gymnasium").Wrapper):
+class Left(gymnasium.Wrapper):
     """Allows the first of two actions; with a key, an observation has a part of that name."""
 
     def __init__(self, env, key: str | None = None) -> None:
@@ -246,3 +340,36 @@ class Left(__import__("gymnasium").Wrapper):
     def step(self, action: Any):
         *rest, info = self.env.step(action)
         return *rest, {**info, "left": [1, 0]}
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+def test_masks_are_copies_of_what_the_environment_may_write_over(where):
+    env = gymnasium.make("Probe/Invalid-v0", **kwargs_of("discrete", where=where), disable_env_checker=True)
+    masked = MaskedEnvironment(env, source_of(where))
+    observation, _ = masked.reset(seed=1)
+    mask = observation["legal" if where == "observation" else "action_mask"]
+    before = mask.copy()
+    env.unwrapped.mask[:] = ~env.unwrapped.mask
+    assert np.array_equal(mask, before) and mask.dtype == np.int8
+    assert masked.observation_space.contains(observation)
+
+
+def test_an_environment_that_gives_its_state_is_asked_for_it_within_masks_too():
+    env = MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask")
+    episodes = SeededEpisodes(env)
+    observation, _ = episodes.reset(seed=3)
+    record = episodes.recorded()
+    assert record["own"] == {"count": 0}
+    again = SeededEpisodes(MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask"))
+    exact, found = again.restore(record)
+    assert exact and np.array_equal(found["action_mask"], observation["action_mask"])
+
+
+class WithState(Invalid):
+    """Can be told where to go on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]

@@ -11,7 +11,8 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions
+from lightning_rl.environments import AtariPreprocessing, EnvironmentBatch, EnvironmentSpec, WrapperOptions
+from lightning_rl.environments.atari import sign
 from lightning_rl.environments.frames import stack_frames
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
@@ -20,6 +21,7 @@ from lightning_rl.nested import leaves
 from lightning_rl.networks import is_image
 from lightning_rl.policy import PolicyOutput
 from lightning_rl.validation import ConfigurationError
+from tests.environments.test_lives import whole_game
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
 from tests.probes import Counter, Space, Told, collect, make_batch, make_collector, seeds_of
 
@@ -322,6 +324,33 @@ def test_in_evaluation_the_policy_sees_rewards_as_in_training_and_they_are_count
     assert episode.observations["previous_reward"].tolist() == [[0], [0.25], [0.25], [0.25]]
 
 
+def test_in_evaluation_each_life_of_a_game_begins_with_nothing_before_it_and_rewards_are_signs():
+    """As in training, where lives are episodes and rewards are clipped."""
+    game = whole_game((3, 3), (0, 2), (5, 2), (-2, 2), (7, 0))
+    game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
+    options = WrapperOptions(previous_action=True, previous_reward=True)
+    env = options.wrap(game, True, sign)
+    seen = [env.reset(seed=0)[0], *(env.step(1)[0] for _ in range(4))]
+    # The second step loses a life, and the no-op after it scores 5 points unseen.
+    assert [x["previous_reward"].tolist() for x in seen] == [[0], [1], [0], [-1], [1]]
+    assert [x["previous_action"].tolist() for x in seen] == [[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
+def test_rewards_that_a_game_shows_the_policy_are_clipped_in_evaluation_too(backend):
+    pytest.importorskip("ale_py")
+    calm = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
+    batch = make_batch("ALE/Asterix-v5", backend=backend, atari=calm, previous_reward=True, evaluation=True)
+    batch.reset()
+    raw, shown = set(), set()
+    for _ in range(100):
+        step = batch.step(np.array([2]))
+        raw.add(float(step.rewards[0]))
+        shown.add(float(step.observations["previous_reward"][0, 0]))
+    assert max(raw) > 1 and shown == {0.0, 1.0}
+    batch.close()
+
+
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_a_policy_learns_from_and_is_exported_with_the_previous_step(backend):
     data = make_data(backend=backend, previous_action=True, previous_reward=True, frame_stack=2)
@@ -460,14 +489,9 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
 # --------------------------------------------------------------------------------------------------------- Atari games
 
 
-ATARI = {"env_id": "ALE/Breakout-v5"}
-
-
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_the_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
     pytest.importorskip("ale_py")
-    from lightning_rl.environments import AtariPreprocessing
-
     calm = AtariPreprocessing(noop_max=1, fire_on_reset=False, episodic_life=False, repeat_action_probability=0.0)
     rollout = collect("ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, atari=calm, max_episode_steps=10)
     (end,) = rollout.truncated[:, 0].nonzero().flatten().tolist()

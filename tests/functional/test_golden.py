@@ -12,6 +12,7 @@ from lightning_rl.functional import (
     clipped_surrogate_loss,
     clipped_value_loss,
     discounted_returns,
+    dual_clipped_surrogate_loss,
     gae,
     td_lambda_returns,
     value_loss,
@@ -217,18 +218,29 @@ def test_ding_gae_of_one_trajectory_ignores_the_end_inside() -> None:
     close(advantages, case["adv"], {"rtol": 1e-6, "atol": 1e-6})
 
 
-@pytest.mark.parametrize("case", [case for case in DING["ppo_policy_error"]["cases"] if case["dual_clip"] is None])
+@pytest.mark.parametrize("case", DING["ppo_policy_error"]["cases"])
 def test_ding_policy_error(case: dict[str, Any]) -> None:
     data = DING["ppo_policy_error"]
     w = 1.0 if case["weight"] is None else double(data["w"])
     logits, actions = double(data["logit_new"]).requires_grad_(), torch.tensor(data["action"])[:, None]
     new, old = (x.log_softmax(-1).gather(-1, actions)[:, 0] for x in (logits, double(data["logit_old"])))
-    loss = (w * clipped_surrogate_loss(new - old, double(data["adv"]), case["clip_ratio"])).mean()
+    advantages, clip = double(data["adv"]), case["clip_ratio"]
+    terms = dual_clipped_surrogate_loss(new - old, advantages, clip, clip, case["dual_clip"])
+    loss = (w * terms).mean()
     loss.backward()
     close(loss, case["policy_loss"], FLOAT64)
     close(logits.grad, case["grad_policy_loss_logit_new"], FLOAT64)
     close(approx_kl_k1(new - old).mean(), case["approx_kl"], FLOAT64)
     close(clip_indicator(new - old, case["clip_ratio"]).mean(), case["clipfrac"], {"rtol": 1e-6, "atol": 1e-6})
+    if case["dual_clip"] is None:
+        close(clipped_surrogate_loss(new - old, advantages, clip), terms.detach(), FLOAT64)
+
+
+def test_ding_cases_have_ratios_that_a_dual_clip_bounds() -> None:
+    cases = DING["ppo_policy_error"]["cases"]
+    assert {case["dual_clip"] for case in cases} > {None}
+    unbounded = {case["policy_loss"] for case in cases if case["dual_clip"] is None}
+    assert {case["policy_loss"] for case in cases} > unbounded
 
 
 @pytest.mark.parametrize("case", DING["ppo_value_error"]["cases"])

@@ -11,6 +11,8 @@ from lightning_rl.functional import (
     clip_indicator,
     clipped_surrogate_loss,
     clipped_value_loss,
+    dual_clipped_surrogate_loss,
+    huber_value_loss,
     policy_gradient_loss,
     value_loss,
     weighted_mean,
@@ -173,3 +175,41 @@ def test_a_negative_clip_range_is_refused(clip_range: float) -> None:
     for function, inputs in [(clipped_surrogate_loss, (x, x)), (clipped_value_loss, (x, x, x)), (clip_indicator, (x,))]:
         with pytest.raises(ValueError, match=f"clip_range is {clip_range}, expected a number >= 0"):
             function(*inputs, clip_range)
+
+
+# -- other losses of PPO
+
+
+def test_each_side_is_clipped_by_its_own_range() -> None:
+    ratios = torch.tensor([0.5, 1.5, 0.5, 1.5], dtype=torch.float64)
+    advantages = torch.tensor([2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
+    close(dual_clipped_surrogate_loss(ratios.log(), advantages, 0.1, 0.4), [-1.0, -2.8, 1.8, 3.0])
+    for both in (0.1, 0.4):
+        same = dual_clipped_surrogate_loss(ratios.log(), advantages, both, both)
+        close(same, clipped_surrogate_loss(ratios.log(), advantages, both).tolist())
+
+
+def test_dual_clip_bounds_what_a_bad_action_that_has_become_likely_counts() -> None:
+    ratios = torch.tensor([2.0, 2.9, 4.0, 4.0], dtype=torch.float64)
+    advantages = torch.tensor([-2.0, -2.0, -2.0, 2.0], dtype=torch.float64)
+
+    def loss(log_ratios: torch.Tensor) -> torch.Tensor:
+        return dual_clipped_surrogate_loss(log_ratios, advantages, 0.2, 0.2, 3.0)
+
+    close(loss(ratios.log()), [4.0, 5.8, 6.0, -2.4])
+    close(gradient(loss, ratios.log()), [4.0, 5.8, 0.0, 0.0])
+
+
+def test_huber_loss_is_squared_up_to_delta_and_straight_from_there() -> None:
+    values, targets = torch.tensor([0.5, 1.0, 3.0, -3.0], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    close(huber_value_loss(values, targets, 1.0), [0.125, 0.5, 2.5, 2.5])
+    close(gradient(lambda x: huber_value_loss(x, targets, 1.0), values), [0.5, 1.0, 1.0, -1.0])
+    close(huber_value_loss(values, targets, 3.0), value_loss(values, targets).tolist())
+
+
+@pytest.mark.parametrize("options", [(-0.1, 0.2), (0.2, -0.1), (0.2, 0.2, -1.0)])
+def test_negative_ranges_are_refused(options: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="expected a number >= 0"):
+        dual_clipped_surrogate_loss(torch.zeros(2), torch.zeros(2), *options)
+    with pytest.raises(ValueError, match="delta is -1"):
+        huber_value_loss(torch.zeros(2), torch.zeros(2), -1)

@@ -1,0 +1,68 @@
+"""Tell a policy which actions are valid: tic-tac-toe against a player who moves at random.
+
+    python examples/action_masks.py
+
+The environment says with `action_masks()` which fields are free. `action_mask="method.action_masks"` makes that a part
+of the observation, and the policy never draws another field, in training and evaluation.
+"""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_rl import PPO, EnvStepLimit, EnvStepProgressBar, RolloutDataModule
+
+LINES = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 8], [0, 4, 8], [2, 4, 6]])
+
+
+class TicTacToe(gymnasium.Env[np.ndarray, int]):
+    """Own stones are 1, the other player's -1. A win earns 1, a loss -1; a field that is taken is an error."""
+
+    observation_space = spaces.Box(-1, 1, (9,), np.float32)
+    action_space = spaces.Discrete(9)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        """Begin a game, as the first or the second to move."""
+        super().reset(seed=seed)
+        self.board = np.zeros(9, np.float32)
+        if self.np_random.integers(2):
+            self.board[self.np_random.integers(9)] = -1
+        return self.board.copy(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Put a stone on a field; the other player answers."""
+        assert self.board[action] == 0, f"field {action} is taken"
+        for stone, field in ((1, action), (-1, None)):
+            self.board[self.np_random.choice(np.flatnonzero(self.board == 0)) if field is None else field] = stone
+            won = (self.board[LINES].sum(1) == 3 * stone).any()
+            if won or self.board.all():
+                return self.board.copy(), float(stone * won), True, False, {}
+        return self.board.copy(), 0.0, False, False, {}
+
+    def action_masks(self) -> np.ndarray:
+        """Return which fields are free."""
+        return self.board == 0
+
+
+gymnasium.register("TicTacToe-v0", TicTacToe)
+
+
+def main(max_env_steps: int = 100_000) -> float:
+    """Train, and return the mean result of 200 games."""
+    torch.set_num_threads(1)
+    seed_everything(0)
+    data = RolloutDataModule("TicTacToe-v0", 16, 64, action_mask="method.action_masks", eval_episodes=200)
+    model = PPO(data.observation_space, data.action_space, learning_rate=3e-3)
+    callbacks = [EnvStepLimit(max_env_steps), EnvStepProgressBar()]
+    trainer = Trainer(max_epochs=-1, callbacks=callbacks, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(model, data)
+    (metrics,) = trainer.validate(model, data)
+    return metrics["val/episode_return"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Which parameters each optimiser has, and in which groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_rl.validation import (
+    ClassSpec,
+    ConfigurationError,
+    check,
+    check_number,
+    import_class,
+    instantiate,
+    to_plain_data,
+)
+
+Half = Literal["actor", "critic"]
+"""A half of the loss: that of the policy, or that of the value."""
+
+SCALE = "learning_rate_scale"
+ParameterGroups = dict[str, dict[str, Any]]
+"""Options of some parameters, by a pattern of their names."""
+
+
+def group_options(groups: Any) -> ParameterGroups:  # noqa: ANN401 - it is checked here
+    """Return `parameter_groups` as plain data.
+
+    Raises:
+        ConfigurationError: It is no dict of dicts, or a scale is negative.
+    """
+    plain: Any = to_plain_data("parameter_groups", groups)
+    is_dict = isinstance(plain, dict) and all(isinstance(options, dict) for options in plain.values())
+    check(is_dict, "parameter_groups", groups, "a dict: pattern of names → dict of options")
+    for pattern, options in plain.items():
+        check_number(f"parameter_groups: {pattern}: {SCALE}", options.get(SCALE, 1.0), at_least=0)
+        for name in ("params", "lr"):
+            check(name not in options, f"parameter_groups: {pattern}", options, f"no {name!r}; {SCALE} is for the rate")
+    return plain  # type: ignore[no-any-return]
+
+
+def is_of_critic(name: str) -> bool:
+    """Whether a policy's parameter of that name is the critic's alone: its encoder, where it has one, and its head."""
+    return name.startswith(("critic_", "value_"))
+
+
+def has_separate_critic(policy: nn.Module) -> bool:
+    """Whether the critic shares no parameter with the actor."""
+    return getattr(policy, "critic_encoder", None) is not None
+
+
+def parameters_of_other_half(policy: nn.Module, half: Half) -> list[nn.Parameter]:
+    """Return the parameters that the loss of `half` does not depend on."""
+
+    def is_other(name: str) -> bool:
+        if half == "actor":
+            return is_of_critic(name)
+        return not is_of_critic(name) if has_separate_critic(policy) else name.startswith("action_head")
+
+    return [parameter for name, parameter in policy.named_parameters() if is_other(name)]
+
+
+def split_parameters(
+    policy: nn.Module, groups: ParameterGroups, separate: bool
+) -> list[dict[str | None, list[nn.Parameter]]]:
+    """Return, for each optimiser, its parameters by the pattern that they are grouped by.
+
+    Args:
+        policy: Whose parameters.
+        groups: Options by pattern: the beginning of a name (`critic_encoder`, `action_head.log_std`), or a pattern in
+            the manner of a shell (`*.bias`). A parameter belongs to the first that fits; None has those that are left.
+        separate: Whether the critic has an optimiser of its own, the second.
+
+    Raises:
+        ConfigurationError: No parameter belongs to a pattern; or the critic has none of its own.
+    """
+    named = dict(policy.named_parameters())
+    critics = [name for name in named if separate and is_of_critic(name)]
+    if separate and not (has_separate_critic(policy) and 0 < len(critics) < len(named)):
+        raise ConfigurationError(
+            "critic_optimizer or critic_learning_rate is given, but actor and critic share parameters: expected "
+            "separate encoders (shared_encoder=false)"
+        )
+    belongs = {name: next((p for p in groups if _fits(name, p)), None) for name in named}
+    for pattern in groups:
+        is_first = pattern in belongs.values()
+        check(is_first, "parameter_groups", pattern, "a pattern that comes first for some of " + ", ".join(named))
+    halves = [[name for name in named if name not in critics], critics][: 1 + separate]
+    patterns: list[str | None] = [None, *groups]
+    return [
+        {pattern: found for pattern in patterns if (found := [named[n] for n in half if belongs[n] == pattern])}
+        for half in halves
+    ]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups) -> None:
+    """Raise unless optimisers can be made; for the arguments see `make_optimizers`.
+
+    Raises:
+        ConfigurationError: No parameter belongs to a pattern, a class does not know an option of its groups, or the
+            critic shares parameters; names it.
+    """
+    for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
+        known = set(inspect.signature(import_class(field, spec["class_path"])).parameters) - {"params", "lr"}
+        for pattern in filter(None, part):
+            unknown = sorted({*groups[pattern]} - known - {SCALE})
+            expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
+            check(not unknown, f"parameter_groups: {pattern}", groups[pattern], expected)
+
+
+def make_optimizers(
+    policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups, rates: Sequence[float]
+) -> list[Optimizer]:
+    """Make the optimiser of a policy, or that of its actor and that of its critic.
+
+    Args:
+        policy: Whose parameters they have.
+        specs: Class and arguments of one or two, by the setting that they come from.
+        groups: Options of some parameters, by pattern.
+        rates: Learning rate of each for a group whose scale is 1.
+
+    Raises:
+        ConfigurationError: A class refuses an argument.
+    """
+    parts = split_parameters(policy, groups, separate=len(specs) > 1)
+    return [
+        _make(field, spec, part, groups, rate)
+        for (field, spec), part, rate in zip(specs.items(), parts, rates, strict=False)
+    ]
+
+
+def _make(
+    field: str,
+    spec: ClassSpec,
+    parameters: Mapping[str | None, list[nn.Parameter]],
+    groups: ParameterGroups,
+    rate: float,
+) -> Optimizer:
+    given: list[dict[str, Any]] = []
+    for pattern, members in parameters.items():
+        options = {} if pattern is None else groups[pattern]
+        # Betas and the like: plain data has lists where optimisers have tuples.
+        options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+        given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
+    # One group without options is given as everybody gives it, to optimisers too that take nothing else.
+    single = [*parameters] == [None]
+    optimizer: Optimizer = instantiate(field, spec, given[0]["params"] if single else given, lr=rate)
+    return optimizer
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of every group: `rate` times its scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(SCALE, 1.0)
+
+
+def scale_learning_rate(optimizer: Optimizer, factor: float, lowest: float, highest: float) -> None:
+    """Multiply the learning rate of every group, within bounds that are scaled as the group is."""
+    for group in optimizer.param_groups:
+        scale = group.get(SCALE, 1.0)
+        group["lr"] = min(max(group["lr"] * factor, lowest * scale), highest * scale)

@@ -1,0 +1,81 @@
+"""The options of an algorithm that change over a run, and what they need to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_rl.schedules import Ramp, Schedule, Scheduled, parse_schedule
+from lightning_rl.validation import check
+
+RATES = ("learning_rate", "critic_learning_rate")
+
+
+class ScheduledOptions:
+    """Sets the attributes of an algorithm to what their schedules say at the present environment step."""
+
+    def __init__(self) -> None:
+        self._schedules: dict[str, Schedule] = {}
+        self._annealed = False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schedules)
+
+    def add(
+        self,
+        name: str,
+        value: Scheduled,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+    ) -> float:
+        """Take in an option, and return its value at the beginning of a run; see `parse_schedule` for the bounds.
+
+        Raises:
+            ConfigurationError: It is neither a number within the bounds nor a schedule.
+        """
+        schedule = parse_schedule(name, value, above=above, at_least=at_least, at_most=at_most)
+        if schedule.varies:
+            self._schedules[name] = schedule
+        return schedule.at(0, None)
+
+    def anneal(self, name: str, value: float) -> None:
+        """Lower an option on a line from `value` to 0 at the end of the run."""
+        self._schedules[name] = Ramp(value, 0.0)
+        self._annealed = True
+
+    def first(self, name: str, otherwise: float) -> float:
+        """Return the value of an option at the beginning of a run, or `otherwise` where it does not change."""
+        return self._schedules[name].at(0, None) if name in self._schedules else otherwise
+
+    def values(self, env_steps: int, planned: int | None) -> dict[str, float]:
+        """Return the values at a step, those of the options that change."""
+        return {name: schedule.at(env_steps, planned) for name, schedule in self._schedules.items()}
+
+    def check_end(self, module: LightningModule, has_end: bool, expected: str) -> None:
+        """Raise unless there is an end for the schedules that go to the end.
+
+        Raises:
+            ConfigurationError: There is none; names the first of them.
+        """
+        for name, schedule in self._schedules.items():
+            option = "anneal_learning_rate" if self._annealed and name in RATES else name
+            check(has_end or not schedule.over_run, option, module.hparams[option], expected)
+
+    def tell_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
+        """Say that a resumed run ends elsewhere than it would have, if that moves schedules."""
+        names = [name for name, schedule in self._schedules.items() if schedule.over_run]
+        if not names or before in (None, planned) or env_steps >= (planned or 0):
+            return
+        if self._annealed:
+            rank_zero_info(
+                f"Resuming with a learning rate that reaches 0 at {planned} environment steps (before: {before}): it "
+                f"goes on from {env_steps} of them on the new line"
+            )
+        if names := [name for name in names if not (self._annealed and name in RATES)]:
+            rank_zero_info(
+                f"Resuming with schedules that end at {planned} environment steps (before: {before}), of "
+                f"{', '.join(names)}: they go on from {env_steps} of them as if that had been planned from the start"
+            )

@@ -1,0 +1,289 @@
+"""Schedules in a run, an optimiser of the critic's own, groups of parameters, and steps that are taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_rl import A2C, PPO, EnvStepLimit
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+SGD = {"class_path": "torch.optim.SGD"}
+ROWS = 48
+
+
+def make(algorithm: type[PPO] = PPO, **options: Any) -> PPO:
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
+    return algorithm(VECTOR, DISCRETE, **small | options).double()
+
+
+def learn(model: PPO, num_rollouts: int = 3, **trainer: Any) -> Any:
+    """Learn from rollouts of 48 steps; return the trainer."""
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(num_rollouts)]
+    fitted = make_trainer(precision="64-true", **trainer)
+    fitted.fit(model, FixedRollouts(rollouts, model))
+    return fitted
+
+
+def groups(model: PPO) -> list[list[dict[str, Any]]]:
+    return [optimizer.param_groups for optimizer in model.all_optimizers]
+
+
+def rates(model: PPO) -> list[list[float]]:
+    return [[group["lr"] for group in of_one] for of_one in groups(model)]
+
+
+# -- schedules
+
+
+class Values(Callback):
+    """What the scheduled attributes and learning rates are while each rollout is learned from."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.rows: list[tuple[Any, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        of_groups = [rate for of_one in rates(pl_module) for rate in of_one]
+        self.rows.append((*(getattr(pl_module, name) for name in self.names), *of_groups))
+
+
+SCHEDULES: dict[str, Any] = {
+    "clip_range": {"kind": "linear", "start": 0.4, "end": 0.1},
+    "entropy_coef": {"kind": "piecewise", "points": [[0, 0.1], [ROWS, 0.2], [2 * ROWS, 0.4]]},
+    "gae_lambda": {"kind": "linear", "start": 1.0, "end": 0.5, "over": 4 * ROWS},
+    "target_kl": {"kind": "cosine", "start": 8.0, "end": 4.0, "over": 2 * ROWS},
+    "clip_range_value": {"kind": "constant", "value": 7},
+    "learning_rate": {"kind": "linear", "start": 3e-3, "end": 0},
+}
+
+
+def test_attributes_and_learning_rate_follow_their_schedules_by_environment_steps():
+    values = Values(*SCHEDULES)
+    learn(make(**SCHEDULES), callbacks=[values, EnvStepLimit(3 * ROWS)])
+    assert values.rows == [
+        pytest.approx((0.4, 0.1, 1.0, 8.0, 7.0, 3e-3, 3e-3)),
+        pytest.approx((0.3, 0.2, 0.875, 6.0, 7.0, 2e-3, 2e-3)),
+        pytest.approx((0.2, 0.4, 0.75, 4.0, 7.0, 1e-3, 1e-3)),
+    ]
+
+
+def test_a_run_with_a_schedule_is_one_whose_numbers_are_changed_by_hand():
+    class ByHand(PPO):
+        def training_step(self, rollout: Any, batch_idx: int) -> None:
+            self.clip_range, self.entropy_coef = [(0.4, 0.1), (0.3, 0.2), (0.2, 0.4)][batch_idx]
+            super().training_step(rollout, batch_idx)
+
+    names = ("clip_range", "entropy_coef")
+    scheduled, by_hand, constant = make(**{name: SCHEDULES[name] for name in names}), make(ByHand), make()
+    for model in (scheduled, by_hand, constant):
+        learn(model, callbacks=[EnvStepLimit(3 * ROWS)])
+    expected = parameters_of(by_hand)
+    for name, parameter in scheduled.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-12)
+    assert any(not torch.equal(p, expected[name]) for name, p in constant.named_parameters())
+
+
+def test_what_is_scheduled_is_logged_and_constants_are_not():
+    logger = MemoryLogger()
+    model = make(**SCHEDULES)
+    learn(model, logger=logger, log_every_n_steps=1, callbacks=[EnvStepLimit(3 * ROWS)])
+    assert [value for _, value in logger.rows("train/clip_range")] == pytest.approx([0.4, 0.3, 0.2])
+    assert [step for step, _ in logger.rows("train/clip_range")] == [ROWS, 2 * ROWS, 3 * ROWS]
+    assert [value for _, value in logger.rows("train/learning_rate")] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert logger.rows("train/clip_range_value") == []
+
+
+def test_annealing_is_short_for_a_line_to_zero():
+    models = [make(anneal_learning_rate=True), make(learning_rate={"kind": "linear", "start": 3e-4, "end": 0.0})]
+    for model in models:
+        learn(model, callbacks=[EnvStepLimit(3 * ROWS)])
+    assert_equal_parameters(models[0], parameters_of(models[1]))
+
+
+def test_a2c_takes_schedules_too():
+    schedule = {"kind": "piecewise", "points": [[0, 0.5], [ROWS, 0.1]]}
+    values = Values("entropy_coef", "gae_lambda")
+    model = A2C(VECTOR, DISCRETE, hidden_sizes=(8,), entropy_coef=schedule, learning_rate=schedule).double()
+    learn(model, 2, callbacks=[values])
+    assert [row[:3] for row in values.rows] == [(0.5, 1.0, 0.5), (0.1, 1.0, 0.1)]
+
+
+@pytest.mark.parametrize("name", ["clip_range", "critic_learning_rate"])
+def test_schedule_to_the_end_of_a_run_without_one_is_refused(name):
+    data = make_data()
+    model = make_model(data, **{name: {"kind": "linear", "start": 1.0, "end": 0.0}})
+    with pytest.raises(ConfigurationError, match=rf"{name}=.* a run with an end: set max_env_steps or max_epochs"):
+        make_trainer(max_epochs=-1).fit(model, data)
+
+
+# -- two optimisers
+
+
+def test_two_optimisers_alike_take_the_steps_of_one():
+    one, two = make(max_grad_norm=None), make(max_grad_norm=None, critic_learning_rate=3e-4)
+    for model in (one, two):
+        learn(model)
+    assert_equal_parameters(two, parameters_of(one))
+    assert [len(of_one) for of_one in groups(two)] == [1, 1]
+
+
+def test_each_has_its_own_class_rate_and_parameters():
+    model = make(learning_rate=1e-3, critic_learning_rate=0.5, critic_optimizer=SGD)
+    actor, critic = model.configure_optimizers()
+    assert (type(actor), type(critic)) == (torch.optim.Adam, torch.optim.SGD)
+    assert (actor.defaults["lr"], critic.defaults["lr"]) == (1e-3, 0.5)
+    names = {id(p): name for name, p in model.policy.named_parameters()}
+    of_actor, of_critic = ([names[id(p)] for p in x.param_groups[0]["params"]] for x in (actor, critic))
+    assert {name.split(".")[0] for name in of_critic} == {"critic_encoder", "value_head"}
+    assert {name.split(".")[0] for name in of_actor} == {"actor_encoder", "action_head"}
+
+
+def test_each_gradient_is_clipped_by_its_own_norm():
+    """One step of SGD at rate 1 moves each half by its own clipped gradient."""
+    recorder = Recorder()
+    options = {"optimizer": SGD, "learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.1}
+    model = make(critic_learning_rate=1.0, **options)
+    before = parameters_of(model.policy)
+    learn(model, 1, callbacks=[recorder])
+    (row,) = recorder.rows
+    for norm, starts in (("grad_norm", ("actor", "action")), ("critic_grad_norm", ("critic", "value"))):
+        moves = [p - before[name] for name, p in model.policy.named_parameters() if name.startswith(starts)]
+        moved = torch.cat([move.flatten() for move in moves]).norm().item()
+        assert moved == pytest.approx(min(row[norm], 0.1), rel=1e-5)
+    assert row["critic_grad_norm"] > 0.1
+
+
+def test_one_update_is_one_global_step_with_two_optimisers_too():
+    trainer = learn(make(critic_learning_rate=1e-3))
+    assert trainer.global_step == 3 * 2 * 2
+
+
+def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor():
+    line = {"kind": "linear", "start": 3e-3, "end": 0}
+    for options, critics in (
+        ({"critic_learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}, [1.0, 0.5, 0.5]),
+        ({"critic_learning_rate": 0.25}, [0.25] * 3),
+        ({"critic_optimizer": SGD}, [3e-3, 2e-3, 1e-3]),
+    ):
+        values = Values()
+        learn(make(learning_rate=line, **options), callbacks=[values, EnvStepLimit(3 * ROWS)])
+        assert [row[0] for row in values.rows] == pytest.approx([3e-3, 2e-3, 1e-3])
+        assert [row[1] for row in values.rows] == pytest.approx(critics)
+
+
+def test_a_scheduler_steps_both():
+    step = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
+    model = make(learning_rate=1.0, critic_learning_rate=5.0, lr_scheduler=step)
+    learn(model, 2)
+    assert rates(model) == [[pytest.approx(0.01)], [pytest.approx(0.05)]]
+
+
+def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
+    class Broken(PPO):
+        def critic_loss(self, batch: Any, values: Tensor) -> Tensor:
+            return super().critic_loss(batch, values) + (0 * self.policy.value_head.bias).sum().abs().sqrt()
+
+    model = make(Broken, critic_learning_rate=1e-3)
+    before = parameters_of(model)
+    with pytest.raises(FloatingPointError, match="critic_grad_norm is nan"):
+        learn(model, 1)
+    assert_equal_parameters(model, before)
+
+
+@pytest.mark.parametrize("option", [{"critic_learning_rate": 1e-3}, {"critic_optimizer": SGD}])
+def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(option):
+    with pytest.raises(ConfigurationError, match=r"actor and critic share parameters: expected separate encoders"):
+        make(shared_encoder=True, **option)
+
+
+# -- groups of parameters
+
+
+def test_groups_scale_the_rate_and_have_options_of_their_own():
+    model = make(
+        optimizer="torch.optim.AdamW",
+        learning_rate=1e-3,
+        parameter_groups={
+            "critic_encoder": {"learning_rate_scale": 3.0},
+            "*.bias": {"weight_decay": 0.0, "betas": [0.8, 0.9]},
+            "action_head.logits": {"learning_rate_scale": 0.0},
+        },
+    )
+    names = {id(p): name for name, p in model.policy.named_parameters()}
+    made = model.configure_optimizers().param_groups
+    assert [[names[id(p)] for p in group["params"]] for group in made] == [
+        ["actor_encoder.layers.0.weight", "value_head.weight"],
+        ["critic_encoder.layers.0.weight", "critic_encoder.layers.0.bias"],
+        ["actor_encoder.layers.0.bias", "action_head.logits.bias", "value_head.bias"],
+        ["action_head.logits.weight"],
+    ]
+    assert [group["lr"] for group in made] == [1e-3, 3e-3, 1e-3, 0.0]
+    assert [(group["weight_decay"], group["betas"][0]) for group in made] == [
+        *[(0.01, 0.9)] * 2,
+        (0.0, 0.8),
+        (0.01, 0.9),
+    ]
+
+
+def test_a_scale_of_zero_leaves_parameters_as_they_are_and_schedules_keep_the_proportions():
+    model = make(
+        learning_rate={"kind": "linear", "start": 3e-3, "end": 0},
+        parameter_groups={"actor_encoder": {"learning_rate_scale": 0}, "value_head": {"learning_rate_scale": 10}},
+    )
+    before = parameters_of(model.policy)
+    values = Values()
+    learn(model, callbacks=[values, EnvStepLimit(3 * ROWS)])
+    assert values.rows == [pytest.approx((r, 0.0, 10 * r)) for r in (3e-3, 2e-3, 1e-3)]
+    for name, parameter in model.policy.named_parameters():
+        assert torch.equal(parameter, before[name]) == name.startswith("actor_encoder"), name
+
+
+def test_groups_are_divided_among_two_optimisers():
+    model = make(critic_learning_rate=1e-2, parameter_groups={"*.bias": {"learning_rate_scale": 2.0}})
+    learn(model, 1)
+    assert rates(model) == [[3e-4, 6e-4], [1e-2, 2e-2]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encoder": {}}, r"parameter_groups='encoder' .* some of actor_encoder"),
+        ({"*": {}, "value_head": {}}, r"parameter_groups='value_head' .* that comes first"),
+        ({"value_head": {"lr": 1}}, r"parameter_groups: value_head=.* learning_rate_scale is for the rate"),
+        ({"value_head": {"momentum": 1}}, r"parameter_groups: value_head=.* options of torch\.optim\.Adam, not mom"),
+        ({"value_head": {"learning_rate_scale": -1}}, r"value_head: learning_rate_scale=-1 .* at least 0"),
+        ({"value_head": 3}, r"parameter_groups=.* dict of options"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(parameter_groups=options)
+
+
+@pytest.mark.parametrize(
+    "other", [{"anneal_learning_rate": True}, {"lr_scheduler": "torch.optim.lr_scheduler.LRScheduler"}]
+)
+@pytest.mark.parametrize("name", ["learning_rate", "critic_learning_rate"])
+def test_only_one_thing_sets_a_learning_rate(name, other):
+    with pytest.raises(ConfigurationError, match=rf"{name}=.* a number, since {next(iter(other))} is given"):
+        make(**{name: {"kind": "linear", "start": 1.0, "end": 0.0}}, **other)

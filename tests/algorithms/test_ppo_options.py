@@ -1,0 +1,230 @@
+"""PPO's further options, each against loops over rows, and what they do to a run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl import PPO, FailedUpdate
+from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
+from lightning_rl.validation import ConfigurationError
+from tests.algorithms.slow_options import MORE, SlowOptions
+from tests.algorithms.slow_ppo import DEFAULTS
+from tests.algorithms.test_ppo import GeneratorStates, assert_close, make
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    Recorder,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+# Rates at which ratios and values move by as much as the option bounds.
+FAST = {"learning_rate": 2e-2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "more_value_epochs": {"num_epochs": 2, "num_value_epochs": 4},
+    "fewer_value_epochs": {"num_epochs": 4, "num_value_epochs": 2},
+    "clip_range_low": {"clip_range_low": 0.05},
+    "clip_range_high": {"clip_range_high": 0.05},
+    "both_ranges": {"clip_range_low": 0.3, "clip_range_high": 0.1},
+    "dual_clip": {"dual_clip": 1.2, **FAST},
+    "value_huber_delta": {"value_huber_delta": 0.3},
+    "huber_and_clipped": {"value_huber_delta": 0.3, "clip_range_value": 0.05, **FAST},
+    "recompute_advantages": {"recompute_advantages": True, **FAST},
+    "kl_rollback": {"kl_rollback": True, "target_kl": 0.06, **FAST},
+}
+
+
+@functools.cache
+def learn(option: str, valid: bool = False, **more: Any) -> tuple[dict[str, Tensor], SlowOptions, PPO, int]:
+    """Parameters after two rollouts and the slow PPO that learned from the same; the model and its global steps."""
+    options = OPTIONS[option] | more
+    model = make("discrete", torch.float64, **options)
+    rollouts = [random_rollout(make("discrete", torch.float64).policy, seed=seed, valid=valid) for seed in (1, 2)]
+    slow = SlowOptions(parameters_of(model.policy), {k: v for k, v in options.items() if k in DEFAULTS | MORE})
+    states = GeneratorStates()
+    trainer = make_trainer(precision="64-true", callbacks=[states])
+    trainer.fit(model, FixedRollouts([copy.copy(rollout) for rollout in rollouts], model))
+    for rollout, state in zip(rollouts, states.states, strict=True):
+        generator = torch.Generator()
+        generator.set_state(state)
+        slow.learn(rollout, generator)
+    return parameters_of(model.policy), slow, model, trainer.global_step
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(option):
+    fast, slow, _, updates = learn(option)
+    assert_close(fast, {name: p.detach() for name, p in slow.parameters.items()}, 1e-12)
+    assert updates == slow.num_updates
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "nothing"])
+def test_every_option_makes_a_difference(option):
+    same = {k: v for k, v in OPTIONS[option].items() if k in ("learning_rate", "num_epochs", "target_kl")}
+    without = learn("nothing", **same)[0]
+    assert max((p - without[name]).abs().max() for name, p in learn(option)[0].items()) > 1e-4
+
+
+def test_steps_that_only_reset_are_left_out_of_recomputed_advantages():
+    fast, slow, *_ = learn("recompute_advantages", valid=True)
+    assert_close(fast, {name: p.detach() for name, p in slow.parameters.items()}, 1e-12)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
+    """Its moments too: Adam would go on along them with a gradient of zero."""
+    options: dict[str, Any] = {"critic_learning_rate": 1e-3} if separate else {}
+    fast, _, model, updates = learn("more_value_epochs", normalize_advantages="none", max_grad_norm=None, **options)
+    joint = learn("nothing", num_epochs=2, normalize_advantages="none", max_grad_norm=None, **options)[0]
+    moved = {name for name, p in fast.items() if not torch.equal(p, joint[name])}
+    assert {name.split(".")[0] for name in moved} >= {"critic_encoder", "value_head"}
+    steps = {
+        name: sum(float(x.state[p]["step"]) for x in model.all_optimizers if p in x.state)
+        for name, p in model.policy.named_parameters()
+    }
+    assert {steps[name] for name in steps if name.startswith(("actor", "action"))} == {2 * 2 * 4}
+    assert {steps[name] for name in steps if name.startswith(("critic", "value"))} == {2 * 4 * 4}
+    # One of two optimisers counts the global steps: that of the actor.
+    assert updates == 2 * (2 if separate else 4) * 4
+
+
+def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
+    model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, num_epochs=1, num_value_epochs=3)
+    make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    steps = {name: int(model.optimizer.state[p]["step"]) for name, p in model.policy.named_parameters()}
+    assert {steps[name] for name in steps if name.startswith("action_head")} == {4}
+    assert {steps[name] for name in steps if not name.startswith("action_head")} == {12}
+
+
+# -- rollback
+
+
+def test_an_update_that_goes_too_far_is_taken_back_to_the_last_bit():
+    """With a limit below any, that is the first: parameters and optimiser end as they began."""
+    model = make("discrete", torch.float64, kl_rollback=True, target_kl=1e-9)
+    before = parameters_of(model)
+    rollout = random_rollout(model.policy, off_policy=0)
+    logger = MemoryLogger()
+    trainer = make_trainer(precision="64-true", logger=logger, log_every_n_steps=1)
+    trainer.fit(model, FixedRollouts([rollout], model))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+    assert model.optimizer.state == {}
+    assert model.diagnostics.num_updates == 0
+    assert [value for _, value in logger.rows("train/updates_taken_back")] == [1.0]
+
+
+def test_the_slow_one_took_an_update_back_too_and_not_at_once():
+    _, slow, _, updates = learn("kl_rollback")
+    assert slow.num_taken_back == 1
+    assert 2 < updates < 2 * 3 * 4
+
+
+# -- adaptive learning rate
+
+
+@pytest.mark.parametrize(
+    ("kl", "rate"), [(0.021, 1e-3 / 1.5), (0.02, 1e-3), (0.01, 1e-3), (0.005, 1e-3), (0.0049, 1.5e-3)]
+)
+def test_learning_rate_follows_the_divergence_between_half_and_twice_the_target(kl, rate):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    AdaptiveLearningRate(0.01).adapt(optimizer, kl)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_adapted_learning_rate_stays_within_its_bounds_and_groups_keep_their_proportions():
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)]}], lr=1e-3)
+    optimizer.param_groups[1] |= {"lr": 1e-2, "learning_rate_scale": 10.0}
+    rule = AdaptiveLearningRate(0.01, factor=2.0, minimum=3e-4, maximum=5e-3)
+    seen = []
+    for kl in (1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0):
+        rule.adapt(optimizer, kl)
+        seen.append([group["lr"] for group in optimizer.param_groups])
+    expected = [5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3, 5e-3]
+    assert seen == [pytest.approx([rate, 10 * rate]) for rate in expected]
+
+
+@pytest.mark.parametrize(("target", "factor"), [(1e-9, 1 / 3), (1e9, 3.0)])
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, separate):
+    recorder = Recorder()
+    critics = {"critic_learning_rate": 1e-3} if separate else {}
+    adaptive = {"target_kl": target, "factor": 3.0, "minimum": 1e-9, "maximum": 10.0}
+    model = make("discrete", torch.float32, adaptive_learning_rate=adaptive, **critics)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
+    make_trainer(callbacks=[recorder]).fit(model, FixedRollouts(rollouts, model))
+    assert recorder.column("learning_rate") == pytest.approx([1e-3 * factor**n for n in (1, 2, 3)])
+    if separate:
+        assert model.all_optimizers[1].param_groups[0]["lr"] == 1e-3
+
+
+# -- failures, and what is refused
+
+
+@pytest.mark.parametrize("options", [{}, {"critic_learning_rate": 1e-3}])
+def test_a_failed_update_of_the_value_alone_is_made_again(options, in_tmp_path):
+    model = BrokenLater(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=1, num_value_epochs=2, **options)
+    with pytest.raises(FloatingPointError, match=r"value_loss is nan"):
+        make_trainer(default_root_dir=in_tmp_path).fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    failed = FailedUpdate.load(in_tmp_path / "failed-update-0.pt")
+    assert failed.number == 5
+    again = failed.replay()
+    assert again["value_loss"] != again["value_loss"]
+    assert "policy_loss" not in again
+
+
+class BrokenLater(PPO):
+    """The value loss of the sixth minibatch is none."""
+
+    count = 0
+
+    def critic_loss(self, batch: Any, values: Tensor) -> Tensor:
+        self.count += 1
+        if self.count == 6:
+            batch.returns[0] = float("nan")
+        return super().critic_loss(batch, values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_value_epochs": 0}, r"num_value_epochs=0 .* an integer of at least 1"),
+        ({"clip_range_low": 0}, r"clip_range_low=0 .* above 0"),
+        ({"clip_range_high": -1}, r"clip_range_high=-1 .* above 0"),
+        ({"dual_clip": 1.0}, r"dual_clip=1\.0 .* above 1"),
+        ({"value_huber_delta": 0}, r"value_huber_delta=0 .* above 0"),
+        ({"recompute_advantages": 1}, r"recompute_advantages=1 .* true or false"),
+        ({"kl_rollback": "yes"}, r"kl_rollback='yes' .* true or false"),
+        ({"kl_rollback": True}, r"kl_rollback=True .* a target_kl beside it"),
+        ({"adaptive_learning_rate": {}}, r"adaptive_learning_rate=\{\} .* target_kl and, if needed, factor"),
+        ({"adaptive_learning_rate": {"target_kl": 0}}, r"adaptive_learning_rate: target_kl=0 .* above 0"),
+        ({"adaptive_learning_rate": {"target_kl": 1, "factor": 1}}, r"factor=1 .* above 1"),
+        ({"adaptive_learning_rate": {"target_kl": 1, "minimum": 2}}, r"maximum=0\.01 .* at least 2"),
+        (
+            {"adaptive_learning_rate": {"target_kl": 1}, "anneal_learning_rate": True},
+            r"adaptive_learning_rate=.* null, since anneal_learning_rate is given",
+        ),
+        (
+            {
+                "adaptive_learning_rate": {"target_kl": 1},
+                "learning_rate": {"kind": "linear", "start": 1, "end": 0, "over": 5},
+            },
+            r"adaptive_learning_rate=.* null, since learning_rate, a schedule, is given",
+        ),
+    ],
+)
+def test_bad_value_is_refused_when_the_model_is_made(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PPO(VECTOR, DISCRETE, **options)

@@ -1,0 +1,32 @@
+"""A wrapper that hides entries of an observation."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from lightning_rl.environments import PartialObservation
+from lightning_rl.validation import ConfigurationError
+
+
+def test_only_the_named_entries_are_shown():
+    whole, partial = gymnasium.make("CartPole-v1"), PartialObservation(gymnasium.make("CartPole-v1"), [2, 0])
+    space = partial.observation_space
+    assert np.array_equal(space.high, whole.observation_space.high[[2, 0]]) and space.dtype == np.float32
+    assert np.array_equal(partial.reset(seed=0)[0], whole.reset(seed=0)[0][[2, 0]])
+    for action in (0, 1, 1):
+        shown, expected = partial.step(action)[0], whole.step(action)[0]
+        assert np.array_equal(shown, expected[[2, 0]]) and shown in space
+
+
+@pytest.mark.parametrize(
+    ("env_id", "indices", "message"),
+    [
+        ("CartPole-v1", [4], r"indices=\[4\] is not valid: expected some of the entries 0 to 3"),
+        ("CartPole-v1", [], r"indices=\[\] is not valid"),
+        ("CartPole-v1", [-1], r"indices=\[-1\] is not valid"),
+        ("Taxi-v4", [0], "expected observations that are vectors, not Discrete"),
+    ],
+)
+def test_other_entries_and_observations_are_refused(env_id, indices, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PartialObservation(gymnasium.make(env_id), indices)
