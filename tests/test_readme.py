@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, RolloutDataModule
 from lightning_rl.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +153,9 @@ def test_every_link_leads_somewhere(page):
             assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, target
 
 
-@pytest.mark.parametrize(("algorithm", "more"), [(PPO, OnPolicyAlgorithm), (A2C, A2C)])
+@pytest.mark.parametrize(
+    ("algorithm", "more"), [(PPO, OnPolicyAlgorithm), (A2C, A2C), (PPG, PPG), (OffPolicyPPG, OffPolicyPPG)]
+)
 def test_every_option_of_an_algorithm_is_in_its_page(algorithm, more):
     """That of PPO has those that all of them share."""
     text = (ROOT / f"docs/algorithms/{algorithm.__name__.lower()}.md").read_text()
@@ -168,9 +170,18 @@ def test_every_option_of_the_data_is_described_somewhere_in_the_guide():
     assert [name for name in sorted(options) if not re.search(rf"`{name}`|\b{name}: |--data\.{name}\b", text)] == []
 
 
-def test_every_key_that_is_logged_is_in_the_page_about_logging():
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("ppo", []),
+        ("ppg", ["--model.num_policy_iterations=1"]),
+        ("offpolicyppg", ["--model.num_policy_iterations=1", "--model.batch_size=32"]),
+    ],
+)
+def test_every_key_that_is_logged_is_in_the_page_about_logging(config, options):
     small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.eval_episodes=1", "--max_env_steps=512"]
-    cli = main(["fit", "--config=configs/ppo/cartpole.yaml", *small, "--trainer.log_every_n_steps=1"])
+    small += ["--trainer.log_every_n_steps=1", *options]
+    cli = main(["fit", f"--config=configs/{config}/cartpole.yaml", *small])
     text = (ROOT / "docs/logging.md").read_text()
     for key in set(cli.trainer.logged_metrics) - {"step", "epoch"}:
         group, _, rest = key.partition("/")

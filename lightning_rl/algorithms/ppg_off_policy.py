@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.nested import map_leaves
 from lightning_rl.replay import UseLimitedBuffer
@@ -82,8 +84,12 @@ class OffPolicyPPG(PPG):
             check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
             if (limit := limits[name]) is not None:
                 check_positive_int(f"{name}_max_use", limit)
-        memory = self.hparams["memory"]
-        check(memory is None, "memory", memory, "None: steps are drawn one by one, not in sequences")
+        for name, off, reason in (
+            ("memory", None, "steps are drawn one by one, not in sequences"),
+            ("recompute_advantages", False, "those of a step are made once, when it is collected"),
+            ("aux_sequences", False, "auxiliary phases learn from steps that were drawn one by one"),
+        ):
+            check(self.hparams[name] == off, name, self.hparams[name], f"{off}: {reason}")
         fits = num_minibatches <= batch_size
         check(fits, "num_minibatches", num_minibatches, f"no more than batch_size={batch_size}")
         self.updates_per_rollout = updates_per_rollout
@@ -137,15 +143,21 @@ class OffPolicyPPG(PPG):
         self.diagnostics.begin_phase("")
         ages = {f"{name}_age": self.policy_version - x.versions.double().mean() for name, x in samples.items()}
         self.diagnostics.observe(**ages)
-        for _ in range(self.num_epochs):
+        for epoch in range(max(self.num_epochs, self.num_value_epochs)):
+            half = self._half(epoch)
             parts = [self.minibatches(samples[name], self.num_minibatches) for name in ("policy", "value")]
             for policy_part, value_part in zip(*parts, strict=True):
-                self.optimize(self.joint_loss(policy_part, value_part))
+                keep_if = partial(self._is_close, policy_part) if self.kl_rollback and half != "critic" else None
+                self.optimize(self.loss_of_both(half, policy_part, value_part), only=half, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return
 
-    def joint_loss(self, policy_batch: Batch, value_batch: Batch) -> Tensor:
-        """Return the loss of PPO, that of the policy over one minibatch and that of the value over another."""
-        distribution, _ = self.policy(policy_batch.observations)
-        values = self.policy.value(value_batch.observations)
-        return self.actor_loss(policy_batch, distribution) + self.critic_loss(value_batch, values)
+    def loss_of_both(self, half: Half | None, policy_batch: Batch, value_batch: Batch) -> Tensor:
+        """Return the loss of PPO, or a half of it: the policy's over one minibatch, the value's over another."""
+        losses = []
+        if half != "critic":
+            distribution, _ = self.evaluate(policy_batch)
+            losses.append(self.actor_loss(policy_batch, distribution))
+        if half != "actor":
+            losses.append(self.critic_loss(value_batch, self.policy.value(value_batch.observations)))
+        return torch.stack(losses).sum()

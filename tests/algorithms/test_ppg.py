@@ -376,6 +376,8 @@ def test_off_policy_rollouts_are_on_policy_when_they_come() -> None:
         {"value_max_use": 1},
         {"num_epochs": 2},
         {"num_minibatches": 1},
+        {"num_value_epochs": 2},
+        {"kl_rollback": True, "target_kl": 1e-6},
         {"normalize_advantages": "rollout"},
         {"num_policy_iterations": 1},
     ],
@@ -463,6 +465,9 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
         ({"value_buffer_size": 0}, r"value_buffer_size=0 .* an integer of at least 1"),
         ({"policy_max_use": 0}, r"policy_max_use=0 .* an integer of at least 1"),
         ({"num_minibatches": 64}, r"num_minibatches=64 .* no more than batch_size=32"),
+        ({"memory": "lstm"}, r"memory='lstm' .* None: steps are drawn one by one"),
+        ({"recompute_advantages": True}, r"recompute_advantages=True .* False: those of a step are made once"),
+        ({"aux_sequences": True}, r"aux_sequences=True .* False: auxiliary phases learn from steps"),
     ],
 )
 def test_off_policy_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
