@@ -433,6 +433,81 @@ def nested_rollout(model: PPG, seed: int) -> Rollout:
     return rollout
 
 
+BOUNDS = {"32-true": 1e-6, "64-true": 1e-12, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
+def test_both_phases_learn_in_every_precision(algorithm: type[PPG], precision: str) -> None:
+    data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=4)
+    options = REUSED if algorithm is OffPolicyPPG else PHASE
+    model = algorithm(data.observation_space, data.action_space, **options)
+    recorder = Recorder()
+    make_trainer(precision=precision, callbacks=[recorder]).fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= BOUNDS[precision]
+    assert sum(row.get("aux_kl", 0) > 0 for row in recorder.rows) >= 2
+
+
+@pytest.mark.parametrize(
+    "memory", ["lstm", {"kind": "gru", "hidden_size": 8, "sequence_length": 4, "burn_in": 3}], ids=str
+)
+@pytest.mark.parametrize("architecture", ["dual", "shared", "detached"])
+def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any, architecture: Any) -> None:
+    """From the same states, over the same sequences: with nothing to learn the divergence is 0."""
+    data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=2, seed=3)
+    shared = {"separate": False} if architecture == "detached" else {}
+    memory = {"kind": memory} | shared if isinstance(memory, str) else memory | shared
+    for options in ({"cloning_coef": 0.0, "aux_value_coef": 0.0, "aux_learning_rate_scale": 1e-30}, {}):
+        torch.manual_seed(0)
+        arguments: dict[str, Any] = PHASE | {"memory": memory, "architecture": architecture, "num_minibatches": 1}
+        model = PPG(data.observation_space, data.action_space, **arguments | options)
+        before = parameters_of(model)
+        recorder = Recorder()
+        make_trainer(precision="64-true", callbacks=[recorder]).fit(model, data)
+        assert max(recorder.column("first_ratio_error")) <= 1e-12
+        if options:
+            assert abs(recorder.rows[1]["aux_cloning_loss"]) < 1e-14
+            assert abs(recorder.rows[1]["aux_kl"]) < 1e-14
+        else:
+            assert recorder.rows[1]["aux_kl"] > 1e-9
+            assert all(change(model, before, name) > 0 for name in before)
+
+
+@pytest.mark.parametrize("value_normalization", ["running_std", "popart"])
+def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) -> None:
+    """PopArt keeps the predictions of both as they are when its moments change."""
+    model = make(value_normalization=value_normalization, num_policy_iterations=9)
+    fit(model, 1)
+    before = [x.detach() for x in model.policy.forward_auxiliary(torch.ones(1, 3))[1:]]
+    normalizer = model.policy.value_normalizer
+    deviation = 1 / normalizer.moments.scale(normalizer.epsilon)
+    normalizer.update(torch.tensor([100.0, -300.0]), model.policy.value_heads, lambda x: x)
+    grown = 1 / normalizer.moments.scale(normalizer.epsilon) / deviation
+    assert grown > 5
+    for one, other in zip(before, model.policy.forward_auxiliary(torch.ones(1, 3))[1:], strict=True):
+        expected = one if value_normalization == "popart" else one * grown.float()
+        torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-4)
+    model = make(value_normalization=value_normalization)
+    plain = make()
+    for each in (model, plain):
+        fit(each, 4)
+    assert change(model, parameters_of(plain) | {n: p for n, p in model.named_parameters() if "normal" in n}) > 1e-4
+
+
+@pytest.mark.parametrize("separate_aux_optimizer", [False, True])
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
+def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
+    algorithm: type[PPG], separate_aux_optimizer: bool
+) -> None:
+    options = {"critic_learning_rate": 1e-2, "separate_aux_optimizer": separate_aux_optimizer, "num_value_epochs": 2}
+    model = make(algorithm, aux_learning_rate_scale=0.5, **options)
+    recorder = fit(model, 4)
+    assert len(model.all_optimizers) == (4 if separate_aux_optimizer else 2)
+    row = next(row for row in recorder.rows if "aux_kl" in row)
+    assert min(row[f"{phase}{part}grad_norm"] for phase in ("", "aux_") for part in ("", "critic_")) > 0
+    assert row["aux_learning_rate"] == pytest.approx(0.5 * 3e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
