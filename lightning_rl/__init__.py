@@ -2,7 +2,7 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm
+from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
 from lightning_rl.checkpoints import LastCheckpoint
@@ -29,9 +29,11 @@ __all__ = [
     "LastCheckpoint",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
+    "PPOKLPenalty",
     "PolicyOutput",
     "Rollout",
     "RolloutDataModule",
+    "TFAgentsPPO",
     "__version__",
     "functional",
 ]

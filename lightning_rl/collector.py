@@ -99,10 +99,9 @@ class Collector:
         repeats, frames = self.environments.frames_per_step > 1, 0
         self._valid.fill(True)
         self._lost.fill(False)
-        starts = np.empty_like(self._valid)
         recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
         if recurrent is not None:
-            self._memory.begin_rollout(recurrent, starts.shape[1], self.length)
+            self._memory.begin_rollout(recurrent, len(self._begins), self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 row = self._rows[t]
@@ -118,17 +117,18 @@ class Collector:
                 taken = map_leaves(_to_numpy, output.environment_action)
                 step = self.environments.step(to_environment(self.action_space, taken))
                 self._store(t, step)
-                starts[t] = self._begins
-                self._begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
                 if recurrent is not None:
                     truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                    self._memory.after(t, output.memory, self._begins, truncated, step.lost)
+                    begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+                    self._memory.after(t, output.memory, begins, truncated, step.lost)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
                 frames += self.environments.count_frames(step) if repeats else 0
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
+        begins = self._terminated | self._truncated | ~self._valid
+        starts, self._begins = np.concatenate([self._begins[None], begins[:-1]]), begins[-1]
         episodes = self._finished_episodes()
         if self._lost.any():
             finals += self._cut_off_episodes()

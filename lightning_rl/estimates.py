@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
 
 # Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
 _MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
@@ -65,8 +65,7 @@ def estimate(
         log_prob = torch.stack(log_probs)
     else:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)
-        parts = zip(_chunks(acted), _chunks(actions, like=acted), strict=True)
-        log_prob = torch.cat([policy.log_prob(o, a) for o, a in parts])
+        log_prob = in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)
     return Estimates(log_prob, *estimate_values(policy, observations, values, terminated, finals, last_memory))
 
 
@@ -83,13 +82,13 @@ def estimate_values(
         last = map_leaves(itemgetter(-1), observations)
         all_values = torch.stack([*values, _value(policy, last, last_memory)])
     else:
-        all_values = torch.cat([policy.value(o) for o in _chunks(observations)])
+        all_values = in_chunks(policy.value, observations, lead=2)
     next_values = all_values[1:].clone()
-    for start, stop in _spans(len(finals.indices), _num_entries(finals.observations, 1)):
-        part = itemgetter(slice(start, stop))
-        rows, final = part(finals.indices), map_leaves(part, finals.observations)
-        memory = None if finals.memory is None else map_leaves(part, finals.memory)
-        next_values[rows[:, 0], rows[:, 1]] = _value(policy, final, memory).to(next_values.dtype)
+    if len(finals.indices):
+        reached = (finals.observations,) if finals.memory is None else (finals.observations, finals.memory)
+        steps, environments = finals.indices.unbind(1)
+        final_values = in_chunks(lambda part: policy.value(*part), reached, lead=1)
+        next_values[steps, environments] = final_values.to(next_values.dtype)
     return all_values[:-1], next_values.masked_fill_(terminated, 0)
 
 
@@ -99,19 +98,14 @@ def _value(policy: Any, observations: Nested, memory: Nested | None) -> Tensor: 
     return value
 
 
-def _chunks(x: Nested, like: Nested | None = None) -> Iterator[Nested]:
-    """Cut `[T, B, ...]` along time as observations of the shape of `like` are cut, in parts of bounded size."""
-    like = x if like is None else like
-    first = first_leaf(like)
-    for start, stop in _spans(len(first), _num_entries(like, 2), first.shape[1]):
-        yield map_leaves(itemgetter(slice(start, stop)), x)
+def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nested:
+    """Apply `function`, row by row in effect, to nested tensors with `lead` leading dimensions, in chunks of the first.
 
-
-def _spans(length: int, num_entries: int, width: int = 1) -> Iterator[tuple[int, int]]:
-    rows = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, num_entries)))
-    size = max(1, rows // width)
-    return ((start, start + size) for start in range(0, length, size))
-
-
-def _num_entries(observations: Nested, leading: int) -> int:
-    return sum(math.prod(leaf.shape[leading:]) for leaf in leaves(observations))
+    The chunks of what it returns are put together again along that dimension.
+    """
+    width = math.prod(first_leaf(x).shape[1:lead])
+    entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
+    size = max(1, max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries))) // max(1, width))
+    starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk of a rank that has no rows too
+    chunks = [map_leaves(itemgetter(slice(start, start + size)), x) for start in starts]
+    return map_stacked(torch.cat, [function(chunk) for chunk in chunks])

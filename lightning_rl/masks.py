@@ -5,7 +5,7 @@ A mask that is observed is collected, stored, learned from, evaluated and resume
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -225,10 +225,3 @@ def _check_shape(path: str, mask: ActionMask, expected: tuple[int, ...]) -> None
     if mask.shape != expected:
         name = f"action_mask.{path}".rstrip(".")
         raise ConfigurationError(f"{name} has the shape {mask.shape}: expected {expected}")
-
-
-def given_of(name: str, choices: Mapping[str, int]) -> str | None:
-    """Return the component before the one called `name`, which an unnamed condition is about; None before the first."""
-    names = list(choices)
-    place = names.index(name)
-    return names[place - 1] if place else None

@@ -7,7 +7,7 @@ updating see the same function, and the importance ratio is 1 on arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from lightning_rl.nested import Nested, join, module_name, part_at
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over all ranks."""
+RewardScale = Literal["return_std", "reward_std"]
+"""What rewards are divided by: the running deviation of the discounted return, or that of the rewards themselves."""
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -50,17 +52,18 @@ class RunningMoments(_Statistics):
 
     Args:
         shape: Shape of one observation.
+        initial_variance: What the variance is before any data.
     """
 
     count: Tensor
     mean: Tensor
     variance: Tensor
 
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, shape: tuple[int, ...] = (), initial_variance: float = 1.0) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.full(shape, float(initial_variance), dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = _identity) -> None:
@@ -78,7 +81,7 @@ class RunningMoments(_Statistics):
         delta = mean - self.mean
         variance = (self.variance * self.count + squares) / new_count.clamp(min=1)
         variance += delta.square() * weight * (1 - weight)
-        # Without a single row nothing changes, not even the initial variance of 1; nor where an entry is not finite, or
+        # Without a single row nothing changes, not even the initial variance; nor where an entry is not finite, or
         # the moments would be so for good.
         taken = (count > 0) & totals.isfinite().all() & squares.isfinite().all()
         self.variance.copy_(torch.where(taken, variance, self.variance))
@@ -97,16 +100,19 @@ class ObservationNormalizer(nn.Module):
         shape: Shape of one observation.
         clip: Bound on the absolute normalised value.
         epsilon: Added to the variance.
+        initial_variance: What the variance is before any data.
     """
 
-    def __init__(self, shape: tuple[int, ...], clip: float = 10.0, epsilon: float = 1e-8) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], clip: float = 10.0, epsilon: float = 1e-8, initial_variance: float = 1.0
+    ) -> None:
         super().__init__()
-        self.moments = RunningMoments(shape)
+        self.moments = RunningMoments(shape, initial_variance)
         self.clip = clip
         self.epsilon = epsilon
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Normalise observations `[..., *shape]`, in at least float32; with mean 0 and variance 1 before any data."""
+        """Normalise observations `[..., *shape]`, in at least float32; with mean 0 before any data."""
         x = observations.to(torch.promote_types(observations.dtype, torch.float32))
         mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
@@ -121,12 +127,14 @@ class NestedNormalizer(nn.Module):
 
     Args:
         shapes: Shape of each of these leaves, by its path.
+        **options: Those of each `ObservationNormalizer`.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], **options: float) -> None:
         super().__init__()
         self.paths = list(shapes)
-        self.leaves = nn.ModuleDict({module_name(path): ObservationNormalizer(s) for path, s in shapes.items()})
+        normalizers = {module_name(path): ObservationNormalizer(shape, **options) for path, shape in shapes.items()}
+        self.leaves = nn.ModuleDict(normalizers)
 
     def forward(self, observations: Nested) -> Nested:
         """Normalise nested observations, leaves `[..., *shape]`."""
@@ -154,15 +162,20 @@ class RewardNormalizer(_Statistics):
     As OpenAI Baselines' `VecNormalize`: R[t] = r[t] + gamma · R[t-1], beginning anew with the first step of an episode.
     Gymnasium's `NormalizeReward` differs: it forgets the past with the step that terminates, and not at a time limit.
 
+    With a discount factor of 0 the return is the reward, and this the deviation of raw rewards; no mean is subtracted.
+
     Args:
         gamma: Discount factor.
-        clip: Bound on the absolute normalised reward.
+        clip: Bound on the absolute normalised reward; None does not clip.
         epsilon: Added to the variance.
+        initial_variance: What the variance is before any data.
     """
 
-    def __init__(self, gamma: float, clip: float = 10.0, epsilon: float = 1e-8) -> None:
+    def __init__(
+        self, gamma: float, clip: float | None = 10.0, epsilon: float = 1e-8, initial_variance: float = 1.0
+    ) -> None:
         super().__init__()
-        self.moments = RunningMoments()
+        self.moments = RunningMoments((), initial_variance)
         self.gamma = gamma
         self.clip = clip
         self.epsilon = epsilon
@@ -174,8 +187,9 @@ class RewardNormalizer(_Statistics):
         self.discounted_return = torch.zeros_like(self.discounted_return)
 
     def forward(self, rewards: Tensor) -> Tensor:
-        """Normalise rewards of any shape; with a variance of 1 before any data."""
-        return (rewards * self.moments.scale(self.epsilon).to(rewards.dtype)).clamp(-self.clip, self.clip)
+        """Normalise rewards of any shape."""
+        scaled = rewards * self.moments.scale(self.epsilon).to(rewards.dtype)
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
 
     @torch.no_grad()
     def update(self, rewards: Tensor, ends: Tensor, valid: Tensor | None = None, reduce: Reduce = _identity) -> None:
@@ -203,3 +217,13 @@ class RewardNormalizer(_Statistics):
         # What the next rollout begins with: 0 after the end of an episode.
         self.discounted_return = keep[-1] * returns[-1]
         self.moments.update(returns.flatten() if valid is None else returns[valid], reduce)
+
+
+def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:
+    """Return the normaliser that `normalize_rewards` asks for: True is `return_std`, False none.
+
+    That of the rewards themselves has the epsilon of TF-Agents, 1e-3.
+    """
+    if kind is False:
+        return None
+    return RewardNormalizer(0.0, clip, 1e-3) if kind == "reward_std" else RewardNormalizer(gamma, clip)

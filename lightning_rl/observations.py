@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,17 +11,26 @@ from gymnasium import spaces
 from lightning_rl.nested import join, replace_leaves, space_leaves, without
 from lightning_rl.networks import Network, is_image
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
-from lightning_rl.validation import check
+from lightning_rl.validation import check, check_number
 
 
 def make_normalizer(
-    space: spaces.Space[Any],
+    space: spaces.Space[Any], options: Mapping[str, float] | None = None
 ) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
     """Return a normaliser of every `Box` that is no image, and the space of what it gives.
 
+    Args:
+        space: Of observations.
+        options: Some of `clip`, `epsilon` and `initial_variance`, see `ObservationNormalizer`.
+
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is none, or an option is unknown or out of range.
     """
+    options = dict(options or {})
+    known = {"clip": {"above": 0}, "epsilon": {"at_least": 0}, "initial_variance": {"at_least": 0}}
+    for name, value in options.items():
+        check(name in known, "normalize_observations", options, f"true, false or some of {', '.join(known)}")
+        check_number(f"normalize_observations.{name}", value, **known[name])
     shapes = {
         path: leaf.shape
         for path, leaf in space_leaves(space).items()
@@ -29,12 +38,12 @@ def make_normalizer(
     }
     expected = f"False, since normalisation is for a Box that is no image, and there is none in {space}"
     check(bool(shapes), "normalize_observations", True, expected)
-    bound = ObservationNormalizer(()).clip
+    bound = ObservationNormalizer((), **options).clip
 
     def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
         return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in shapes else leaf
 
-    normalizer = ObservationNormalizer(shapes[""]) if "" in shapes else NestedNormalizer(shapes)
+    normalizer = ObservationNormalizer(shapes[""], **options) if "" in shapes else NestedNormalizer(shapes, **options)
     return normalizer, replace_leaves(bounded, space)
 
 

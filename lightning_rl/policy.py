@@ -43,9 +43,10 @@ class ActorCritic(nn.Module):
         shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
             nothing is for the critic only.
         critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
-        normalize_observations: Standardise every `Box` that is no image by its running moments.
         memory: A recurrent core between encoder and heads: `lstm`, `gru`, or a dict with `kind` and further options of
             `lightning_rl.memory.MemoryOptions`; None: none.
+        normalize_observations: Standardise every `Box` that is no image by its running moments; a dict says how, see
+            `lightning_rl.observations.make_normalizer`.
         initial_log_std: Logarithm of the initial standard deviation of continuous actions.
         value_normalization: None, `running_std` or `popart`: in which units the value head predicts; see
             `lightning_rl.value_normalization`. What this class returns is in units of return all the same.
@@ -64,9 +65,9 @@ class ActorCritic(nn.Module):
         discrete_encoding: DiscreteEncoding = "one_hot",
         shared_encoder: bool | None = None,
         critic_only: Sequence[str] | None = None,
-        normalize_observations: bool = False,
         memory: Memory = None,
         value_normalization: ValueNormalization | None = None,
+        normalize_observations: bool | dict[str, float] = False,
         initial_log_std: float = 0.0,
         action_distribution: ActionDistribution = None,
     ) -> None:
@@ -74,8 +75,9 @@ class ActorCritic(nn.Module):
         self.memory = MemoryOptions.parse(memory)
         self.observation_normalizer: ObservationNormalizer | NestedNormalizer | None = None
         encoded_space = observation_space
-        if normalize_observations:
-            self.observation_normalizer, encoded_space = make_normalizer(observation_space)
+        if normalize_observations is not False:
+            options = None if normalize_observations is True else normalize_observations
+            self.observation_normalizer, encoded_space = make_normalizer(observation_space, options)
         self._mask_path = find_masks(observation_space)
         mask_space = None if self._mask_path is None else part_at(observation_space, self._mask_path)
         self._masks = frozenset(() if self._mask_path is None else (self._mask_path,))
@@ -87,11 +89,11 @@ class ActorCritic(nn.Module):
         self._first_dims = len(first.shape or ())
         images = any(map(is_image, space_leaves(observation_space).values()))
         shared = images and not self.critic_only if shared_encoder is None else shared_encoder
-        options: Any = (hidden_sizes, activation, discrete_encoding)
-        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *options)
+        mlp: Any = (hidden_sizes, activation, discrete_encoding)
+        self.actor_encoder = make_encoder(actor_space, network_of_actor(network, actor_space, encoded_space), *mlp)
         self.critic_encoder: nn.Module | None = None
         if not shared:
-            self.critic_encoder = make_encoder(encoded_space, network, *options)
+            self.critic_encoder = make_encoder(encoded_space, network, *mlp)
         width = int(self.actor_encoder.out_features)  # type: ignore[arg-type]
         value_width = width if self.critic_encoder is None else int(self.critic_encoder.out_features)  # type: ignore[arg-type]
         self.actor_core: RecurrentCore | None = None
@@ -153,15 +155,13 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        if self.memory is not None:
-            return self._act_from(_given(memory, "memory"), observations, generator, deterministic)
-        features = self._actor_features(self._prepare(observations))
+        features, value_features, after = self._acting_features(self._prepare(observations), memory)
         distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
-        environment_action = distribution.to_space(action)
-        if self.critic_encoder is not None:
-            return PolicyOutput(action, environment_action=environment_action)
-        return PolicyOutput(action, distribution.log_prob(action), self._value(features), environment_action)
+        output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
+        if value_features is not None:
+            output.log_prob, output.value = distribution.log_prob(action), self._value(value_features)
+        return output
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
@@ -237,25 +237,24 @@ class ActorCritic(nn.Module):
         critic, after["critic"] = self.critic_core(value_features, sequences.segments, memory["critic"])
         return actor, critic, after
 
-    def _act_from(
-        self, memory: Nested, observations: Nested, generator: torch.Generator | None, deterministic: bool
-    ) -> PolicyOutput:
-        """Act; with values and log-probabilities where the memory has what the critic needs for it."""
-        assert self.actor_core is not None
-        x, after = self._prepare(observations), {}
+    def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
+        """Return, one step on, features for the actor, for the critic where they cost nothing more, and the memory.
+
+        A critic with a core of its own has features where its memory is given.
+        """
         encoded = self._actor_features(x)
-        features, after["actor"] = self.actor_core.step(encoded, memory["actor"])
-        distribution = self._distribution(features, observations)
-        action = distribution.mode() if deterministic else distribution.sample(generator)
-        output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
-        if self.critic_core is not None:
-            if "critic" not in memory:
-                return output
-            if self.critic_encoder is not None:
-                encoded = self._encode(self.critic_encoder, x)
-            features, after["critic"] = self.critic_core.step(encoded, memory["critic"])
-        output.log_prob, output.value = distribution.log_prob(action), self._value(features)
-        return output
+        if self.actor_core is None:
+            return encoded, encoded if self.critic_encoder is None else None, None
+        memory = _given(memory, "memory")
+        features, actor = self.actor_core.step(encoded, memory["actor"])
+        if self.critic_core is None:
+            return features, features, {"actor": actor}
+        if "critic" not in memory:
+            return features, None, {"actor": actor}
+        if self.critic_encoder is not None:
+            encoded = self._encode(self.critic_encoder, x)
+        value_features, critic = self.critic_core.step(encoded, memory["critic"])
+        return features, value_features, {"actor": actor, "critic": critic}
 
     def _actor_features(self, observations: Nested) -> Tensor:
         if self.critic_only:

@@ -129,8 +129,8 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
         copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self._tensors())
-        absent = dict.fromkeys(("valid", "starts", "memory"))
-        return {**absent, **copies, "burn_in": self.burn_in, "policy_version": self.policy_version}
+        of_memory = {"burn_in": self.burn_in} if self.memory is not None else {}
+        return {"valid": None, **copies, **of_memory, "policy_version": self.policy_version}
 
     def _tensors(self) -> dict[str, Nested]:
         fields = {name: getattr(self, name) for name in _FIELDS}
@@ -151,10 +151,15 @@ class Rollout:
         """Return how much of the next step's estimate is used, `[T, B]`: λ, or 0 at any end of an episode."""
         return lambda_ * (~self.ends).to(self.rewards.dtype)
 
-    def flatten(self, **per_step: Tensor) -> Batch:
-        """Return the real steps as one batch of rows, with more `[T, B, ...]` tensors beside them.
+    def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:
+        """Return steps as one batch of rows.
 
         Those of a policy with memory are in the order of sequences, and within each of time.
+
+        Args:
+            rows: Which steps, `[T, B]`; None: the real ones. What a policy remembers goes through all real steps, so
+                with memory it is these in any case.
+            **per_step: More tensors `[T, B, ...]`, nested or not, that the rows are to have.
         """
         length, num_envs = self.shape
         fields: dict[str, Nested] = {
@@ -166,12 +171,13 @@ class Rollout:
         }
         if self.memory is not None:
             assert self.starts is not None
-            rows, sequences = cut(self.valid, self.starts, self.memory, self.burn_in, self.observations)
-            index = rows.to(self.rewards.device)
+            places, sequences = cut(self.valid, self.starts, self.memory, self.burn_in, self.observations)
+            index = places.to(self.rewards.device)
             return Batch(map_leaves(lambda x: x.flatten(0, 1)[index], fields), sequences=sequences)
-        if self.valid is None:
+        rows = self.valid if rows is None else rows
+        if rows is None:
             return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
-        return Batch(map_leaves(itemgetter(self.valid), fields))
+        return Batch(map_leaves(itemgetter(rows), fields))
 
 
 class EpisodeSummary:
@@ -194,6 +200,7 @@ class Batch:
         sequences: For a policy with memory, which of the rows follow one another; None: each stands for itself.
         weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
             are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
+        weights: Where it is there, `[N]`: rows count for `weight · weights` instead.
     """
 
     observations: Nested
@@ -202,13 +209,35 @@ class Batch:
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    weights: Tensor
 
     def __init__(
         self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
     ) -> None:
         self.fields = fields
         self.sequences = sequences
-        self.weight = 1 / max(len(self), 1) if weight is None else weight
+        self._weight = weight
+
+    @property
+    def weight(self) -> float:
+        """One over the total weight of the rows, unless it was set."""
+        if self._weight is None:
+            self._weight = 1 / (float(self.total_weight) or 1.0)
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._weight = weight
+
+    @property
+    def total_weight(self) -> Tensor | int:
+        """Sum of the rows' weights: their number, where they have none."""
+        return self.fields["weights"].sum() if "weights" in self.fields else len(self)
+
+    @property
+    def num_items(self) -> int:
+        """Number of things that `ordered` puts in order: rows, or sequences where rows belong to such."""
+        return len(self) if self.sequences is None else len(self.sequences)
 
     def __getattr__(self, name: str) -> Nested:
         fields: dict[str, Nested] = self.__dict__.get("fields", {})  # missing while a copy is being made
@@ -220,16 +249,26 @@ class Batch:
         return len(first_leaf(self.fields))
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`)."""
+        """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`).
+
+        Rows of weight 0 take no part, not even by a NaN in `x`.
+        """
+        if "weights" in self.fields:
+            x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
         return x.sum() * self.weight
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
         """Return the rows in a fresh random order; where there are sequences, these are what is put into it."""
+        return self.ordered(torch.randperm(self.num_items, generator=generator))
+
+    def ordered(self, order: Tensor) -> Batch:
+        """Return the rows, or sequences, with the indices `order`, which may leave some out or repeat them."""
+        weight = self._weight if len(order) == self.num_items else None
         if self.sequences is not None:
-            rows, sequences = self.sequences.select(torch.randperm(len(self.sequences), generator=generator))
-            return self._of(rows.to(first_leaf(self.fields).device), sequences)
-        order = torch.randperm(len(self), generator=generator).to(first_leaf(self.fields).device)
-        return Batch(map_leaves(itemgetter(order), self.fields), self.weight)
+            rows, sequences = self.sequences.select(order)
+            return self._of(rows.to(first_leaf(self.fields).device), sequences, weight)
+        order = order.to(first_leaf(self.fields).device)
+        return Batch(map_leaves(itemgetter(order), self.fields), weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.
@@ -247,10 +286,10 @@ class Batch:
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
-        return Batch({**self.fields, **fields}, self.weight, self.sequences)
+        return Batch({**self.fields, **fields}, self._weight, self.sequences)
 
-    def _of(self, rows: Tensor | slice, sequences: Sequences) -> Batch:
-        return Batch(map_leaves(itemgetter(rows), self.fields), sequences=sequences)
+    def _of(self, rows: Tensor | slice, sequences: Sequences, weight: float | None = None) -> Batch:
+        return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
 
 
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl import PPG, PPO, Rollout
+from lightning_rl import PPG, PPO, PPOKLPenalty, Rollout
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policy import ActorCritic
@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "normalize_advantages": "rollout",
         "entropy_coef": 0.01,
         "clip_range_value": 0.2,
-        "num_value_epochs": EPOCHS + 1,
+        "num_value_epochs": EPOCHS - 1,
     },
     "none": {"normalize_advantages": "none", "max_grad_norm": None, "value_normalization": "popart"},
     "two_optimizers": {
@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "adaptive_learning_rate": {"target_kl": 1e-3},
         "recompute_advantages": True,
     },
+    "penalties": {"kl_cutoff_coef": 100.0, "adaptive_kl_target": 1e-4, "policy_l2": 1e-3, "learning_rate": 3e-3},
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
 CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
@@ -58,9 +59,17 @@ UPDATES = dict.fromkeys(OPTIONS, ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS)
 UPDATES["phases"] = ROLLOUTS * EPOCHS + 3 * 2
 
 
-def fixed_model(option: str = "minibatch", precision: str = "64-true", cls: type[PPO] = PPO) -> PPO:
+class Weighing(PPOKLPenalty):
+    """KL penalties, and steps that count differently."""
+
+    def step_weights(self, rollout: Rollout) -> Tensor:
+        return 0.5 + rollout.observations[:-1, ..., 0].abs()
+
+
+def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bool = False) -> PPO:
     """PPO with the same initial weights each time."""
     torch.manual_seed(0)
+    cls = (AloneWeighing if alone else Weighing) if option == "penalties" else (Alone if alone else PPO)
     small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
     options = small | NORMALIZED | OPTIONS[option]
     algorithm: type[PPO] = options.pop("algorithm", cls)
@@ -109,6 +118,10 @@ def together(parts: list[Sequences]) -> Sequences:
         None if burn_ins[0] is None else together(burn_ins),
         None if burn_ins[0] is None else torch.cat([part.burn_in_observations for part in parts]),
     )
+
+
+class AloneWeighing(Alone, Weighing):
+    """The same with penalties and weights."""
 
 
 class Recording:
@@ -211,7 +224,7 @@ def learn(model: PPO, loader: FixedRollouts | Recording, precision: str, **train
 
 def learn_alone(option: str, precision: str) -> tuple[dict[str, Any], list[list[Rollout]]]:
     """What one process learns, and the halves of the rollouts it learned from."""
-    model = fixed_model(option, precision, Alone)
+    model = fixed_model(option, precision, alone=True)
     loader = Recording(model)
     return learn(model, loader, precision), loader.pairs
 

@@ -11,8 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import (
+    A2C,
+    PPG,
+    PPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from lightning_rl.cli import main
+from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -154,11 +164,18 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "more"), [(PPO, OnPolicyAlgorithm), (A2C, A2C), (PPG, PPG), (OffPolicyPPG, OffPolicyPPG)]
+    ("page", "algorithm", "more"),
+    [
+        ("ppo", PPO, OnPolicyAlgorithm),
+        ("a2c", A2C, A2C),
+        ("ppo_kl", PPOKLPenalty, PPOKLPenalty),
+        ("ppg", PPG, PPG),
+        ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
+    ],
 )
-def test_every_option_of_an_algorithm_is_in_its_page(algorithm, more):
+def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     """That of PPO has those that all of them share."""
-    text = (ROOT / f"docs/algorithms/{algorithm.__name__.lower()}.md").read_text()
+    text = (ROOT / f"docs/algorithms/{page}.md").read_text()
     described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
     options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters}
     assert described == options - {"observation_space", "action_space", "kwargs"}
@@ -168,6 +185,31 @@ def test_every_option_of_the_data_is_described_somewhere_in_the_guide():
     text = " ".join(page.read_text() for page in PAGES)
     options = set(inspect.signature(RolloutDataModule).parameters)
     assert [name for name in sorted(options) if not re.search(rf"`{name}`|\b{name}: |--data\.{name}\b", text)] == []
+
+
+def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
+    """The first table has a row for each, with the defaults of its three agents and those of three classes here."""
+    theirs = load("tf_agents/00_option_defaults")
+    text = (ROOT / "docs/coming_from_tf_agents.md").read_text().partition("## Options")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")
+    ]
+    table = {name: row[1:] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    assert set(table) == set(theirs["PPOAgent"])
+    agents = ("PPOAgent", "PPOClipAgent", "PPOKLPenaltyAgent")
+    for name, (*defaults, here, own) in table.items():
+        for agent, written in zip(agents, defaults, strict=True):
+            forced = theirs["forced_by_PPOClipAgent"] if agent == "PPOClipAgent" else {}
+            assert written == str(forced.get(name, theirs[agent].get(name, "-"))).strip("<>"), (agent, name)
+        if own == "-":
+            continue
+        for written, algorithm in zip(own.split("; "), (PPO, PPOKLPenalty, TFAgentsPPO), strict=True):
+            option = re.findall(r"`(\w+)`", here)[0]
+            signatures = [
+                inspect.signature(cls).parameters for cls in algorithm.__mro__ if issubclass(cls, OnPolicyAlgorithm)
+            ]
+            default = next((s[option].default for s in signatures if option in s), "-")
+            assert written == str(default), (name, algorithm.__name__)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,16 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import (
+    A2C,
+    PPG,
+    PPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests.helpers import MemoryLogger
@@ -97,6 +106,19 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "normalize_observations": True,
             "normalize_rewards": True,
         },
+    ),
+    "kl_penalty": (
+        {"env_id": "CartPole-v1"},
+        {
+            "algorithm": PPOKLPenalty,
+            "adaptive_kl_target": 1e-4,
+            "kl_cutoff_coef": 10.0,
+            "normalize_rewards": "reward_std",
+        },
+    ),
+    "tf_agents": (
+        {"env_id": "Pendulum-v1"},
+        {"algorithm": TFAgentsPPO, "num_epochs": 2, "update_normalizers": "before", "recompute_values": True},
     ),
     "nested_actions": (
         # A length that leaves episodes, of eight steps, in their middle.

@@ -119,6 +119,12 @@ def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
     assert model.learning_rate == pytest.approx(1e-3 + 9e-3 * (1 + math.cos(math.pi * 5 / 24)) / 2)
 
 
+def test_a_schedule_that_begins_with_another_end_is_said_of_what_has_one(resume):
+    changed = {"anneal_learning_rate": False, "learning_rate": LINE}
+    _, messages = resume("discrete", model=changed, max_epochs=8)
+    assert any("of learning_rate: they go on" in message for message in messages)
+
+
 def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resume):
     model, (message,) = resume(TWO, model={"learning_rate": LINE})
     assert message.startswith("Resuming with learning_rate={'kind': 'linear'")

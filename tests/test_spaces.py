@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
+from lightning_rl.masks import ActionMask
 from lightning_rl.spaces import space_from_dict, space_to_dict
 from lightning_rl.validation import ConfigurationError
 
@@ -23,6 +25,8 @@ SPACES = [
     spaces.MultiDiscrete([[3, 4], [5, 6]]),
     spaces.MultiBinary(5),
     spaces.MultiBinary([2, 3]),
+    ActionMask(4),
+    ActionMask([3, 4], given="arm.0"),
     spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 1, (1,)))),
     spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Dict({"c": spaces.MultiBinary(2)})}),
 ]
@@ -60,3 +64,13 @@ def test_space_of_another_kind_is_refused():
 def test_description_that_was_made_by_nobody_is_refused(description):
     with pytest.raises(ConfigurationError, match=r"^space: .*expected a description made by space_to_dict$"):
         space_from_dict(description)
+
+
+def test_masks_are_no_other_space_and_vector_environments_know_what_to_do_with_them():
+    mask = ActionMask(3)
+    assert mask == ActionMask([3]) and mask not in (ActionMask(4), spaces.MultiBinary(3), ActionMask(3, given="a"))
+    assert spaces.MultiBinary([3]) != mask
+    batch = create_empty_array(mask, 2)
+    concatenate(mask, [np.array([1, 0, 1], np.int8)] * 2, batch)
+    assert batch.tolist() == [[1, 0, 1]] * 2 and batch.dtype == np.int8
+    assert batch_space(mask, 2).contains(batch) and mask.contains(mask.sample())

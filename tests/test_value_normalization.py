@@ -9,6 +9,7 @@ import torch
 
 from lightning_rl import A2C, PPO
 from lightning_rl.policy import ActorCritic, copy_to_cpu
+from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError
 from lightning_rl.value_normalization import PopArt, ValueNormalizer, make_value_normalizer
 from tests.helpers import (
@@ -136,12 +137,15 @@ def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
 
 def test_a_loss_of_ones_own_without_returns_is_told():
     class Silent(PPO):
-        def keep_value_targets(self, *_: Any) -> None:
-            return
+        def targets(self, rollout: Rollout, **_: Any) -> Batch:
+            advantages = self.gae(rollout, self.gae_lambda)
+            return rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
 
     torch.manual_seed(0)
     model = Silent(VECTOR, DISCRETE, hidden_sizes=(8,), value_normalization="popart")
-    with pytest.raises(RuntimeError, match=r"value_normalization needs returns: call self\.gae"):
+    with pytest.raises(
+        RuntimeError, match=r"value_normalization needs the returns that are learned: call self\.targets"
+    ):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 

@@ -64,11 +64,10 @@ class A2C(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
         with self.learning(rollout):
-            advantages = self.gae(rollout, self.gae_lambda)
-            batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
-            self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
+            batch = self.targets(rollout)
             for whole in self.minibatches(batch, num_minibatches=1):
                 self.optimize(self.loss(whole))
+            self.log_histograms(batch, "update")
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss over a rollout's steps."""
@@ -80,4 +79,4 @@ class A2C(OnPolicyAlgorithm):
         entropy = self.entropy(distribution, batch)
         self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         self.observe_first_ratios(log_probs - batch.log_probs)
-        return policy_loss + self.value_coef * value_loss - self.entropy_coef * entropy
+        return self.total(policy_loss, self.value_coef * value_loss, -self.entropy_coef * entropy)

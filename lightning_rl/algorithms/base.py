@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from gymnasium import spaces
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import skip_or_raise
+from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import (
     ParameterGroups,
@@ -30,19 +31,20 @@ from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.settings import plain_settings
+from lightning_rl.algorithms.targets import Targets
 from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
+from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
-from lightning_rl.functional import gae
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
-from lightning_rl.normalization import RewardNormalizer
+from lightning_rl.normalization import RewardScale, make_reward_normalizer
 from lightning_rl.policy import ActorCritic, check_modes_agree
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
@@ -54,10 +56,10 @@ from lightning_rl.validation import (
     check,
     instantiate,
 )
-from lightning_rl.value_normalization import ValueNormalization, ValueNormalizer
+from lightning_rl.value_normalization import ValueNormalization
 
 
-class OnPolicyAlgorithm(Reports):
+class OnPolicyAlgorithm(Targets, Reports):
     """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
 
     An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside
@@ -98,11 +100,29 @@ class OnPolicyAlgorithm(Reports):
         action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
             `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
             (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
-        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments.
-        normalize_rewards: Divide rewards by the running deviation of the discounted return.
+        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments. A
+            dict changes how: `clip` bounds the result (10), `epsilon` is added to the variance (1e-8),
+            `initial_variance` is the variance before any data (1).
+        normalize_rewards: Divide rewards by the running deviation of the discounted return (true or `return_std`), or
+            by that of the rewards themselves (`reward_std`).
+        normalized_reward_clip: Bound on the absolute normalised reward; None does not clip.
         value_normalization: `running_std`: the value head predicts returns over their running deviation, and the value
             loss is in these units; `popart`: less their running mean besides, with a head that is rescaled whenever
             these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.value_normalization`.
+        update_normalizers: `after` the updates from a rollout the normalisers take it in, so that they are the same in
+            acting and learning, or `before`, so that the rollout is seen through them: importance ratios then do not
+            begin at 1.
+        recompute_values: Compute the values that targets are made of anew at the beginning of the updates from a
+            rollout, rather than take those of its collection. They only differ with `update_normalizers: before`, or
+            by rounding.
+        advantage_estimator: `gae`, or `monte_carlo`: the sum of rewards up to the end of the episode or rollout, less
+            the value; the same as λ = 1.
+        value_target: `td_lambda`: advantage plus value, or `empirical`: the sum of rewards, whatever λ is.
+        policy_l2: Coefficient of the squares of the weights that only the actor has; no biases, no ½.
+        value_l2: Of those that only the critic has.
+        shared_l2: Of those that both have.
+        histograms: Log histograms of each part of the actions, normalised advantages, parameters and gradients, at the
+            end of the first and the last epoch of a rollout that is logged; needs a logger like TensorBoard's.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
             debugging.
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
@@ -137,9 +157,18 @@ class OnPolicyAlgorithm(Reports):
         memory: Memory = None,
         initial_log_std: float = 0.0,
         action_distribution: str | ClassSpec | None = None,
-        normalize_observations: bool = False,
-        normalize_rewards: bool = False,
+        normalize_observations: bool | dict[str, float] = False,
+        normalize_rewards: bool | RewardScale = False,
+        normalized_reward_clip: float | None = 10.0,
         value_normalization: ValueNormalization | None = None,
+        update_normalizers: Literal["after", "before"] = "after",
+        recompute_values: bool = False,
+        advantage_estimator: Literal["gae", "monte_carlo"] = "gae",
+        value_target: Literal["td_lambda", "empirical"] = "td_lambda",
+        policy_l2: float = 0.0,
+        value_l2: float = 0.0,
+        shared_l2: float = 0.0,
+        histograms: bool = False,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
     ) -> None:
@@ -151,21 +180,29 @@ class OnPolicyAlgorithm(Reports):
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
-        self.on_truncation: OnTruncation = on_truncation
-        critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
-        self.learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
-        self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
+        self.on_truncation = on_truncation
+        self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
+        rates = RATES[: len(self._optimizer_specs())]
+        if len(rates) > 1:
+            critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
+            self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
         if anneal_learning_rate:
-            for name in RATES:
+            for name in rates:
                 self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
+        self.update_normalizers = update_normalizers
+        self.recompute_values = recompute_values
+        self.advantage_estimator = advantage_estimator
+        self.value_target = value_target
+        self.histograms = histograms
         self.policy = self.make_policy()
-        self.reward_normalizer = RewardNormalizer(gamma) if normalize_rewards else None
         check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
+        self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
+        self.weight_penalty.check_policy(self.policy)
+        self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, normalized_reward_clip)
         self._saturation = SaturationWatch()
-        self._value_targets: Tensor | None = None
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
 
@@ -248,6 +285,7 @@ class OnPolicyAlgorithm(Reports):
             )
         start = time.perf_counter()
         self.updating = True
+        self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
         self._follow_schedules()
         self._hooks_around_backward = self._find_hooks_around_backward()
@@ -262,16 +300,18 @@ class OnPolicyAlgorithm(Reports):
         if not_finite := self.diagnostics.not_finite(means):
             for replay in self.replays.values():
                 replay.rollback()
+            self._restore_normalizers()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
         else:
             self.skipped_updates = 0
             self.after_updates(means)
-            self._update_normalizers(rollout)
+            if not self._kept_normalizers:  # unless they took it in before
+                self.take_into_normalizers(rollout)
+            self._take_into_value_normalizer()
             for replay in self.replays.values():
                 replay.commit()
-        self._value_targets = None
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means["skipped_updates"] = float(bool(not_finite))
@@ -290,27 +330,6 @@ class OnPolicyAlgorithm(Reports):
         if batch.sequences is None:
             return self.policy(batch.observations)  # type: ignore[no-any-return]
         return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
-
-    def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
-        """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
-        rewards = rollout.rewards if self.reward_normalizer is None else self.reward_normalizer(rollout.rewards)
-        discounts = rollout.discounts(self.gamma, self.on_truncation)
-        advantages = gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
-        self.keep_value_targets(rollout, advantages + rollout.values)
-        return advantages
-
-    def keep_value_targets(self, rollout: Rollout, returns: Tensor) -> None:
-        """Remember what the critic learns from a rollout, `[T, B]`, for `value_normalization`; `gae` calls this."""
-        self._value_targets = returns.flatten() if rollout.valid is None else returns[rollout.valid]
-
-    def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return values and returns, of any shape, in units of the value head; for losses, that look at differences."""
-        normalizer = self._value_normalizer
-        return values if normalizer is None else tuple(map(normalizer, values))
-
-    @property
-    def _value_normalizer(self) -> ValueNormalizer | None:
-        return getattr(self.policy, "value_normalizer", None)
 
     def scheduled(
         self,
@@ -352,17 +371,6 @@ class OnPolicyAlgorithm(Reports):
     def _schedulers(self) -> list[LRScheduler]:
         made = self.lr_schedulers()
         return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
-
-    def _update_normalizers(self, rollout: Rollout) -> None:
-        """Take the rollout into the running moments, now that it has been learned from."""
-        if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
-            normalizer.update(rollout.flatten().observations, self.all_reduce)
-        if (values := self._value_normalizer) is not None:
-            if self._value_targets is None:
-                raise RuntimeError("value_normalization needs returns: call self.gae or self.keep_value_targets")
-            values.update(self._value_targets, self.policy.value_heads, self.all_reduce)
-        if self.reward_normalizer is not None:
-            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
 
     # ------------------------------------------------------------------ Lightning's hooks
 
@@ -416,6 +424,8 @@ class OnPolicyAlgorithm(Reports):
             if rollout_shape is not None:
                 memory.num_sequences(rollout_shape)
         self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
+        shown = not self.histograms or bool(that_show_histograms(trainer.loggers))
+        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
 
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""

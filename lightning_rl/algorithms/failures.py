@@ -61,6 +61,8 @@ class FailedUpdate:
         self.env_steps: int = content["env_steps"]
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
+        if self.module.reward_normalizer is not None and (running := content.get("discounted_return")) is not None:
+            self.module.reward_normalizer.discounted_return = running
 
     @classmethod
     def load(cls, path: str | Path) -> FailedUpdate:
@@ -167,7 +169,7 @@ def save_failed_update(
     module: Updates, rollout: Rollout, terms: Mapping[str, float], generator_state: Tensor
 ) -> Path | None:
     """Save an update where the run keeps its files, and return the path; None if nothing can be written."""
-    trainer = module.trainer
+    trainer, rewards = module.trainer, module.reward_normalizer
     saved = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
     ]
@@ -185,6 +187,7 @@ def save_failed_update(
         "replays": replay_states(module),
         "env_steps": module.env_steps,
         "generator": generator_state,
+        "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "checkpoint_path": next((str(path) for path in saved if path), None),
     }
     name = f"failed-update-{module.env_steps}" + (f"-rank{module.global_rank}" if trainer.world_size > 1 else "")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policy import observation_dtype
 from lightning_rl.replay import RolloutMemory
@@ -129,10 +130,11 @@ class Phases(PPO):
         if len(self.kept) and self.kept.shape != rollout.shape:
             rank_zero_info(f"Rollouts of another shape than {rollout.shape} are dropped: the policy phase begins anew")
             self.kept.clear()
-        returns = torch.zeros_like(rollout.values)
-        returns.view(-1)[batch.steps] = batch.returns
-        observations = map_leaves(lambda x: x[:length], rollout.observations)
-        fields = {"observations": observations, "values": rollout.values, "returns": returns}
+        fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
+        for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
+            x: Tensor = batch.fields[name]
+            fields[name] = x.new_zeros(rollout.shape)
+            fields[name].view(-1)[batch.steps] = x
         starts = None if rollout.memory is None else rollout.starts
         self.kept.append(fields, rollout.valid, starts, rollout.memory)
         self.observe_rollout(batch)
@@ -154,10 +156,6 @@ class Phases(PPO):
         for _, part in self._parts(self.minibatch_order):
             yield self.begin_minibatch(part)
 
-    def minibatch_order(self, num_rows: int) -> Tensor:
-        """Return the indices of steps or sequences in the order in which one pass goes through them."""
-        return torch.randperm(num_rows, generator=self.generator)
-
     def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
         has_memory = self.policy.memory is not None
@@ -168,10 +166,12 @@ class Phases(PPO):
         else:
             found = self.kept.steps()
             parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
-        weights = self.weights([len(addresses) for addresses, _ in parts])
-        for (addresses, some), weight in zip(parts, weights, strict=True):
+        weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
+        rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
+        self.weigh(rows_of)
+        for (addresses, some), rows in zip(parts, rows_of, strict=True):
             fields = map_leaves(self.to_device, self.kept.gather(addresses))
-            yield addresses, Batch(fields, weight, None if some is None else self._on_device(some))
+            yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
 
     @property
     def _burn_in(self) -> int:
@@ -188,14 +188,26 @@ class Phases(PPO):
         return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
 
     @torch.no_grad()
-    def observe_divergence(self, old: AuxiliaryActorCritic) -> None:
+    def keep_distributions(self) -> None:
+        """Keep with every step the distribution that the policy has there now."""
+        for addresses, part in self._parts(torch.arange):
+            distribution, _ = self.evaluate(part)
+            self.kept.write("old_distribution", addresses, distribution.parameters())
+
+    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return KL(old ‖ new) of each row `[N]` in nats, from the distribution that was kept."""
+        return distribution.with_parameters(batch.old_distribution).kl(distribution)
+
+    @torch.no_grad()
+    def observe_divergence(self) -> None:
         """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
-        total, count = torch.zeros((), device=self.device), 0
+        rows = Batch({"addresses": self.kept.steps()})
+        self.weigh([rows])
+        total = torch.zeros((), device=self.device)
         for _, part in self._parts(torch.arange):
-            total = total + old(part.observations, part.sequences)[0].kl(self.evaluate(part)[0]).sum()
-            count += len(part)
-        (weight,) = self.weights([count])
-        self.diagnostics.observe(kl=total * weight)
+            distribution, _ = self.evaluate(part)
+            total = total + self.divergence(part, distribution).sum()
+        self.diagnostics.observe(kl=total * rows.weight)
 
     def to_device(self, x: Tensor) -> Tensor:
         """Return a tensor of a memory where it is learned from."""

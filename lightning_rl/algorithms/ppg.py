@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.auxiliary_head import Architecture, AuxiliaryActorCritic, check_architecture
 from lightning_rl.algorithms.phases import Phases
+from lightning_rl.distributions import Distribution
 from lightning_rl.replay import RolloutMemory
 from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check_bool, check_number, check_positive_int
 
@@ -44,6 +46,8 @@ class PPG(Phases):
         aux_memory_gib: How much the rollouts of a phase may take, in GiB on each rank.
         architecture: `dual`: value and policy have networks of their own. `shared`: one encoder, which both shape.
             `detached`: one encoder, which the value is read from but does not shape.
+        kl_penalty_coef: In the policy phase, weight of ½ (log importance ratio)²; with `clip_range` None it is the
+            penalty in place of clipping.
         learning_rate: Step size of the optimiser.
         num_epochs: E_π, passes of the policy phase over each rollout.
         num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
@@ -76,12 +80,13 @@ class PPG(Phases):
         separate_aux_optimizer: bool = True,
         aux_memory_gib: float = 8.0,
         architecture: Architecture = "dual",
-        learning_rate: float = 5e-4,
+        kl_penalty_coef: float = 0.0,
+        learning_rate: Scheduled = 5e-4,
         num_epochs: int = 1,
         num_minibatches: int = 8,
         gamma: float = 0.999,
         value_coef: float = 1.0,
-        entropy_coef: float = 0.01,
+        entropy_coef: Scheduled = 0.01,
         normalize_advantages: Literal["minibatch", "rollout", "none"] = "rollout",
         max_grad_norm: float | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
@@ -111,6 +116,8 @@ class PPG(Phases):
         check_number("aux_learning_rate_scale", aux_learning_rate_scale, above=0)
         check_bool("separate_aux_optimizer", separate_aux_optimizer)
         check_number("aux_memory_gib", aux_memory_gib, above=0)
+        check_number("kl_penalty_coef", kl_penalty_coef, at_least=0)
+        self.kl_penalty_coef = kl_penalty_coef
         self.num_aux_epochs = num_aux_epochs
         self.num_aux_minibatches = num_aux_minibatches or num_minibatches * num_policy_iterations
         self.aux_sequences = aux_sequences
@@ -147,29 +154,39 @@ class PPG(Phases):
         self.remember(rollout, batch)
         self.update(rollout, batch)
 
+    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
+        """Return the penalty on the divergence from the policy that acted, if it is wanted."""
+        if not self.kl_penalty_coef:
+            return ()
+        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
+        penalty = self.kl_penalty_coef * batch.mean(rl.approx_kl_k2(log_ratios))
+        self.diagnostics.add(kl_penalty=penalty)
+        return (penalty,)
+
     def auxiliary_phase(self) -> None:
         """Learn to predict the kept value targets, without changing what the policy does."""
         with self.auxiliary_updates():
-            old = copy.deepcopy(self.policy)
+            self.keep_distributions()
             for _ in range(self.num_aux_epochs):
                 for minibatch in self.auxiliary_minibatches():
-                    self.optimize(self.auxiliary_loss(minibatch, old))
+                    self.optimize(self.auxiliary_loss(minibatch))
                     if self.diagnostics.known_closed:
                         return
-            self.observe_divergence(old)
+            self.observe_divergence()
 
-    def auxiliary_loss(self, batch: Batch, old: AuxiliaryActorCritic) -> Tensor:
+    def auxiliary_loss(self, batch: Batch) -> Tensor:
         """Return the joint loss and the value loss over a minibatch."""
         distribution, auxiliary, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
-        with torch.no_grad():
-            old_distribution, _ = old(batch.observations, batch.sequences)
         head, values, returns, old_values = self.normalize_values(auxiliary, values, batch.returns, batch.values)
         clip = math.inf if self.aux_clip_range_value is None else self.aux_clip_range_value
         losses = {
             "head_loss": batch.mean(rl.clipped_value_loss(head, returns, old_values, clip)),
-            "cloning_loss": batch.mean(old_distribution.kl(distribution)),
+            "cloning_loss": batch.mean(self.divergence(batch, distribution)),
             "value_loss": batch.mean(rl.clipped_value_loss(values, returns, old_values, clip)),
         }
         self.diagnostics.add(**losses)
-        joint_loss = losses["head_loss"] + self.cloning_coef * losses["cloning_loss"]
-        return joint_loss + self.aux_value_coef * losses["value_loss"]
+        return self.total(
+            losses["head_loss"],
+            self.cloning_coef * losses["cloning_loss"],
+            self.aux_value_coef * losses["value_loss"],
+        )

@@ -117,7 +117,7 @@ class OffPolicyPPG(PPG):
 
     def store(self, rollout: Rollout) -> None:
         """Put every step of a rollout into both buffers, with what is known of it now."""
-        batch = self.targets(rollout)
+        batch = self._with_normalized_advantages(self.targets(rollout))
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():
             buffer.append(newest.fields)
@@ -154,10 +154,11 @@ class OffPolicyPPG(PPG):
 
     def loss_of_both(self, half: Half | None, policy_batch: Batch, value_batch: Batch) -> Tensor:
         """Return the loss of PPO, or a half of it: the policy's over one minibatch, the value's over another."""
-        losses = []
+        terms: list[Tensor] = []
         if half != "critic":
             distribution, _ = self.evaluate(policy_batch)
-            losses.append(self.actor_loss(policy_batch, distribution))
+            terms += self.actor_terms(policy_batch, distribution)
         if half != "actor":
-            losses.append(self.critic_loss(value_batch, self.policy.value(value_batch.observations)))
-        return torch.stack(losses).sum()
+            values = self.policy.value(value_batch.observations)
+            terms += [self.value_coef * self.value_loss(value_batch, values)]
+        return self.total(*terms)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -15,9 +17,7 @@ from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_settings import check_settings
-from lightning_rl.algorithms.values import revalued
 from lightning_rl.distributions import Distribution
-from lightning_rl.nested import Nested
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
@@ -39,11 +39,14 @@ class PPO(OnPolicyAlgorithm):
         num_epochs: Passes over each rollout.
         num_value_epochs: Passes of the value loss, if not as many: the first ones are joint, those that only one of
             the two losses has left are without the other. With a shared encoder each of them changes that.
-        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
+        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`, with `memory` the number of
+            sequences.
         gae_lambda: λ of the advantage estimates: 0 is one-step, 1 Monte Carlo. May be a schedule.
-        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]. May be a schedule.
+        clip_range: ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it. May be a schedule.
         clip_range_low: ε of the lower bound, if it is another one. May be a schedule.
         clip_range_high: ε of the upper bound, if it is another one. May be a schedule.
+        log_prob_clip: Clip the log-probabilities of the current policy, not those of the one that acted, to ± this in
+            the importance ratio; None does not.
         dual_clip: Where the advantage A is negative, count at least this times A (Ye et al. 2020); above 1, None does
             not.
         clip_range_value: Clip the change of the value since the rollout to this; None does not. May be a schedule.
@@ -75,9 +78,10 @@ class PPO(OnPolicyAlgorithm):
         num_value_epochs: int | None = None,
         num_minibatches: int = 4,
         gae_lambda: Scheduled = 0.95,
-        clip_range: Scheduled = 0.2,
+        clip_range: Scheduled | None = 0.2,
         clip_range_low: Scheduled | None = None,
         clip_range_high: Scheduled | None = None,
+        log_prob_clip: float | None = None,
         dual_clip: float | None = None,
         clip_range_value: Scheduled | None = None,
         value_huber_delta: float | None = None,
@@ -96,9 +100,10 @@ class PPO(OnPolicyAlgorithm):
         self.num_value_epochs = num_epochs if num_value_epochs is None else num_value_epochs
         self.num_minibatches = num_minibatches
         self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
-        self.clip_range = self.scheduled("clip_range", clip_range, above=0)
+        self.clip_range = self.scheduled_or_none("clip_range", clip_range, above=0)
         self.clip_range_low = self.scheduled_or_none("clip_range_low", clip_range_low, above=0)
         self.clip_range_high = self.scheduled_or_none("clip_range_high", clip_range_high, above=0)
+        self.log_prob_clip = log_prob_clip
         self.dual_clip = dual_clip
         self.clip_range_value = self.scheduled_or_none("clip_range_value", clip_range_value, above=0)
         self.value_huber_delta = value_huber_delta
@@ -126,58 +131,65 @@ class PPO(OnPolicyAlgorithm):
             self.update(rollout, self.targets(rollout))
 
     def update(self, rollout: Rollout, batch: Batch) -> None:
-        """Make all updates from a rollout, whose steps are `batch`."""
-        self.diagnostics.observe(explained_variance=self.explained_variance(batch.values, batch.returns))
-        for epoch in range(max(self.num_epochs, self.num_value_epochs)):
+        """Make passes of gradient steps over a batch, unless they are stopped.
+
+        Args:
+            rollout: That the batch is made of.
+            batch: What `targets` made of it.
+        """
+        batch = self._with_normalized_advantages(batch)
+        num_passes = max(self.num_epochs, self.num_value_epochs)
+        for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
-                batch = self.targets(revalued(self.policy, rollout))
-            half = self._half(epoch)
+                batch = self._with_normalized_advantages(self.with_new_targets(batch, rollout))
+            only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
-                keep_if = partial(self._is_close, minibatch) if self.kl_rollback and half != "critic" else None
-                self.optimize(self._loss_of(half, minibatch), only=half, keep_if=keep_if)
+                keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
+                loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
+                self.optimize(loss, only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return
+            if epoch in (0, num_passes - 1):
+                self.log_histograms(batch, "first_epoch" if epoch == 0 else "last_epoch")
 
-    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps of a rollout with advantages, returns, and more `[T, B, ...]` tensors beside them."""
-        advantages = self.gae(rollout, self.gae_lambda)
-        batch = rollout.flatten(advantages=advantages, returns=advantages + rollout.values, **per_step)
-        if self.normalize_advantages == "rollout":
-            batch = batch.replace(advantages=self.normalize(batch.advantages))
-        return batch
+    def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
+        """Return the loss of equation 9 over a minibatch; it needs no Trainer.
 
-    def _half(self, epoch: int) -> Half | None:
-        """Return the half of the loss that a pass is about; None: both."""
-        if epoch >= self.num_epochs:
-            return "critic"
-        return "actor" if epoch >= self.num_value_epochs else None
-
-    def _loss_of(self, half: Half | None, batch: Batch) -> Tensor:
-        if half is None:
-            return self.loss(batch)
+        Args:
+            batch: The minibatch.
+            only: The half of the network to learn, whose terms there are then; None: both.
+        """
         distribution, values = self.evaluate(batch)
-        return self.actor_loss(batch, distribution) if half == "actor" else self.critic_loss(batch, values)
+        terms: list[Tensor] = []
+        if only != "critic":
+            terms += self.actor_terms(batch, distribution)
+        if only != "actor":
+            terms += [self.value_coef * self.value_loss(batch, values)]
+        return self.total(*terms)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of equation 9 over a minibatch."""
-        distribution, values = self.evaluate(batch)
-        return self.actor_loss(batch, distribution) + self.critic_loss(batch, values)
+    def actor_terms(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
+        """Return the terms about the policy: surrogate loss (equation 7), entropy bonus and penalties, if any.
 
-    def actor_loss(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return the terms of the policy: surrogate loss (equation 7) - entropy_coef · entropy."""
-        advantages = batch.advantages
-        if self.normalize_advantages == "minibatch":
-            advantages = self.normalize(advantages)
-        low, high = self._clip_ranges()
-        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
-        policy_loss = batch.mean(rl.dual_clipped_surrogate_loss(log_ratios, advantages, low, high, self.dual_clip))
+        Args:
+            batch: The minibatch.
+            distribution: Of its actions, by the current parameters.
+        """
+        normalized = self.normalize_advantages == "minibatch"
+        advantages = self.normalize(batch.advantages) if normalized else batch.advantages
+        log_probs = distribution.log_prob(batch.actions)
+        self.observe_first_ratios(log_probs - batch.log_probs)
+        if self.log_prob_clip is not None:
+            log_probs = log_probs.clamp(-self.log_prob_clip, self.log_prob_clip)
+        log_ratios = log_probs - batch.log_probs
+        losses = rl.dual_clipped_surrogate_loss(log_ratios, advantages, *self.clip_ranges, self.dual_clip)
+        policy_loss = batch.mean(losses)
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
         self._observe(batch, log_ratios.detach())
-        return policy_loss - self.entropy_coef * entropy
+        return [policy_loss, -self.entropy_coef * entropy, *self.penalties(batch, distribution)]
 
-    def critic_loss(self, batch: Batch, values: Tensor) -> Tensor:
-        """Return the term of the value: value_coef · value loss."""
+    def value_loss(self, batch: Batch, values: Tensor) -> Tensor:
+        """Return the loss of values `[N]`, squared or Huber's, clipped or not."""
         values, returns, old_values = self.normalize_values(values, batch.returns, batch.values)
         delta = self.value_huber_delta
         error = rl.value_loss if delta is None else partial(rl.huber_value_loss, delta=delta)
@@ -186,24 +198,59 @@ class PPO(OnPolicyAlgorithm):
             losses = torch.maximum(losses, error(old_values + (values - old_values).clamp(-limit, limit), returns))
         value_loss = batch.mean(losses)
         self.diagnostics.add(value_loss=value_loss)
-        return self.value_coef * value_loss
+        return value_loss
 
-    def _clip_ranges(self) -> tuple[float, float]:
+    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
+        """Return further terms of the loss over a minibatch, scalars; there are none here.
+
+        Args:
+            batch: The minibatch.
+            distribution: Of its actions, by the current parameters.
+        """
+        return ()
+
+    @property
+    def clip_ranges(self) -> tuple[float, float]:
+        """How far below and above 1 the importance ratio may be; infinite where it is not clipped."""
+        both = math.inf if self.clip_range is None else self.clip_range
         low, high = self.clip_range_low, self.clip_range_high
-        return self.clip_range if low is None else low, self.clip_range if high is None else high
+        return both if low is None else low, both if high is None else high
+
+    def is_clipped(self, log_ratios: Tensor) -> Tensor:
+        """Return 1 where the importance ratio is outside of its range, else 0."""
+        (low, high), changes = self.clip_ranges, log_ratios.expm1()
+        return ((changes < -low) | (changes > high)).to(log_ratios.dtype)
+
+    def clip_fraction(self, batch: Batch, log_ratios: Tensor) -> Tensor:
+        """Return the share of a minibatch whose importance ratio is clipped."""
+        return batch.mean(self.is_clipped(log_ratios))
+
+    def after_updates(self, means: dict[str, float]) -> None:
+        """Adapt the learning rate to the divergence, the same on every rank."""
+        if self.adaptive_learning_rate is not None and "approx_kl" in means:
+            mean_kl = self.all_reduce(torch.tensor(means["approx_kl"], device=self.device)) / self.world_size
+            self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))
+
+    def _with_normalized_advantages(self, batch: Batch) -> Batch:
+        if self.normalize_advantages != "rollout":
+            return batch
+        return batch.replace(advantages=self.normalize(batch.advantages))
+
+    def _half(self, epoch: int) -> Half | None:
+        """Return the half of the network that a pass is about; None: both."""
+        if epoch >= self.num_epochs:
+            return "critic"
+        return "actor" if epoch >= self.num_value_epochs else None
 
     @torch.no_grad()
     def _observe(self, batch: Batch, log_ratios: Tensor) -> None:
         """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
-        low, high = self._clip_ranges()
-        changes = log_ratios.expm1()
         approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
         self.diagnostics.observe(
             approx_kl=approx_kl,
             approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)),
-            clip_fraction=batch.mean(((changes < -low) | (changes > high)).to(log_ratios.dtype)),
+            clip_fraction=self.clip_fraction(batch, log_ratios),
         )
-        self.observe_first_ratios(log_ratios)
         if self.target_kl is not None:
             self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
 
@@ -215,10 +262,4 @@ class PPO(OnPolicyAlgorithm):
         return self._allows(batch.mean(rl.approx_kl_k3(log_ratios)), self.target_kl)
 
     def _allows(self, approx_kl: Tensor, target_kl: float) -> Tensor:
-        return self.all_reduce(approx_kl) / self.trainer.world_size <= 1.5 * target_kl
-
-    def after_updates(self, means: dict[str, float]) -> None:
-        """Adapt the learning rate to the divergence, the same on every rank."""
-        if self.adaptive_learning_rate is not None and "approx_kl" in means:
-            mean_kl = self.all_reduce(torch.tensor(means["approx_kl"], device=self.device)) / self.trainer.world_size
-            self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))
+        return self.all_reduce(approx_kl) / self.world_size <= 1.5 * target_kl

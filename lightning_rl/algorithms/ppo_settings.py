@@ -21,7 +21,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
     if given["num_value_epochs"] is not None:
         check_positive_int("num_value_epochs", given["num_value_epochs"])
     check_number("value_coef", given["value_coef"], at_least=0)
-    for name, bound in (("dual_clip", 1), ("value_huber_delta", 0)):
+    for name, bound in (("log_prob_clip", 0), ("dual_clip", 1), ("value_huber_delta", 0)):
         if given[name] is not None:
             check_number(name, given[name], above=bound)
     choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_rl.algorithms.histograms import histograms, that_show_histograms
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.evaluation import Episode
 from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
 from lightning_rl.normalization import exact_dtype
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Batch, Rollout
 
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
@@ -28,6 +29,7 @@ class Reports(Updates):
         self._logged_env_steps = 0
         self._planned_env_steps: int | None = None
         self._logged_clock = False
+        self.histograms = False
 
     def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         """Log a value as `LightningModule.log` does, against environment steps."""
@@ -79,7 +81,8 @@ class Reports(Updates):
         """Take in one rollout; every `log_every_n_steps` of them, log what happened since, over all ranks."""
         self.train_episodes.update(rollout.episodes.returns, rollout.episodes.lengths)
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
-        scalars["train/learning_rate"] = [self.optimizer.param_groups[0]["lr"]]
+        for name, optimizer in zip(("learning_rate", "critic_learning_rate"), self.all_optimizers, strict=False):
+            scalars[f"train/{name}"] = [optimizer.param_groups[0]["lr"]]
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         if rollout.failures is not None:
@@ -88,13 +91,32 @@ class Reports(Updates):
         if self.train_means is None:
             self.train_means = ScalarMeans(list(scalars)).to(self.device)
         self.train_means.update(scalars)
-        if interval := self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            due = (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0
-            if due or (self._planned_env_steps is not None and self.env_steps >= self._planned_env_steps):
-                self._log_training(self.train_means)
+        over = self._planned_env_steps is not None and self.env_steps >= self._planned_env_steps
+        if self._log_is_due or (over and self.trainer.log_every_n_steps):  # type: ignore[attr-defined]
+            self._log_training(self.train_means)
         if self._logged_clock:  # what a subclass logged before the clock went on belongs to this rollout too
             super().log("step", self._clock, reduce_fx="max")
             self._logged_clock = False
+
+    @property
+    def _log_is_due(self) -> bool:
+        """Whether the rollout that is being learned from is one of every `log_every_n_steps`."""
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return bool(interval) and (self.trainer.fit_loop.total_batch_idx + 1) % interval == 0
+
+    def log_histograms(self, batch: Batch, name: str) -> None:
+        """Log histograms as they are after an update, if that is wanted and the rollout is logged.
+
+        Args:
+            batch: What was learned from; its advantages are shown standardised.
+            name: Which update it was: the group that the histograms are shown in.
+        """
+        if self.histograms and self._log_is_due:
+            model: Any = self  # the parts that it logs are those of the subclass
+            advantages = self.normalize(batch.advantages)
+            for logger in that_show_histograms(self.trainer.loggers):
+                for tag, values in histograms(batch, advantages, model.action_space, model.policy):
+                    logger.experiment.add_histogram(f"{name}/{tag}", values.detach().cpu(), self.env_steps)
 
     def _log_training(self, train_means: ScalarMeans) -> None:
         episodes, logged = self.train_episodes.compute(), train_means.compute()

@@ -96,6 +96,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
         "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
+        "initial_kl_coef": "; the coefficient itself goes on from where it was",
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
         "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),

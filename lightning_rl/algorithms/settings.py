@@ -43,10 +43,30 @@ def _check_alone(given: Mapping[str, Any], name: str, varies: bool) -> None:
         check(not (varies and given[other]), name, given[name], f"a number, since {other} is given")
 
 
+def _check_normalizers(given: Mapping[str, Any]) -> None:
+    observations, rewards = given["normalize_observations"], given["normalize_rewards"]
+    if not isinstance(observations, dict):  # whose entries `make_normalizer` checks
+        check(isinstance(observations, bool), "normalize_observations", observations, "true or false, or a dict")
+    known = isinstance(rewards, bool) or rewards in ("return_std", "reward_std")
+    check(known, "normalize_rewards", rewards, "true or false, return_std or reward_std")
+    if given["normalized_reward_clip"] is not None:
+        check_number("normalized_reward_clip", given["normalized_reward_clip"], above=0)
+
+
 def _check(given: Mapping[str, Any]) -> None:
-    for name in ("anneal_learning_rate", "normalize_observations", "normalize_rewards", "check_numerics"):
+    for name in ("anneal_learning_rate", "check_numerics", "recompute_values", "histograms"):
         check_bool(name, given[name])
     MemoryOptions.parse(given["memory"])
+    _check_normalizers(given)
+    for name in ("policy_l2", "value_l2", "shared_l2"):
+        check_number(name, given[name], at_least=0)
+    for name, choices in (
+        ("on_truncation", ("bootstrap", "terminal")),
+        ("advantage_estimator", ("gae", "monte_carlo")),
+        ("value_target", ("td_lambda", "empirical")),
+        ("update_normalizers", ("after", "before")),
+    ):
+        check(given[name] in choices, name, given[name], " or ".join(choices))
     if given["shared_encoder"] is not None:
         check_bool("shared_encoder", given["shared_encoder"])
     for name in ("learning_rate", "critic_learning_rate"):
@@ -59,8 +79,6 @@ def _check(given: Mapping[str, Any]) -> None:
     check(is_int(skipped) and skipped >= 0, "max_skipped_updates", skipped, "an integer of at least 0")
     if given["max_grad_norm"] is not None:
         check_number("max_grad_norm", given["max_grad_norm"], above=0)
-    choice = given["on_truncation"]
-    check(choice in ("bootstrap", "terminal"), "on_truncation", choice, "bootstrap or terminal")
     if given["lr_scheduler"] is not None:
         check(not given["anneal_learning_rate"], "anneal_learning_rate", True, "False, since lr_scheduler is given")
     sizes, paths = given["hidden_sizes"], given["critic_only"]

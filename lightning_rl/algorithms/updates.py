@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.gating import OptimizerSnapshot, step_where
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
+from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
@@ -63,6 +64,7 @@ class Updates(LightningModule):
         self.frames = 0
         self.policy_version = 0
         self.reward_normalizer: RewardNormalizer | None = None
+        self.weight_penalty = WeightPenalty()
         self.skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
@@ -101,31 +103,47 @@ class Updates(LightningModule):
         """
         return [] if only is None else parameters_of_other_half(self.policy, only)
 
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that learn together; 1 without a Trainer."""
+        return 1 if self._trainer is None else self._trainer.world_size
+
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield the rows in a fresh random order, cut into minibatches.
+        """Yield the rows in the order of `minibatch_order`, cut into minibatches.
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
         """
-        parts = list(batch.shuffled(self.generator).split(num_minibatches))
-        for part, weight in zip(parts, self.weights([len(part) for part in parts]), strict=True):
-            part.weight = weight
-            yield self.begin_minibatch(part)
+        parts = list(batch.ordered(self.minibatch_order(batch.num_items)).split(num_minibatches))
+        self.weigh(parts)
+        yield from map(self.begin_minibatch, parts)
 
     def begin_minibatch(self, batch: Batch) -> Batch:
         """Return a minibatch to be learned from next; what is recorded from now on is of it."""
         self.diagnostics.next_minibatch()
         return batch
 
-    def weights(self, counts: Sequence[int]) -> list[float]:
-        """Return what a row counts for in each minibatch, given this rank's numbers of rows; see `Batch.weight`."""
-        if self.trainer.world_size == 1:
-            return [1 / max(count, 1) for count in counts]
-        totals = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
-        return [self.trainer.world_size / max(total, 1) for total in totals]
+    def minibatch_order(self, num_items: int) -> Tensor:
+        """Return the indices of a batch's rows in the order in which one pass goes through them, shape `[M]`.
+
+        Called once per pass. Override it to choose the order: minibatches are cut from it as it stands, so that it may
+        leave rows out or repeat them.
+
+        Args:
+            num_items: Number of rows of this rank's batch; with memory, of sequences, which the order is of then.
+        """
+        return torch.randperm(num_items, generator=self.generator)
+
+    def weigh(self, parts: Sequence[Batch]) -> None:
+        """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks."""
+        if self.world_size > 1:
+            own = [float(part.total_weight) for part in parts]
+            totals = self.all_reduce(torch.tensor(own, dtype=exact_dtype(self.device), device=self.device)).tolist()
+            for part, total in zip(parts, totals, strict=True):
+                part.weight = self.world_size / (total or 1.0)
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
-        if self.trainer.world_size == 1:
+        if self.world_size == 1:
             return normalize(x)
         # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
         exact = x.to(exact_dtype(x.device))
@@ -137,7 +155,7 @@ class Updates(LightningModule):
 
     def explained_variance(self, predictions: Tensor, targets: Tensor) -> Tensor:
         """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
-        if self.trainer.world_size == 1:
+        if self.world_size == 1:
             return explained_variance(predictions, targets)
         pair = torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device))
         totals = self.all_reduce(torch.cat([pair.sum(1), pair.new_tensor([pair.shape[1]])]))
@@ -166,6 +184,28 @@ class Updates(LightningModule):
         self.diagnostics.add(entropy=total)
         self.diagnostics.observe(**{f"entropy.{path}": part for path, part in parts.items() if path})
         return total
+
+    def total(self, *terms: Tensor) -> Tensor:
+        """Return the sum of the terms of a loss, weight penalties added, and record it.
+
+        `loss` is the sum, `total_abs_loss` that of the absolute values, in which nothing cancels.
+        """
+        if (penalty := self.weight_penalty(cast(nn.Module, self.policy))) is not None:
+            self.diagnostics.add(l2_penalty=penalty)
+            terms = (*terms, penalty)
+        loss = functools.reduce(operator.add, terms)
+        absolute = self.over_ranks(torch.stack([term.detach() for term in terms])).abs()
+        self.diagnostics.add(loss=loss, total_abs_loss=absolute.sum())
+        return loss
+
+    def over_ranks(self, mean: Tensor) -> Tensor:
+        """Return a rank's share of a mean (what `Batch.mean` gives) as the mean of all ranks, with the rank's gradient.
+
+        For terms that are not linear in a mean: averaged over ranks, their gradient is that of the term of the mean.
+        """
+        if self.world_size == 1:
+            return mean
+        return mean + (self.all_reduce(mean.detach()) / self.world_size - mean.detach())
 
     def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
@@ -205,8 +245,7 @@ class Updates(LightningModule):
             self.manual_backward(loss)
             return
         # DDP waits for the gradient of every parameter.
-        zero = functools.reduce(operator.add, [0 * parameter.sum() for parameter in idle])
-        self.manual_backward(loss + zero)
+        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in idle))
         for parameter in idle:
             parameter.grad = None
 
@@ -243,7 +282,7 @@ class Updates(LightningModule):
 
     def all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
         """Return the sum of `x` over all ranks, or the largest."""
-        if self.trainer.world_size == 1:
+        if self.world_size == 1:
             return x
         # Not `Trainer.strategy.reduce`: it has the ranks wait for each other first, and writes over `x`. Every strategy
         # that trains several ranks here has this process group.
@@ -268,8 +307,9 @@ class Updates(LightningModule):
         """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"
-        strategy = self.trainer.strategy
-        step = optimizer.step if counts else functools.partial(strategy.optimizer_step, raw, do_nothing_closure)
+        step: Callable[[], Any] = optimizer.step
+        if not counts:
+            step = functools.partial(self.trainer.strategy.optimizer_step, raw, do_nothing_closure)
         if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             step()

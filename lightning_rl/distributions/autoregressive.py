@@ -56,6 +56,14 @@ class Autoregressive(Distribution):
         """Return Σ p (log p - log q) over all combinations."""
         return self.combinations.kl(cast(Autoregressive, other).combinations)
 
+    def parameters(self) -> Tensor:
+        """Return the log-probabilities of all combinations."""
+        return self.combinations.logits
+
+    def with_parameters(self, parameters: Tensor) -> Autoregressive:
+        """Return distributions with other log-probabilities."""
+        return Autoregressive(parameters, self.counts, self.names, self.strides, self.places)
+
     def entropies(self) -> dict[str, Tensor]:
         """Return the entropy of every component given those before it, by its name."""
         found: dict[str, Tensor] = {}

@@ -42,6 +42,17 @@ class Distribution(ABC):
     def kl(self, other: Distribution) -> Tensor:
         """Return KL(self ‖ other) in nats, shape `[...]`; `other` is of the same kind."""
 
+    @abstractmethod
+    def parameters(self) -> Nested:
+        """Return the tensors that tell one distribution of this kind from another, one row `[...]` for each row.
+
+        What a batch carries through shuffling and splitting, to measure later how far a policy has moved.
+        """
+
+    @abstractmethod
+    def with_parameters(self, parameters: Nested) -> Distribution:
+        """Return distributions of the same kind with the given `parameters`, of any leading dimensions."""
+
     def to_space(self, action: Nested) -> Nested:
         """Return `action` in the units of the action space; the same unless the distribution says otherwise."""
         return action

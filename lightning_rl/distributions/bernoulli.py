@@ -42,3 +42,11 @@ class Bernoulli(Distribution):
         """Return the divergence, summed over switches."""
         p, q = self.logits, cast(Bernoulli, other).logits
         return (p.sigmoid() * (p - q) + softplus(q) - softplus(p)).sum(-1)
+
+    def parameters(self) -> Tensor:
+        """Return the logits."""
+        return self.logits
+
+    def with_parameters(self, parameters: Tensor) -> Bernoulli:
+        """Return distributions with other logits."""
+        return Bernoulli(parameters)

@@ -59,6 +59,14 @@ class Beta(Distribution):
         moments = (a - c) * a.digamma() + (b - d) * b.digamma() + (c + d - a - b) * (a + b).digamma()
         return (_log_beta(c, d) - _log_beta(a, b) + moments).sum(-1)
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Return both concentrations."""
+        return {"alpha": self.alpha, "beta": self.beta}
+
+    def with_parameters(self, parameters: dict[str, Tensor]) -> Beta:
+        """Return distributions with other ones."""
+        return Beta(parameters["alpha"], parameters["beta"], self.bounds)
+
     def to_space(self, action: Tensor) -> Tensor:
         """Return the bounded action."""
         return self.bounds.from_unit((action / 2).tanh())

@@ -53,6 +53,14 @@ class Categorical(Distribution):
         other = cast(Categorical, other)
         return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
 
+    def parameters(self) -> Tensor:
+        """Return the logits."""
+        return self.logits
+
+    def with_parameters(self, parameters: Tensor) -> Categorical:
+        """Return distributions with other logits."""
+        return Categorical(parameters)
+
 
 class MultiCategorical(Distribution):
     """Independent choices, one of `n` in each of `k` components; an action has the shape `[..., k]`.
@@ -84,6 +92,14 @@ class MultiCategorical(Distribution):
     def kl(self, other: Distribution) -> Tensor:
         """Return the divergence, summed over components."""
         return self.components.kl(cast(MultiCategorical, other).components).sum(-1)
+
+    def parameters(self) -> Tensor:
+        """Return the logits."""
+        return self.components.logits
+
+    def with_parameters(self, parameters: Tensor) -> MultiCategorical:
+        """Return distributions with other logits."""
+        return MultiCategorical(parameters)
 
     def entropies(self) -> dict[str, Tensor]:
         """Return the entropy of every component by its place, unless they are more than 16."""

@@ -51,3 +51,11 @@ class DiagonalGaussian(Distribution):
         z = (self.mean - other.mean) * (-other.log_std).exp()
         per_dimension = 0.5 * (variance_ratio + z.square() - 1) + other.log_std - self.log_std
         return per_dimension.sum(-1)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return mean and logarithm of the standard deviation, one for each row even if all rows have the same."""
+        return {"mean": self.mean, "log_std": self.log_std.expand_as(self.mean)}
+
+    def with_parameters(self, parameters: dict[str, Tensor]) -> DiagonalGaussian:
+        """Return distributions with other ones."""
+        return DiagonalGaussian(parameters["mean"], parameters["log_std"])

@@ -45,6 +45,15 @@ class Joint(Distribution):
         """Return the divergence, summed over parts."""
         return _sum(map_leaves(lambda part, another: part.kl(another), self.parts, cast(Joint, other).parts))
 
+    def parameters(self) -> Nested:
+        """Return those of every part, nested as the parts are."""
+        return map_leaves(lambda part: part.parameters(), self.parts)
+
+    def with_parameters(self, parameters: Nested) -> Joint:
+        """Return distributions of the same parts with other ones."""
+        parts = map_leaves(lambda part, x: part.with_parameters(x), self.parts, parameters)
+        return Joint(parts, self.paths)
+
     def to_space(self, action: Nested) -> Nested:
         """Return every part in the units of its space."""
         return map_leaves(lambda part, x: part.to_space(x), self.parts, action)

@@ -61,6 +61,14 @@ class SquashedGaussian(Distribution):
         """Return that of u: an invertible map does not change it."""
         return self.before.kl(cast(SquashedGaussian, other).before)
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Return those of u."""
+        return self.before.parameters()
+
+    def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
+        """Return distributions with other ones."""
+        return SquashedGaussian(parameters["mean"], parameters["log_std"], self.bounds)
+
     def to_space(self, action: Tensor) -> Tensor:
         """Return the bounded action."""
         return self.bounds.from_unit(action.tanh())

@@ -1,11 +1,13 @@
 """Pure functions of time-major ``[T, B, ...]`` tensors: returns, advantages and losses.
 
 Nothing here knows of modules, batches or environments, and nothing but torch is imported. ``returns`` makes
-the constant targets (computed without gradient), ``losses`` the differentiable per-step terms.
+the constant targets (computed without gradient), ``losses`` the differentiable per-step terms, ``penalties``
+what is added to their means.
 """
 
 from lightning_rl.functional.losses import (
     approx_kl_k1,
+    approx_kl_k2,
     approx_kl_k3,
     clip_indicator,
     clipped_surrogate_loss,
@@ -18,6 +20,7 @@ from lightning_rl.functional.losses import (
     value_loss,
     weighted_mean,
 )
+from lightning_rl.functional.penalties import adapted_kl_coef, kl_cutoff_penalty, squared_norm
 from lightning_rl.functional.returns import (
     VTraceReturns,
     discounted_returns,
@@ -29,7 +32,9 @@ from lightning_rl.functional.returns import (
 
 __all__ = [
     "VTraceReturns",
+    "adapted_kl_coef",
     "approx_kl_k1",
+    "approx_kl_k2",
     "approx_kl_k3",
     "clip_indicator",
     "clipped_surrogate_loss",
@@ -39,9 +44,11 @@ __all__ = [
     "explained_variance",
     "gae",
     "huber_value_loss",
+    "kl_cutoff_penalty",
     "normalize",
     "policy_gradient_loss",
     "reverse_scan",
+    "squared_norm",
     "td_lambda_returns",
     "value_loss",
     "vtrace",

@@ -86,16 +86,16 @@ class RolloutMemory:
 
     def write(self, name: str, addresses: Tensor, values: Nested) -> None:
         """Give the steps at some addresses `[N]` one more field, or change it; elsewhere it begins with 0."""
-        for index, (mask, local) in self._by_rollout(addresses).items():
-            kept = self._kept[index]
-            if name not in kept.fields:
+        if name not in self._kept[0].fields:
+            for index, kept in enumerate(self._kept):
                 zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
-                kept = self._kept[index] = kept._replace(fields={**kept.fields, name: zeros})
+                self._kept[index] = kept._replace(fields={**kept.fields, name: zeros})
+        for index, (mask, local) in self._by_rollout(addresses).items():
 
             def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
                 storage.flatten(0, 1)[local] = x.detach().cpu()[mask]
 
-            map_leaves(put, kept.fields[name], values)
+            map_leaves(put, self._kept[index].fields[name], values)
 
     def steps(self) -> Tensor:
         """Return the addresses of all real steps, `[N]`."""
@@ -129,8 +129,16 @@ class RolloutMemory:
         everything = torch.ones(self.shape, dtype=torch.bool)
         return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
 
-    def gather(self, addresses: Tensor) -> Fields:
-        """Return copies of the steps at some addresses, each field of shape `[*addresses.shape, ...]`."""
+    def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
+        """Return copies of the steps at some addresses, each field of shape `[*addresses.shape, ...]`.
+
+        Args:
+            addresses: Of any shape.
+            only: Return this field alone, or nothing if there is none of that name; None: all of them.
+        """
+        wanted = [{n: x for n, x in kept.fields.items() if only in (None, n)} for kept in self._kept]
+        if not wanted or not wanted[0]:
+            return {}
         parts = self._by_rollout(addresses)
 
         def collect(*leaves_of_rollouts: Tensor) -> Tensor:
@@ -140,7 +148,7 @@ class RolloutMemory:
                 result[mask] = leaves_of_rollouts[index].flatten(0, 1)[local]
             return result
 
-        fields: Fields = map_leaves(collect, *(kept.fields for kept in self._kept))
+        fields: Fields = map_leaves(collect, *wanted)
         return fields
 
     def _by_rollout(self, addresses: Tensor) -> dict[int, tuple[Tensor, Tensor]]:

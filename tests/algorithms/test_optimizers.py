@@ -191,6 +191,15 @@ def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor(
         assert [row[1] for row in values.rows] == pytest.approx(critics)
 
 
+def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
+    for options, critics in (({"critic_learning_rate": 0.25}, [0.25, 0.25]), ({}, [])):
+        logger = MemoryLogger()
+        learn(make(learning_rate=0.5, **options), 2, logger=logger, log_every_n_steps=1)
+        assert [value for _, value in logger.rows("train/learning_rate")] == [0.5, 0.5]
+        assert [value for _, value in logger.rows("train/critic_learning_rate")] == critics
+        assert len(logger.rows("train/critic_grad_norm")) == len(critics)
+
+
 def test_a_scheduler_steps_both():
     step = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
     model = make(learning_rate=1.0, critic_learning_rate=5.0, lr_scheduler=step)

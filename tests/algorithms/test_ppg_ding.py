@@ -148,11 +148,8 @@ class ScriptedPPG(Scripted, PPG):
         for index, some in enumerate(rows):
             part = self.begin_minibatch(batch.replace(**{n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
             part = Batch(part.fields)
-            distribution, values = self.policy(part.observations)
-            if index < num_policy:
-                self.optimize(self.actor_loss(part, distribution), only="actor")
-            else:
-                self.optimize(self.critic_loss(part, values), only="critic")
+            only: Any = "actor" if index < num_policy else "critic"
+            self.optimize(self.loss(part, only), only=only)
 
 
 class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):

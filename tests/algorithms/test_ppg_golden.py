@@ -120,12 +120,16 @@ def empty_rollout() -> Rollout:
     )
 
 
-CLIPPING = [case for case in OPENAI["ppo_compute_losses"]["cases"] if case["clip_param"]]
-
-
-@pytest.mark.parametrize("case", CLIPPING, ids=lambda case: case["arch"])
+@pytest.mark.parametrize(
+    "case", OPENAI["ppo_compute_losses"]["cases"], ids=lambda case: f"{case['arch']}-{case['clip_param']}"
+)
 def test_openai_policy_phase(case: dict[str, Any]) -> None:
-    options = {"clip_range": case["clip_param"], "entropy_coef": case["entcoef"], "value_coef": 2 * case["vfcoef"]}
+    options = {
+        "clip_range": case["clip_param"] or None,
+        "entropy_coef": case["entcoef"],
+        "value_coef": 2 * case["vfcoef"],
+    }
+    options["kl_penalty_coef"] = case["kl_penalty"]
     model = make(PPG, case["arch"], num_minibatches=1, **options)
     load_weights(model, case["weights"])
     data = OPENAI["ppo_compute_losses"]["data"][case["arch"]]
@@ -140,7 +144,9 @@ def test_openai_policy_phase(case: dict[str, Any]) -> None:
     means = model.diagnostics.means()
     assert means["policy_loss"] == pytest.approx(expected["pg"], rel=1e-7)
     assert means["entropy"] == pytest.approx(expected["entropy"], rel=1e-7)
-    assert means["clip_fraction"] == pytest.approx(expected["clipfrac"], rel=1e-6)
+    assert means.get("kl_penalty", 0.0) == pytest.approx(expected["pi_kl"], rel=1e-7)
+    if case["clip_param"]:
+        assert means["clip_fraction"] == pytest.approx(expected["clipfrac"], rel=1e-6)
     parameters = dict(model.policy.named_parameters())
     for name, numbers in case["grads"].items():
         gradient = parameters[own(name)].grad

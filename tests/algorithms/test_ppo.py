@@ -155,6 +155,8 @@ def test_diagnostics_are_what_their_names_say(space):
         "clip_fraction": ((ratios - 1).abs() > 0.2).double().mean(),
         "first_ratio_error": (ratios - 1).abs().max(),
         "explained_variance": 1 - (batch.returns - batch.values).var() / batch.returns.var(),
+        "loss": loss,
+        "total_abs_loss": (values - batch.returns).square().mean() / 4 + surrogate.mean().abs(),
         "grad_norm": torch.cat([gradient.flatten() for gradient in gradients]).norm(),
     }
     if space == "continuous":

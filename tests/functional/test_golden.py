@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.functional import (
+    adapted_kl_coef,
     approx_kl_k1,
     clip_indicator,
     clipped_surrogate_loss,
@@ -14,6 +15,7 @@ from lightning_rl.functional import (
     discounted_returns,
     dual_clipped_surrogate_loss,
     gae,
+    kl_cutoff_penalty,
     td_lambda_returns,
     value_loss,
     vtrace,
@@ -267,3 +269,27 @@ def test_openai_gae(case: dict[str, Any]) -> None:
     advantages = gae(rewards, values[:-1], values[1:], case["gamma"] * goes_on, case["lambda_"] * goes_on)
     close(advantages.T, case["adv"])
     close((advantages + values[:-1]).T, case["vtarg"])
+
+
+def test_tf_agents_adaptive_kl_coefficient() -> None:
+    for case in load("tf_agents/03_kl_beta")["cases"]:
+        coef = torch.tensor(float(case["initial_adaptive_kl_beta"]))
+        target, tolerance = case["adaptive_kl_target"], case["adaptive_kl_tolerance"]
+        for kl, expected in zip(case["kl"], case["beta_after"], strict=True):
+            coef = adapted_kl_coef(coef, kl.mean(), target, tolerance)
+            torch.testing.assert_close(coef, expected, msg=case["note"])
+
+
+@pytest.mark.parametrize("weights", ["mask", "fractional"])
+@pytest.mark.parametrize("config", [name for name in LOSSES["configs"] if name.startswith("kl_")])
+def test_tf_agents_kl_penalties(config: str, weights: str) -> None:
+    options = {"adaptive_kl_target": 0.01, "kl_cutoff_factor": 2.0, "kl_cutoff_coef": 1000.0} | LOSSES["configs"][
+        config
+    ]
+    for kind in LOSSES["kinds"].values():
+        kl = (LOSSES["inputs"]["weights"][weights] * kind["per_step"]["kl_old_new"]).mean()
+        expected = kind["losses"][f"{config}/{weights}"]["losses"]
+        if options["kl_cutoff_factor"]:
+            cutoff = options["kl_cutoff_factor"] * options["adaptive_kl_target"]
+            close(kl_cutoff_penalty(kl, cutoff, options["kl_cutoff_coef"]), expected["kl_cutoff_loss"])
+        close(options.get("initial_adaptive_kl_beta", 1.0) * kl, expected["adaptive_kl_loss"])

@@ -57,11 +57,15 @@ def test_no_function_reads_a_value_on_the_host() -> None:
             functional.dual_clipped_surrogate_loss(x, x, number, number, 3.0),
             functional.huber_value_loss(x, x, 0.5),
             functional.approx_kl_k1(x),
+            functional.approx_kl_k2(x),
             functional.approx_kl_k3(x),
             functional.clip_indicator(x, number),
             functional.weighted_mean(x, x),
             functional.explained_variance(x, x, x),
             functional.normalize(x, x),
+            functional.kl_cutoff_penalty(x.mean(), 0.01, 2.0),
+            functional.adapted_kl_coef(x.mean(), x.mean(), 0.01, 0.3),
+            functional.squared_norm([x, x[0]]),
         ]
         assert {result.device.type for result in results} == {"meta"}
         assert {result.dtype for result in results} == {torch.float32}

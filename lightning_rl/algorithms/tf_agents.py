@@ -1,0 +1,186 @@
+"""PPO as TF-Agents 0.19 computes it, errors included, to repeat what was published with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_rl import functional as rl
+from lightning_rl.algorithms.parameter_groups import Half
+from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
+from lightning_rl.distributions import Distribution
+from lightning_rl.normalization import RewardScale, RunningMoments, exact_dtype
+from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.spaces import SpaceDict
+from lightning_rl.validation import check, check_bool
+
+# Advantages are standardised with this beside the variance.
+_VARIANCE_EPSILON = 1e-8
+
+
+class TFAgentsPPO(PPOKLPenalty):
+    """`PPOKLPenalty` with the defaults of TF-Agents' `PPOAgent`, and its arithmetic where that is another.
+
+    For new work take `PPO` or `PPOKLPenalty`. What differs from them (docs/coming_from_tf_agents.md has the details):
+
+    * The last step of a rollout gives its value alone, and is not learned from; the one before it bootstraps by GAE
+      from its own value rather than from the next one.
+    * Time limits are terminal states.
+    * Steps are not left out but weighed with 0: resets, the last step, and those whose return and advantage are both
+      exactly 0. Means divide by the number of all steps all the same, advantages are standardised over all of them,
+      and normalisers take them all in.
+    * Advantages are standardised with the population variance, 1e-8 added to it.
+    * The variances of the normalisers are 0 before any data, so that everything is multiplied by 31.6 and clipped.
+    * With several ranks the KL penalties and `clip_fraction` are summed over them.
+
+    Args:
+        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
+        action_space: Of one environment, likewise.
+        num_epochs: Passes over each rollout.
+        num_minibatches: Parts of each pass; 1 as the agent alone, more as its `PPOLearner`.
+        clip_range: As in `PPO`; `PPOClipAgent` is published with 0.2.
+        initial_kl_coef: 0 and `kl_cutoff_coef` 0 make it `PPOClipAgent`.
+        kl_cutoff_coef: As in `PPOKLPenalty`.
+        value_coef: Twice `value_pred_loss_coef`, which is for the loss without its ½.
+        max_grad_norm: None does not clip gradients.
+        advantage_estimator: `monte_carlo` or `gae`.
+        value_target: `empirical` or, with `gae` only, `td_lambda`.
+        normalize_observations: As in `OnPolicyAlgorithm`.
+        normalize_rewards: Likewise.
+        sum_losses_over_ranks: Sum all losses over ranks rather than average them, as TF-Agents does where
+            `aggregate_losses_across_replicas` is off.
+        **kwargs: Those of `PPOKLPenalty`. `on_truncation` cannot be chosen.
+
+    Raises:
+        ConfigurationError: A value is out of range; names field, value and what was expected.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | SpaceDict,
+        action_space: spaces.Space[Any] | SpaceDict,
+        *,
+        num_epochs: int = 25,
+        num_minibatches: int = 1,
+        clip_range: float | None = None,
+        initial_kl_coef: float = 1.0,
+        kl_cutoff_coef: float = 1000.0,
+        value_coef: float = 1.0,
+        max_grad_norm: float | None = None,
+        advantage_estimator: Literal["gae", "monte_carlo"] = "monte_carlo",
+        value_target: Literal["td_lambda", "empirical"] = "empirical",
+        normalize_observations: bool | dict[str, float] = {"clip": 5.0, "epsilon": 1e-3},  # noqa: B006 - read only
+        normalize_rewards: bool | RewardScale = "reward_std",
+        sum_losses_over_ranks: bool = False,
+        on_truncation: OnTruncation = "terminal",
+        **kwargs: Any,  # noqa: ANN401 - those of the base class
+    ) -> None:
+        super().__init__(
+            observation_space,
+            action_space,
+            num_epochs=num_epochs,
+            num_minibatches=num_minibatches,
+            clip_range=clip_range,
+            initial_kl_coef=initial_kl_coef,
+            kl_cutoff_coef=kl_cutoff_coef,
+            value_coef=value_coef,
+            max_grad_norm=max_grad_norm,
+            advantage_estimator=advantage_estimator,
+            value_target=value_target,
+            normalize_observations=normalize_observations,
+            normalize_rewards=normalize_rewards,
+            on_truncation=on_truncation,
+            **kwargs,
+        )
+        check(on_truncation == "terminal", "on_truncation", on_truncation, "terminal, as TF-Agents takes time limits")
+        check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
+        self.sum_losses_over_ranks = sum_losses_over_ranks
+        for module in self.modules():
+            if isinstance(module, RunningMoments):
+                module.variance.zero_()
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check, besides what `PPO` does, that a rollout has a step to learn from."""
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            expected = "at least 2, since the last step only gives its value"
+            check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
+
+    def take_into_normalizers(self, rollout: Rollout) -> None:
+        """Take all steps into the running moments, those that only reset too."""
+        every_step = copy.copy(rollout)
+        every_step.valid = None
+        super().take_into_normalizers(every_step)
+
+    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return advantages and value targets `[T, B]`, 0 for the last step."""
+        values, last = rollout.values[:-1], rollout.values[-1]
+        rewards = self.normalized_rewards(rollout)[:-1]
+        discounts = rollout.discounts(self.gamma, self.on_truncation)[:-1]
+        returns = rl.discounted_returns(rewards, discounts, last)
+        advantages = returns - values
+        if self.advantage_estimator == "gae":
+            own_last = torch.cat([values[1:], values[-1:]])  # not `last`: see the class
+            advantages = rl.gae(rewards, values, own_last, discounts, rollout.traces(self.gae_lambda)[:-1])
+            if self.value_target == "td_lambda":
+                returns = advantages + values
+        padding = torch.zeros_like(rollout.values[:1])
+        return torch.cat([advantages, padding]), torch.cat([returns, padding])
+
+    def counted_steps(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all steps, with weight 0 where they do not count."""
+        counts = (returns != 0) | (advantages != 0)
+        if rollout.valid is not None:
+            counts &= rollout.valid
+        weights, given = counts.to(advantages.dtype), self.step_weights(rollout)
+        return torch.ones_like(counts), weights if given is None else weights * given
+
+    def weigh(self, parts: Sequence[Batch]) -> None:
+        """Have means divide by the number of all rows, whatever they weigh."""
+        counts = [len(part) for part in parts]
+        if self.world_size > 1:
+            counts = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
+        for part, count in zip(parts, counts, strict=True):
+            part.weight = self.world_size / max(count, 1)
+
+    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+        """Yield minibatches as `PPO` does, or such that losses are summed over ranks."""
+        for part in super().minibatches(batch, num_minibatches):
+            if self.sum_losses_over_ranks:
+                part.weight *= self.world_size
+            yield part
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return `(x - mean) / √(population variance + 1e-8)`, taken over the entries of all ranks."""
+        exact = x.to(exact_dtype(x.device))
+        count, total = self.all_reduce(torch.stack([exact.new_tensor(x.numel()), exact.sum()]))
+        centered = exact - total / count.clamp(min=1)
+        variance = self.all_reduce(centered.square().sum()) / count.clamp(min=1)
+        standardized: Tensor = centered * (variance + _VARIANCE_EPSILON).rsqrt()
+        return standardized.to(x.dtype)
+
+    def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
+        """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
+        harmless = {
+            name: torch.where((batch.weights == 0) & ~x.isfinite(), 0, x)
+            for name, x in batch.fields.items()
+            if name in ("advantages", "returns", "log_probs", "values")
+        }
+        return super().loss(batch.replace(**harmless), only)
+
+    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
+        """Return the penalties of `PPOKLPenalty`, summed over ranks rather than averaged."""
+        mean = batch.replace()
+        if self.sum_losses_over_ranks:
+            mean.weight = batch.weight / self.world_size
+        return [self.world_size * term for term in super().penalties(mean, distribution)]
+
+    def clip_fraction(self, batch: Batch, log_ratios: Tensor) -> Tensor:
+        """Return the share of all rows whose ratio is clipped, weight or not, summed over ranks."""
+        return self.world_size * self.is_clipped(log_ratios).mean()

@@ -1,0 +1,170 @@
+"""KL penalties: their terms, and how their coefficient adapts."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl import PPO, PPOKLPenalty
+from lightning_rl.nested import leaves
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    CONTINUOUS,
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+SMALL: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 3, "num_minibatches": 2}
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+def make(cls: type[PPO] = PPOKLPenalty, space: Any = CONTINUOUS, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return cls(VECTOR, space, **SMALL | options).double()
+
+
+def fit(model: PPO, *rollouts: Any) -> Recorder:
+    recorder = Recorder()
+    make_trainer(precision="64-true", callbacks=[recorder]).fit(model, FixedRollouts(rollouts, model))
+    return recorder
+
+
+def test_loss_is_that_of_ppo_with_both_penalties():
+    options = {"initial_kl_coef": 0.7, "adaptive_kl_target": 0.01, "kl_cutoff_factor": 1.5, "kl_cutoff_coef": 30.0}
+    model, without = make(**options), make(PPO, clip_range=None)
+    rollout = random_rollout(model.policy)
+    batch, acted = model.targets(rollout), make().policy
+    with torch.no_grad():  # move away from the policy that acted
+        for one in (model, without):
+            for parameter in one.policy.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        kl = acted(batch.observations)[0].kl(model.policy(batch.observations)[0]).mean()
+    assert kl > 0.015
+    penalty = 30 * (kl - 0.015) ** 2 + 0.7 * kl
+    torch.testing.assert_close(model.loss(batch).detach(), without.loss(batch).detach() + penalty, rtol=1e-7, atol=0)
+    recorded = model.diagnostics.means()
+    assert recorded["kl"] == pytest.approx(kl.item())
+    assert recorded["kl_penalty"] == pytest.approx(penalty.item(), rel=1e-6)
+    torch.testing.assert_close(model.mean_kl(batch), kl, **EXACT)
+
+
+def test_penalty_holds_the_policy_back():
+    moved = []
+    for options in (
+        {"initial_kl_coef": 0.0},
+        {"initial_kl_coef": 30.0},
+        {"initial_kl_coef": 0.0, "kl_cutoff_coef": 1e5},
+    ):
+        model = make(adaptive_kl_target=1e-3, learning_rate=1e-2, **options)
+        rollout = random_rollout(model.policy, off_policy=0.0)
+        batch = model.targets(rollout)
+        fit(model, rollout)
+        moved.append(model.mean_kl(batch).item())
+    assert moved[0] > 5 * moved[1] > 0
+    assert moved[0] > 5 * moved[2] > 0
+
+
+@pytest.mark.parametrize(("target", "factor"), [(1e-9, 1.5), (10.0, 1 / 1.5)])
+def test_coefficient_adapts_after_each_rollout(target, factor):
+    model = make(adaptive_kl_target=target, initial_kl_coef=2.0)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in (1, 2, 3)]
+    recorder = fit(model, *rollouts)
+    # What was in force during the updates from each rollout.
+    assert recorder.column("kl_coef") == pytest.approx([2, 2 * factor, 2 * factor**2])
+    torch.testing.assert_close(model.kl_coef.item(), 2 * factor**3)
+    assert "kl_coef" in model.state_dict()
+
+
+def test_coefficient_stays_within_the_tolerance():
+    model = make(adaptive_kl_target=1.0, adaptive_kl_tolerance=1e9, initial_kl_coef=2.0)
+    fit(model, random_rollout(model.policy))
+    assert model.kl_coef == 2
+
+
+def test_coefficient_stays_where_an_update_is_skipped():
+    model = make(adaptive_kl_target=1e-9, max_skipped_updates=1)
+    rollout = random_rollout(model.policy)
+    rollout.log_probs[2, 1] = torch.nan
+    with pytest.warns(UserWarning, match="policy_loss is nan"):
+        fit(model, rollout)
+    assert model.kl_coef == 1
+
+
+def test_without_penalties_it_is_ppo():
+    model, usual = make(initial_kl_coef=0.0, clip_range=0.2), make(PPO)
+    rollout = random_rollout(model.policy)
+    fit(model, rollout)
+    make_trainer(precision="64-true").fit(usual, FixedRollouts([rollout], usual))
+    assert_equal_parameters(model, parameters_of(usual))
+    assert model.kl_coef == 0
+
+
+def test_divergence_is_from_the_policy_that_acted_through_the_normalizer_that_acted():
+    model = make(normalize_observations=True, update_normalizers="before")
+    rollout = random_rollout(model.policy, off_policy=0.0)
+    acted = model.policy(rollout.observations[:-1])[0].parameters()
+    batch = model.targets(rollout)
+    assert model.policy.observation_normalizer.moments.count == 48
+    for ours, theirs in zip(leaves(batch.acting_distribution), leaves(acted), strict=True):
+        torch.testing.assert_close(ours, theirs.flatten(0, 1), **EXACT)
+    assert model.mean_kl(batch) > 1e-8
+
+
+NESTED = spaces.Dict(
+    {
+        "arm": spaces.Tuple([spaces.Box(-2, 2, (2,), np.float32), spaces.MultiDiscrete([3, 2]), spaces.MultiBinary(2)]),
+        "grip": spaces.Box(0, 1, (1,), np.float32),
+        "move": spaces.Discrete(3),
+    }
+)
+
+
+def test_distributions_of_every_kind_are_made_again_from_their_parameters():
+    options = {"action_distribution": {"arm.0": "squashed_gaussian", "grip": "beta"}}
+    old, new = make(space=NESTED, **options).policy, make(space=NESTED, **options).policy
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    observations = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    acted, current = old(observations)[0], new(observations)[0]
+    assert all(x.shape[:2] == (5, 4) for x in leaves(acted.parameters()))
+    again = current.with_parameters(acted.parameters())
+    action = acted.sample()
+    assert torch.equal(again.log_prob(action), acted.log_prob(action))
+    assert torch.equal(again.kl(current), acted.kl(current))
+    assert (again.kl(current) > 0).all()
+
+
+def test_it_learns_with_nested_actions_from_environments():
+    data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": NESTED})
+    model = PPOKLPenalty(data.observation_space, data.action_space, adaptive_kl_target=1e-6, **SMALL)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= 1e-5
+    assert model.kl_coef == pytest.approx(1.5**2)
+    assert min(recorder.column("kl")) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_kl_coef": -1}, r"initial_kl_coef=-1 .* at least 0"),
+        ({"adaptive_kl_target": 0}, r"adaptive_kl_target=0 .* above 0"),
+        ({"adaptive_kl_tolerance": -0.1}, r"adaptive_kl_tolerance=-0\.1 .* at least 0"),
+        ({"kl_cutoff_factor": None}, r"kl_cutoff_factor=None .* at least 0"),
+        ({"kl_cutoff_coef": -1}, r"kl_cutoff_coef=-1 .* at least 0"),
+    ],
+)
+def test_bad_value_is_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        PPOKLPenalty(VECTOR, DISCRETE, **options)

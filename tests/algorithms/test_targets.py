@@ -1,0 +1,238 @@
+"""What an update begins with, option by option: values, returns, normalisers, weights of steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl import PPO, FailedUpdate, Rollout
+from lightning_rl.rollout import Batch
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    CONTINUOUS,
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+SMALL: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2, "gamma": 0.9, "gae_lambda": 0.7}
+
+
+def make(cls: type[PPO] = PPO, **options: Any) -> PPO:
+    torch.manual_seed(0)
+    return cls(VECTOR, DISCRETE, **SMALL | options).double()
+
+
+def fit(model: PPO, *rollouts: Rollout, **trainer: Any) -> Recorder:
+    recorder = Recorder()
+    trainer["callbacks"] = [recorder, *trainer.get("callbacks", [])]
+    make_trainer(precision="64-true", **trainer).fit(model, FixedRollouts(rollouts, model))
+    return recorder
+
+
+def empirical_returns(rollout: Rollout, gamma: float) -> Tensor:
+    """Rewards summed step by step, to the end of the episode or of the rollout and the value there."""
+    returns, length = torch.zeros_like(rollout.rewards), len(rollout.rewards)
+    for b in range(rollout.shape[1]):
+        for t in reversed(range(length)):
+            goes_on = t + 1 < length and not rollout.ends[t, b]
+            following = returns[t + 1, b] if goes_on else rollout.next_values[t, b]
+            returns[t, b] = rollout.rewards[t, b] + (0.0 if rollout.terminated[t, b] else gamma) * following
+    return returns
+
+
+def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
+    model = make(advantage_estimator="monte_carlo")
+    rollout = random_rollout(model.policy)
+    assert rollout.truncated.any()
+    assert rollout.terminated.any()
+    batch, returns = model.targets(rollout), empirical_returns(rollout, 0.9).flatten()
+    torch.testing.assert_close(batch.returns, returns, **EXACT)
+    torch.testing.assert_close(batch.advantages, returns - batch.values, **EXACT)
+
+
+def test_empirical_value_targets_leave_the_advantages_alone():
+    model, usual = make(value_target="empirical"), make()
+    rollout = random_rollout(model.policy)
+    batch = model.targets(rollout)
+    torch.testing.assert_close(batch.returns, empirical_returns(rollout, 0.9).flatten(), **EXACT)
+    assert torch.equal(batch.advantages, usual.targets(rollout).advantages)
+    assert not torch.allclose(batch.returns, usual.targets(rollout).returns)
+
+
+def test_rewards_are_divided_by_their_own_deviation():
+    model, usual = make(normalize_rewards="reward_std", normalized_reward_clip=1.5), make()
+    first, second = (random_rollout(model.policy, seed=seed) for seed in (1, 2))
+    first.rewards *= 5
+    fit(model, first)
+    deviation = (first.rewards.var(correction=0) + 1e-3).sqrt()
+    second.policy_version = 1
+    second.rewards *= 9
+    expected = second.rewards / deviation
+    assert (expected.abs() > 1.5).any()
+    torch.testing.assert_close(model.normalized_rewards(second), expected.clamp(-1.5, 1.5), **EXACT)
+    second.rewards = expected.clamp(-1.5, 1.5)
+    torch.testing.assert_close(usual.targets(second).advantages.mean(), usual.gae(second, 0.7).mean(), **EXACT)
+
+
+def test_reward_clip_bounds_and_none_does_not():
+    for clip, expected in ((2.0, 2.0), (None, 50.0)):
+        model = make(normalize_rewards=True, normalized_reward_clip=clip)
+        rollout = random_rollout(model.policy)
+        rollout.rewards[:] = 50
+        torch.testing.assert_close(model.normalized_rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
+
+
+def test_observations_are_clipped_and_scaled_as_asked():
+    model = make(normalize_observations={"clip": 0.5, "epsilon": 3.0, "initial_variance": 1.0})
+    x = torch.tensor([[0.2, -7.0, 0.6]], dtype=torch.float64)
+    expected = torch.tensor([[0.1, -0.5, 0.3]], dtype=torch.float64)
+    torch.testing.assert_close(model.policy.observation_normalizer(x), expected)
+
+
+class Watching(PPO):
+    """Keeps what the first loss of each rollout sees."""
+
+    def loss(self, batch: Batch) -> Tensor:
+        if not hasattr(self, "seen"):
+            moments = self.policy.observation_normalizer.moments
+            self.seen = (moments.count.item(), batch, self.policy.value(batch.observations).detach())
+        return super().loss(batch)
+
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": "reward_std"}
+
+
+@pytest.mark.parametrize("when", ["after", "before"])
+def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
+    model = make(Watching, update_normalizers=when, **NORMALIZED)
+    rollout = random_rollout(model.policy, off_policy=0.0)
+    recorder = fit(model, rollout)
+    assert model.seen[0] == (48 if when == "before" else 0)
+    assert model.policy.observation_normalizer.moments.count == 48  # once
+    error = recorder.rows[0]["first_ratio_error"]
+    assert error > 1e-4 if when == "before" else error <= 1e-12
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_values_are_those_of_collection_or_computed_anew(recompute):
+    model = make(Watching, update_normalizers="before", recompute_values=recompute, num_minibatches=1, **NORMALIZED)
+    rollout = random_rollout(model.policy)
+    before = rollout.values.clone()
+    fit(model, rollout)
+    _, batch, current = model.seen
+    assert torch.equal(rollout.values, before)  # the caller's own stays
+    assert torch.allclose(batch.values, current, rtol=0, atol=1e-12) == recompute
+    assert {*batch.values.tolist()} == {*before.flatten().tolist()} or recompute
+
+
+def test_recomputed_values_end_episodes_as_collected_ones_do():
+    model = make(recompute_values=True)
+    rollout = random_rollout(model.policy)
+    expected = make().targets(rollout)
+    rollout.values, rollout.next_values = rollout.values + 1, rollout.next_values + 1
+    batch = model.targets(rollout)
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(getattr(batch, name), getattr(expected, name), **EXACT)
+
+
+def test_a_rollout_that_is_skipped_leaves_the_normalizers_as_they_were(tmp_path):
+    model = make(update_normalizers="before", max_skipped_updates=1, **NORMALIZED)
+    good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
+    bad.log_probs[3, 1] = torch.nan
+    fit(model, good)
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    bad_again = FixedRollouts([bad, bad], model)
+    trainer = make_trainer(precision="64-true", default_root_dir=tmp_path)
+    with pytest.raises(FloatingPointError, match="policy_loss is nan"):
+        trainer.fit(model, bad_again)
+    assert all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+    (path,) = tmp_path.glob("failed-update-*.pt")
+    assert "policy_loss" in FailedUpdate.load(path).replay()
+
+
+class Weighing(PPO):
+    """Weighs steps by a given tensor."""
+
+    given: Tensor
+
+    def step_weights(self, rollout: Rollout) -> Tensor:
+        return self.given
+
+
+def test_loss_is_a_weighted_mean():
+    model, usual = make(Weighing, normalize_advantages="none"), make(normalize_advantages="none")
+    rollout = random_rollout(model.policy)
+    model.given = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = usual.targets(rollout)
+    rows = [Batch({name: x[i : i + 1] for name, x in whole.fields.items()}) for i in range(len(whole))]
+    losses, weights = torch.stack([usual.loss(row) for row in rows]), model.given.flatten()
+    torch.testing.assert_close(model.loss(model.targets(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
+
+
+def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
+    weights = torch.ones(12, 4, dtype=torch.float64)
+    weights[5, 2] = weights[9, 0] = 0
+    results = []
+    for spoil in (False, True):
+        model = make(Weighing, normalize_observations=False)
+        model.given = weights
+        rollout = random_rollout(model.policy)
+        if spoil:
+            rollout.log_probs[5, 2] = torch.nan
+            rollout.observations[9, 0] = torch.inf
+        fit(model, rollout)
+        results.append(parameters_of(model))
+    for name, parameter in results[0].items():
+        assert parameter.isfinite().all()
+        assert torch.equal(parameter, results[1][name])
+    assert len(model.targets(rollout)) == 46
+
+
+@pytest.mark.parametrize("part", ["policy", "value", "shared"])
+def test_weight_penalty_is_on_its_part_alone(part):
+    options: dict[str, Any] = {"shared_encoder": part == "shared", "action_distribution": "gaussian"}
+    torch.manual_seed(0)
+    model = PPO(VECTOR, CONTINUOUS, hidden_sizes=(8,), **options, **{f"{part}_l2": 0.3})
+    loss = model.total(torch.zeros(()))
+    loss.backward()
+    names = {
+        "policy": ["actor_encoder.layers.0.weight", "action_head.mean.weight"],
+        "value": ["critic_encoder.layers.0.weight", "value_head.weight"],
+        "shared": ["actor_encoder.layers.0.weight"],
+    }[part]
+    weights = dict(model.policy.named_parameters())
+    assert loss.item() == pytest.approx(0.3 * sum(weights[name].square().sum().item() for name in names))
+    for name, weight in weights.items():
+        if name in names:
+            torch.testing.assert_close(weight.grad, 0.6 * weight.data)
+        else:
+            assert weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared_l2": 0.1}, r"shared_l2=0\.1 .* share nothing"),
+        ({"policy_l2": -1}, r"policy_l2=-1 .* at least 0"),
+        ({"advantage_estimator": "td"}, r"advantage_estimator='td' .* gae or monte_carlo"),
+        ({"value_target": "td"}, r"value_target='td' .* td_lambda or empirical"),
+        ({"update_normalizers": True}, r"update_normalizers=True .* after or before"),
+        ({"recompute_values": "no"}, r"recompute_values='no' .* true or false"),
+        ({"normalized_reward_clip": 0}, r"normalized_reward_clip=0 .* above 0"),
+        ({"normalize_observations": {"clip": 0}}, r"normalize_observations\.clip=0 .* above 0"),
+        ({"normalize_observations": {"mean": 0}}, r"normalize_observations=\{'mean': 0\} .* clip, epsilon"),
+        ({"log_prob_clip": 0}, r"log_prob_clip=0 .* above 0"),
+        ({"histograms": 1}, r"histograms=1 .* true or false"),
+    ],
+)
+def test_bad_value_is_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(**options)
