@@ -82,6 +82,7 @@ class OnPolicyAlgorithm(Targets, Reports):
             `*.bias`: `learning_rate_scale`, which the learning rate is multiplied by, and any that the optimiser knows
             for a group, such as `weight_decay`. A parameter takes those of the first pattern that fits.
         max_grad_norm: Clip the global norm of the gradient, with two optimisers that of each; None does not.
+        max_grad_value: Clip every entry of the gradient to ± this, before its norm; None does not.
         gamma: Discount factor.
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
@@ -146,6 +147,7 @@ class OnPolicyAlgorithm(Targets, Reports):
         critic_learning_rate: Scheduled | None = None,
         parameter_groups: ParameterGroups | None = None,
         max_grad_norm: float | None = 0.5,
+        max_grad_value: float | None = None,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
         network: Network = "auto",
@@ -190,6 +192,7 @@ class OnPolicyAlgorithm(Targets, Reports):
             for name in rates:
                 self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
+        self.max_grad_value = max_grad_value
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
         self.update_normalizers = update_normalizers

@@ -37,6 +37,7 @@ class Updates(LightningModule):
 
     Attributes:
         max_grad_norm: Clip the global norm of the gradient; None does not.
+        max_grad_value: Clip every entry of the gradient, before its norm; None does not.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
         policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
         diagnostics: Of the rollout that is being learned from.
@@ -56,6 +57,7 @@ class Updates(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.max_grad_norm: float | None = None
+        self.max_grad_value: float | None = None
         self.check_numerics = False
         self.max_skipped_updates = 0
         self.diagnostics = Diagnostics(torch.device("cpu"))
@@ -296,8 +298,11 @@ class Updates(LightningModule):
         return {name: nn.utils.get_total_norm(found) for name, found in gradients.items() if found}
 
     def _clip_gradients(self, optimizer: LightningOptimizer, grad_norm: Tensor) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.max_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.max_grad_value)
+            grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
         if self.max_grad_norm is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
 
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
