@@ -80,7 +80,7 @@ def test_validation_changes_nothing(options):
 
 def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
     """What is acted from is the state that came before, of zeros at an episode's first observation."""
-    data = make_data("Probe/Counter-v0", env_kwargs={"lengths": (3, 2)}, eval_episodes=4, num_eval_envs=2)
+    data = make_data("tests.probes:Probe/Counter-v0", env_kwargs={"lengths": (3, 2)}, eval_episodes=4, num_eval_envs=2)
     model = make_model(data, memory=SEQUENCES)
     given, came = [], []
     original = model.policy.act
@@ -139,7 +139,7 @@ def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, m
     model = make_model(data, **options)
     with pytest.raises(ConfigurationError, match=message):
         make_trainer().fit(model, data)
-    assert data._collector is None
+    assert not data._sampler.started
 
 
 def test_memory_is_refused_on_xla():

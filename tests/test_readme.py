@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config configs/ppo/cartpole.yaml"
-TEST = 'pip install -c constraints.txt -e ".[test]" && pytest'
+TEST = 'pip install -c constraints.txt -e ".[test]" && pytest -n auto'
 
 
 @pytest.fixture(autouse=True)
@@ -98,10 +98,15 @@ def test_the_scripts_of_the_first_steps_run():
     assert namespace["action"].shape == (1,)
 
 
+def write_own_package() -> None:
+    """What docs/custom.md says, as the module that configurations name."""
+    Path("my_package.py").write_text("\n\n".join(blocks(ROOT / "docs/custom.md", "python")))
+    importlib.invalidate_caches()
+
+
 def test_own_network_environment_and_algorithm_work_as_described():
     page = ROOT / "docs/custom.md"
-    Path("my_package.py").write_text("\n\n".join(blocks(page, "python")))
-    importlib.invalidate_caches()
+    write_own_package()
     network, _, environment = blocks(page, "yaml")
     Path("network.yaml").write_text(network)
     Path("environment.yaml").write_text(environment)
@@ -143,6 +148,7 @@ def test_every_command_is_understood(page, command, capsys):
 @pytest.mark.parametrize(("page", "content"), CONFIGURATIONS, ids=[page for page, _ in CONFIGURATIONS])
 def test_every_piece_of_configuration_is_understood(page, content, capsys):
     Path("piece.yaml").write_text(content)
+    write_own_package()
     with pytest.raises(SystemExit) as exit_:
         main(["fit", "--config", "configs/ppo/cartpole.yaml", "--config", "piece.yaml", "--print_config"])
     assert exit_.value.code == 0

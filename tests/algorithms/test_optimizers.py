@@ -228,8 +228,8 @@ def test_a_scheduler_steps_both():
 
 def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
     class Broken(PPO):
-        def critic_loss(self, batch: Any, values: Tensor) -> Tensor:
-            return super().critic_loss(batch, values) + (0 * self.policy.value_head.bias).sum().abs().sqrt()
+        def value_loss(self, batch: Any, values: Tensor) -> Tensor:
+            return super().value_loss(batch, values) + (0 * self.policy.value_head.bias).sum().abs().sqrt()
 
     model = make(Broken, critic_learning_rate=1e-3)
     before = parameters_of(model)

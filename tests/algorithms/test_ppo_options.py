@@ -190,11 +190,11 @@ class BrokenLater(PPO):
 
     count = 0
 
-    def critic_loss(self, batch: Any, values: Tensor) -> Tensor:
+    def value_loss(self, batch: Any, values: Tensor) -> Tensor:
         self.count += 1
         if self.count == 6:
             batch.returns[0] = float("nan")
-        return super().critic_loss(batch, values)
+        return super().value_loss(batch, values)
 
 
 @pytest.mark.parametrize(

@@ -81,14 +81,14 @@ AGENTS: dict[str, dict[str, Any]] = {
 class FromFrames(TFAgentsPPO):
     """Learns from written-down frames in a written-down order, with the epsilon that makes Adam that of TensorFlow."""
 
-    frames: dict[str, Any]
+    given_frames: dict[str, Any]
     weights: Tensor | None = None
     order: Iterator[Tensor] | None = None
     epsilon = 1e-7
     optimized = 0
 
     def acting_distribution(self, rollout: Rollout) -> Nested:
-        return distribution_of(self, self.frames).parameters()
+        return distribution_of(self, self.given_frames).parameters()
 
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         return None if self.weights is None else self.weights.T
@@ -192,7 +192,7 @@ class Frames:
 
     def __iter__(self) -> Iterator[Rollout]:
         for call in self.calls:
-            self.model.frames, self.model.weights = call["experience"], call.get("weights")
+            self.model.given_frames, self.model.weights = call["experience"], call.get("weights")
             yield rollout_from(self.model, call["experience"])
 
 
