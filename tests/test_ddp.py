@@ -163,6 +163,16 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
         assert not Path(path.replace("rank1", "rank0")).exists()
 
 
+@pytest.mark.parametrize("name", ["dual", "shared", "detached", "memory", "off_policy"])
+def test_ranks_go_through_the_phases_of_ppg_together(ranks, name):
+    """Five rollouts: at least two auxiliary phases, whatever parameters a loss leaves out."""
+    first, second = (rank["phases"][name] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    assert len(first["divergences"]) == len(second["divergences"]) >= 2
+    assert all(0 < x < 0.1 for x in first["divergences"])
+    assert first["kept"] == second["kept"]
+
+
 def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
     assert [rank["restarts"] for rank in ranks] == [[4, 4], []]
 
