@@ -150,7 +150,8 @@ class PPG(Phases):
 
     def policy_phase(self, rollout: Rollout) -> None:
         """Learn from one rollout as PPO does, and keep its observations and value targets."""
-        batch = self.targets(rollout, steps=torch.arange(rollout.rewards.numel()).view(rollout.shape))
+        steps = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
+        batch = self.targets(rollout, steps=steps)
         self.remember(rollout, batch)
         self.update(rollout, batch)
 

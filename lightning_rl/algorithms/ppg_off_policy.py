@@ -137,7 +137,8 @@ class OffPolicyPPG(PPG):
 
     def policy_iteration(self, samples: Samples) -> None:
         """Learn the policy from one batch and the value from the other, which the auxiliary phase gets too."""
-        kept = {name: samples["value"].fields[name] for name in ("observations", "values", "returns")}
+        names = ("observations", "values", "returns", "weights")
+        kept = {name: x for name, x in samples["value"].fields.items() if name in names}
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
         samples = {name: Batch(map_leaves(self.to_device, batch.fields)) for name, batch in samples.items()}
         self.diagnostics.begin_phase("")
