@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from lightning_rl import PPG, Batch, OffPolicyPPG, Rollout
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
-from lightning_rl.algorithms.phases import Phases
 from lightning_rl.distributions import Distribution
 from lightning_rl.distributions.categorical import Categorical
 from lightning_rl.functional import clipped_value_loss, value_loss
 from lightning_rl.nested import Nested
-from tests.helpers import FixedRollouts, Recorder, make_trainer
+from tests.helpers import FixedRollouts, Recorder, make_trainer, parameters_of
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -58,8 +57,8 @@ class DeepHead(nn.Module):
 class DingPolicy(AuxiliaryActorCritic):
     """Deep heads; the auxiliary one may have an encoder of its own, so that it shapes nothing."""
 
-    def __init__(self, shared: bool) -> None:
-        super().__init__(OBSERVATIONS, ACTIONS, hidden_sizes=(6, 8), activation="relu")
+    def __init__(self, shared: bool, **options: Any) -> None:
+        super().__init__(OBSERVATIONS, ACTIONS, hidden_sizes=(6, 8), activation="relu", **options)
         self.action_head: Any = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), self.action_head)
         self.value_head: Any = DeepHead()
         self.auxiliary_head: Any = DeepHead()
@@ -79,8 +78,10 @@ def double(numbers: Any) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def batch_of(data: dict[str, Any]) -> Batch:
+def batch_of(data: dict[str, Any], std: float | None = None) -> Batch:
+    """Its values may be in units of the returns' deviation, its advantages are in units of return."""
     actions, values, advantages = torch.tensor(data["action"]), double(data["value"]), double(data["adv"])
+    values = values * (std or 1.0)
     fields = {
         "observations": double(data["obs"]),
         "actions": actions,
@@ -109,7 +110,7 @@ def rollout_of(batch: Batch) -> Rollout:
     )
 
 
-class Scripted(Phases):
+class Scripted(PPG):
     """Takes batches and the rows of minibatches from a script."""
 
     case: dict[str, Any]
@@ -119,11 +120,13 @@ class Scripted(Phases):
         return [event for event in self.case["calls"][self.policy_version]["events"] if event["kind"] == kind]
 
     def targets(self, rollout: Rollout, **per_step: Any) -> Batch:
-        batch = batch_of(self.case["calls"][self.policy_version]["batch"])
+        call = self.case["calls"][self.policy_version]
+        batch = batch_of(call["batch"], call["std_before"])
+        self._value_targets = batch.returns
         return batch.replace(steps=torch.arange(len(batch)))
 
     def make_policy(self) -> DingPolicy:
-        return DingPolicy(SHARED[-1])
+        return DingPolicy(SHARED[-1], value_normalization=self.hparams["value_normalization"])
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
         events = self.events("aux_minibatch")
@@ -135,11 +138,15 @@ class Scripted(Phases):
 
     passes = 0
 
+    def auxiliary_phase(self) -> None:
+        self.before_aux = parameters_of(self.policy)
+        super().auxiliary_phase()
+
 
 SHARED = [True]  # Lightning would take an argument for a hyper-parameter
 
 
-class ScriptedPPG(Scripted, PPG):
+class ScriptedPPG(Scripted):
     """DI-engine makes all passes of the policy before those of the value, in an order of their own."""
 
     def update(self, rollout: Rollout, batch: Batch) -> None:
@@ -188,7 +195,7 @@ def run(algorithm: type[Scripted], name: str, **options: Any) -> tuple[Scripted,
     )
     model.case = case
     weights = {own(theirs): double(numbers) for theirs, numbers in case["weights_init"].items()}
-    model.double().policy.load_state_dict(weights)
+    model.double().policy.load_state_dict(weights, strict=False)  # moments of values are not among them
     after: list[dict[str, Tensor]] = []
 
     class Weights(Recorder):
@@ -222,6 +229,17 @@ def check(name: str, after: list[dict[str, Tensor]], recorder: Recorder) -> None
 def test_ding_cycle(name: str) -> None:
     _, after, recorder = run(ScriptedPPG, name)
     check(name, after, recorder)
+
+
+def test_ding_cycle_with_values_in_units_of_their_deviation() -> None:
+    """Its moments begin with a ten-thousandth of an observation, and it keeps returns in units of different times."""
+    name = "ppg_value_norm_kl_fixed_shared"
+    model, after, _ = run(ScriptedPPG, name, value_normalization="running_std")
+    first, second = CYCLES[name]["calls"]
+    for theirs, numbers in first["weights_after"].items():
+        torch.testing.assert_close(after[0][own(theirs)], double(numbers), rtol=1e-8, atol=1e-8)
+    for theirs, numbers in second["weights_before_aux"].items():
+        torch.testing.assert_close(model.before_aux[own(theirs)], double(numbers), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ppg_offpolicy_kl_fixed_shared", "ppg_offpolicy_kl_fixed_separate"])
