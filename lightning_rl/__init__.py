@@ -2,7 +2,7 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation, PolicyExport
 from lightning_rl.checkpoints import LastCheckpoint
@@ -15,6 +15,7 @@ from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
     "A2C",
+    "PPG",
     "PPO",
     "ActorCritic",
     "AtariPreprocessing",
@@ -27,6 +28,7 @@ __all__ = [
     "EnvStepValidation",
     "FailedUpdate",
     "LastCheckpoint",
+    "OffPolicyPPG",
     "OnPolicyAlgorithm",
     "PPOKLPenalty",
     "PolicyExport",

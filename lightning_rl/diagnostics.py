@@ -23,6 +23,8 @@ class Diagnostics:
         self.open = torch.ones((), dtype=torch.bool, device=device)
         """Whether further updates are made: false from the first loss or gradient that is not finite, or an early
         stop, on."""
+        self.finite = self.open
+        """Whether every loss and gradient has been finite: false for good, where an early stop ends one phase."""
         self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
         """Number of updates that were made."""
         self.observed: set[str] = set()
@@ -31,6 +33,9 @@ class Diagnostics:
         # Whether each entry was recorded by a minibatch that was still to be learned from.
         self._counted: dict[str, list[Tensor]] = {}
         self._counts = self.open
+        self._prefix = ""
+        # Of each phase, the updates before it, and whether it began with everything finite.
+        self._phases = [(self.num_updates, self.finite)]
 
     def next_minibatch(self) -> None:
         """Begin a minibatch: what it records counts if updates still go on; where the device knows better, too."""
@@ -38,23 +43,57 @@ class Diagnostics:
 
     def add(self, **terms: Tensor) -> None:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
-        for name, term in terms.items():
+        for name, term in self._named(terms).items():
             self._terms.setdefault(name, []).append(term.detach())
             self._counted.setdefault(name, []).append(self._counts)
 
     def observe(self, **terms: Tensor) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
-        self.observed.update(terms)
+        self.observed.update(self._named(terms))
         self.add(**terms)
 
     def observe_first(self, name: str, term: Callable[[], Tensor]) -> None:
         """Observe a scalar once, at the first call for this rollout."""
-        if name not in self._terms:
+        if self._prefix + name not in self._terms:
             self.observe(**{name: term()})
+
+    def _named(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {self._prefix + name: term for name, term in terms.items()} if self._prefix else terms
 
     def close_unless(self, condition: Tensor) -> None:
         """Make no further update from this rollout if `condition` is false."""
         self.open = self.open & condition
+
+    def close_for_good_unless(self, finite: Tensor) -> None:
+        """Make no further update from this rollout in any phase if `finite` is false."""
+        self.finite = self.finite & finite
+        self.close_unless(finite)
+
+    def begin_phase(self, prefix: str) -> None:
+        """Begin another phase of updates, whose terms are named with a prefix of its own.
+
+        An early stop ended only the phase before, what was not finite ends this one too.
+        """
+        self.open = self._counts = self.finite
+        self._prefix = prefix
+        self._phases.append((self.num_updates, self.finite))
+
+    @property
+    def phase(self) -> int:
+        """How many phases there were before this one."""
+        return len(self._phases) - 1
+
+    def reached(self) -> tuple[int, int]:
+        """Return in which phase, counted from 0, updates have ended for good, and after how many in that phase."""
+        phase = max(index for index, (_, finite) in enumerate(self._phases) if finite)
+        return phase, int(self.num_updates - self._phases[phase][0])
+
+    def forget(self) -> None:
+        """Drop what was recorded, and go on with updates in the same phase."""
+        self.observed.clear()
+        self._terms.clear()
+        self._counted.clear()
+        self.open = self._counts = torch.ones_like(self.open)
 
     @property
     def known_closed(self) -> bool:

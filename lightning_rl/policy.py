@@ -154,8 +154,17 @@ class ActorCritic(Trunk):
             return self.action_head(features)  # type: ignore[no-any-return]
         return self.action_head(features, part_at(observations, self._mask_path))  # type: ignore[no-any-return]
 
+    @property
+    def value_heads(self) -> list[HeadLinear]:
+        """Every head that predicts returns."""
+        return [self.value_head]
+
     def _value(self, features: Tensor) -> Tensor:
-        values: Tensor = self.value_head(features).squeeze(-1)
+        return self._from_head(self.value_head, features)
+
+    def _from_head(self, head: nn.Module, features: Tensor) -> Tensor:
+        """Return what a value head predicts, in units of return."""
+        values: Tensor = head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
 
 

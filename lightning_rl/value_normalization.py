@@ -6,6 +6,7 @@ they would be without. Like those of observations the moments are frozen while a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -40,8 +41,8 @@ class ValueNormalizer(nn.Module):
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         return outputs / self.moments.scale(self.epsilon).to(outputs.dtype)
 
-    def update(self, returns: Tensor, head: nn.Linear, reduce: Reduce) -> None:
-        """Take in returns `[N]`, now that they have been learned from; `head` made the outputs."""
+    def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
+        """Take in returns `[N]`, now that they have been learned from; each of `heads` predicts such."""
         self.moments.update(returns, reduce)
 
 
@@ -58,14 +59,15 @@ class PopArt(ValueNormalizer):
         return values + self.moments.mean.to(values.dtype)
 
     @torch.no_grad()
-    def update(self, returns: Tensor, head: nn.Linear, reduce: Reduce) -> None:
-        """Take in returns `[N]`, and rescale `head`."""
+    def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
+        """Take in returns `[N]`, and rescale `heads`."""
         mean, deviation = self.moments.mean.clone(), 1 / self.moments.scale(self.epsilon)
-        super().update(returns, head, reduce)
+        super().update(returns, heads, reduce)
         scale = self.moments.scale(self.epsilon)
-        bias = (head.bias.to(mean.dtype) * deviation + mean - self.moments.mean) * scale
-        head.weight.copy_(head.weight.to(mean.dtype) * deviation * scale)
-        head.bias.copy_(bias)
+        for head in heads:
+            bias = (head.bias.to(mean.dtype) * deviation + mean - self.moments.mean) * scale
+            head.weight.copy_(head.weight.to(mean.dtype) * deviation * scale)
+            head.bias.copy_(bias)
 
 
 def make_value_normalizer(kind: ValueNormalization | None) -> ValueNormalizer | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_rl import PPG, OffPolicyPPG
 from tests.helpers import (
     FixedRollouts,
     MemoryLogger,
@@ -89,6 +90,30 @@ def count_restarts(rank: int) -> list[float]:
     return [value for _, value in logger.rows("rollout/env_restarts")]
 
 
+PHASES: dict[str, tuple[type[PPG], dict[str, Any]]] = {
+    "dual": (PPG, {"num_value_epochs": 2, "critic_learning_rate": 1e-3}),
+    "shared": (PPG, {"architecture": "shared", "num_value_epochs": 2}),
+    "detached": (PPG, {"architecture": "detached", "num_value_epochs": 2, "aux_sequences": True}),
+    "memory": (PPG, {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8, "burn_in": 3}}),
+    "off_policy": (OffPolicyPPG, {"updates_per_rollout": 3, "batch_size": 16, "value_max_use": 2, "num_epochs": 2}),
+}
+
+
+def train_in_phases() -> dict[str, Any]:
+    """Both PPGs, in every phase of which some parameters take no part; with several minibatches of each rank's own."""
+    ends = {}
+    for name, (algorithm, options) in PHASES.items():
+        data = make_data(rollouts_per_epoch=5)
+        torch.manual_seed(0)
+        small = {"hidden_sizes": (8,), "num_policy_iterations": 2, "num_minibatches": 2, "num_aux_epochs": 2}
+        model = algorithm(data.observation_space, data.action_space, **small | options)
+        recorder = Recorder()
+        make_trainer(precision="64-true", callbacks=[recorder], **DDP).fit(model, data)
+        divergences = [row["aux_kl"] for row in recorder.rows if "aux_kl" in row]
+        ends[name] = {"parameters": parameters_of(model), "divergences": divergences, "kept": len(model.kept)}
+    return ends
+
+
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
@@ -97,9 +122,8 @@ def main(folder: Path) -> None:
     combinations = torch.load(folder / "combinations.pt", weights_only=False)
     combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
-    restarts = count_restarts(rank)
-    seen = {"ran": ran, "learned": learned, "combined": combined, "failed": failed, "restarts": restarts}
-    torch.save(seen, folder / f"rank_{rank}.pt")
+    left = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
+    torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 
 
 if __name__ == "__main__":

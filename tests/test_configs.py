@@ -91,6 +91,8 @@ def test_configuration_runs_for_two_rollouts(path):
     small += ["--max_env_steps=null", "--num_threads=1"]
     if given["model"]["class_path"] != "A2C":
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]
+    if given["model"]["class_path"] == "OffPolicyPPG":
+        small += ["--model.batch_size=8"]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
     if given["data"]["env_id"].startswith("ALE/"):
         small += ["--trainer.limit_val_batches=0"]  # a game is long

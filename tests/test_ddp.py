@@ -13,7 +13,7 @@ import torch
 
 from lightning_rl import FailedUpdate
 from tests import recorded_combinations
-from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, learn_alone
+from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, UPDATES, learn_alone
 from tests.recorded_combinations import RANKED
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -148,7 +148,7 @@ def test_two_ranks_take_the_steps_of_one_process_with_all_environments(ranks, al
     if option == "minibatch":
         assert ROLLOUTS <= one["updates"] < ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS  # stopped by target_kl
     else:
-        assert one["updates"] == ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS
+        assert one["updates"] == UPDATES[option]
 
 
 @pytest.mark.parametrize(("option", "precision"), CASES)
@@ -158,7 +158,7 @@ def test_two_ranks_log_what_one_process_does(ranks, alone, option, precision):
     for (step, row), (expected_step, expected) in zip(logged, alone[option, precision]["logged"], strict=True):
         assert step == expected_step
         assert row.keys() == expected.keys()
-        for name in row.keys() - OWN_TO_A_RANK:
+        for name in row.keys() - {*OWN_TO_A_RANK, "train/aux_memory_bytes"}:
             assert row[name] == pytest.approx(expected[name], rel=1e-3 if precision == "32-true" else 1e-6, abs=1e-6)
 
 
@@ -179,6 +179,16 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
         path = re.search(r"load\('(.*)'\)", rank["failed"])[1]
         assert all(math.isnan(FailedUpdate.load(path).replay()[term]) for term in ("policy_loss", "grad_norm"))
         assert not Path(path.replace("rank1", "rank0")).exists()
+
+
+@pytest.mark.parametrize("name", ["dual", "shared", "detached", "memory", "off_policy"])
+def test_ranks_go_through_the_phases_of_ppg_together(ranks, name):
+    """Five rollouts: at least two auxiliary phases, whatever parameters a loss leaves out."""
+    first, second = (rank["phases"][name] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    assert len(first["divergences"]) == len(second["divergences"]) >= 2
+    assert all(0 < x < 0.1 for x in first["divergences"])
+    assert first["kept"] == second["kept"]
 
 
 def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):

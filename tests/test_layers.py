@@ -34,7 +34,7 @@ LAYERS = [
         "strategies",
         "progress_text",
     },
-    {"checkpoint_format", "checkpoints", "observations", "policy_interface", "value_normalization"},
+    {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},
     {"interruption", "runs", "trunk"},
     {"policy", "environments", "metrics"},
     {"estimates", "export"},
@@ -79,7 +79,8 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        return "algorithms" if name in ("", "a2c", "ppo", "ppo_settings", "ppo_kl", "tf_agents") else "algorithms.base"
+        own = ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo", "ppo_kl", "ppo_settings", "tf_agents")
+        return "algorithms" if name in own else "algorithms.base"
     return package
 
 

@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule, TFAgentsPPO
+from lightning_rl import (
+    A2C,
+    PPG,
+    PPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from lightning_rl.cli import main
 from tests.vectors.load import load
 
@@ -199,7 +208,13 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize(
     ("page", "algorithm", "more"),
-    [("ppo", PPO, OnPolicyAlgorithm), ("a2c", A2C, A2C), ("ppo_kl", PPOKLPenalty, PPOKLPenalty)],
+    [
+        ("ppo", PPO, OnPolicyAlgorithm),
+        ("a2c", A2C, A2C),
+        ("ppo_kl", PPOKLPenalty, PPOKLPenalty),
+        ("ppg", PPG, PPG),
+        ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
+    ],
 )
 def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     """That of PPO has those that all of them share."""
@@ -240,9 +255,18 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
             assert written == str(default), (name, algorithm.__name__)
 
 
-def test_every_key_that_is_logged_is_in_the_page_about_logging():
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ("ppo", []),
+        ("ppg", ["--model.num_policy_iterations=1"]),
+        ("offpolicyppg", ["--model.num_policy_iterations=1", "--model.batch_size=32"]),
+    ],
+)
+def test_every_key_that_is_logged_is_in_the_page_about_logging(config, options):
     small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.eval_episodes=1", "--max_env_steps=512"]
-    cli = main(["fit", "--config=configs/ppo/cartpole.yaml", *small, "--trainer.log_every_n_steps=1"])
+    small += ["--trainer.log_every_n_steps=1", *options]
+    cli = main(["fit", f"--config=configs/{config}/cartpole.yaml", *small])
     text = (ROOT / "docs/logging.md").read_text()
     for key in set(cli.trainer.logged_metrics) - {"step", "epoch"}:
         group, _, rest = key.partition("/")

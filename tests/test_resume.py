@@ -14,7 +14,16 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule, TFAgentsPPO
+from lightning_rl import (
+    A2C,
+    PPG,
+    PPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests.helpers import MemoryLogger
@@ -71,6 +80,33 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
     "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
+    # Stopped after three rollouts at the end of a phase, after four in the next one.
+    "ppg": (
+        {"env_id": "CartPole-v1"},
+        {"algorithm": PPG, "num_policy_iterations": 3, "num_aux_epochs": 2, "anneal_learning_rate": True},
+    ),
+    "ppg_sequences": (
+        {"env_id": "CartPole-v1"},
+        {
+            "algorithm": PPG,
+            "num_policy_iterations": 3,
+            "num_minibatches": 3,
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+        },
+    ),
+    "ppg_off_policy": (
+        {"env_id": "Pendulum-v1"},
+        {
+            "algorithm": OffPolicyPPG,
+            "num_policy_iterations": 5,
+            "updates_per_rollout": 2,
+            "batch_size": 32,
+            "policy_buffer_size": 100,
+            "policy_max_use": 2,
+            "normalize_observations": True,
+            "normalize_rewards": True,
+        },
+    ),
     "kl_penalty": (
         {"env_id": "CartPole-v1"},
         {
@@ -268,7 +304,13 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, stop: i
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
 
 
-@pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts"])
+@pytest.mark.parametrize("stop", [1, 2, 5])
+@pytest.mark.parametrize("name", ["ppg", "ppg_off_policy"])
+def test_a_run_goes_on_from_every_place_in_a_phase(name: str, stop: int, tmp_path: Path) -> None:
+    test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, stop, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts", "ppg"])
 def test_a_resumed_run_logs_what_the_uninterrupted_one_does(name: str, tmp_path: Path) -> None:
     """Every value but seconds, at the same steps; a log of four rollouts that the stop falls into too."""
     logs = {part: MemoryLogger() for part in ("whole", "first", "second")}

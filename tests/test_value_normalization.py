@@ -47,7 +47,7 @@ def test_popart_preserves_values_whenever_the_moments_move(dtype):
     before, weight = policy.value(observations), policy.value_head.weight.clone()
     for scale, shift in ((100.0, 50.0), (0.1, -3.0), (1.0, 1000.0)):
         returns = scale * torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=dtype) + shift
-        policy.value_normalizer.update(returns, policy.value_head, identity)
+        policy.value_normalizer.update(returns, policy.value_heads, identity)
         tolerance = 1e-6 if dtype == torch.float32 else 1e-12
         torch.testing.assert_close(policy.value(observations), before, rtol=tolerance, atol=1e2 * tolerance)
     assert not torch.allclose(policy.value_head.weight, weight)
@@ -56,7 +56,7 @@ def test_popart_preserves_values_whenever_the_moments_move(dtype):
 def test_running_deviation_changes_what_the_head_is_taken_to_mean():
     policy = make_policy("running_std")
     before, weight = policy.value(OBSERVATIONS), policy.value_head.weight.clone()
-    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_head, identity)  # a deviation of 4
+    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_heads, identity)  # a deviation of 4
     torch.testing.assert_close(policy.value(OBSERVATIONS), 4 * before)
     assert torch.equal(policy.value_head.weight, weight)
 
@@ -64,7 +64,7 @@ def test_running_deviation_changes_what_the_head_is_taken_to_mean():
 def test_units_by_hand():
     head = torch.nn.Linear(1, 1)
     for normalizer, expected in ((ValueNormalizer(), [8.0, -4.0]), (PopArt(), [13.0, 1.0])):
-        normalizer.update(torch.tensor([1.0, 9.0]), head, identity)  # mean 5, deviation 4
+        normalizer.update(torch.tensor([1.0, 9.0]), [head], identity)  # mean 5, deviation 4
         assert normalizer.denormalize(torch.tensor([2.0, -1.0])).tolist() == pytest.approx(expected)
         assert normalizer(torch.tensor([8.0, -2.0])).tolist() == pytest.approx([2.0, -0.5])
 
@@ -74,7 +74,7 @@ def test_deviation_is_that_of_ding():
     normalizer = ValueNormalizer()
     assert float(normalizer.denormalize(torch.ones(()))) == pytest.approx(DING[0]["std"])
     for step in DING[1:]:
-        normalizer.update(torch.tensor(step["batch"], dtype=torch.float64), torch.nn.Linear(1, 1), identity)
+        normalizer.update(torch.tensor(step["batch"], dtype=torch.float64), [torch.nn.Linear(1, 1)], identity)
         assert float(normalizer.denormalize(torch.ones((), dtype=torch.float64))) == pytest.approx(
             step["std"], rel=1e-4
         )

@@ -63,6 +63,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             `*.bias`: `learning_rate_scale`, which the learning rate is multiplied by, and any that the optimiser knows
             for a group, such as `weight_decay`. A parameter takes those of the first pattern that fits.
         max_grad_norm: Clip the global norm of the gradient, with two optimisers that of each; None does not.
+        max_grad_value: Clip every entry of the gradient to ± this, before its norm; None does not.
         gamma: Discount factor.
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
@@ -127,6 +128,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         critic_learning_rate: Scheduled | None = None,
         parameter_groups: ParameterGroups | None = None,
         max_grad_norm: float | None = 0.5,
+        max_grad_value: float | None = None,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
         network: Network = "auto",
@@ -170,6 +172,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             for name in rates:
                 self._scheduled.anneal(name, getattr(self, name))
         self.max_grad_norm = max_grad_norm
+        self.max_grad_value = max_grad_value
         self.check_numerics = check_numerics
         self.max_skipped_updates = max_skipped_updates
         self.update_normalizers = update_normalizers
@@ -186,6 +189,10 @@ class OnPolicyAlgorithm(Targets, Hooks):
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
+        return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
+
+    def policy_options(self) -> dict[str, Any]:
+        """Return the options that are those of `ActorCritic`."""
         names = (
             "network",
             "hidden_sizes",
@@ -199,8 +206,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             "normalize_observations",
             "value_normalization",
         )
-        options = {name: self.hparams[name] for name in names}
-        return ActorCritic(self.observation_space, self.action_space, **options)
+        return {name: self.hparams[name] for name in names}
 
     def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
         """Take over parameters from a checkpoint of any algorithm, to begin a new run with; say what fits and what not.
@@ -266,10 +272,14 @@ class OnPolicyAlgorithm(Targets, Hooks):
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
             self.diagnostics.observe(action_saturation=share)
+        for replay in self.replays.values():
+            replay.begin()
         with suppress(NotFiniteError):
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
+            for replay in self.replays.values():
+                replay.rollback()
             self._restore_normalizers()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
@@ -280,6 +290,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
             if not self._kept_normalizers:  # unless they took it in before
                 self.take_into_normalizers(rollout)
             self._take_into_value_normalizer()
+            for replay in self.replays.values():
+                replay.commit()
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means = means | {"skipped_updates": float(bool(not_finite))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
+from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoint_format import load_plain
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
-from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError, import_class
@@ -34,7 +34,8 @@ class FailedUpdate:
         rollout: What it learned from: that of the rank that saved it.
         minibatch: The rows of the update; None before `replay`.
         terms: What was not finite, by name, as it was reported: means over the updates from the rollout.
-        number: How many updates were made from the rollout before it.
+        phase: In which phase of the updates from the rollout it was, counted from 0.
+        number: How many updates were made in that phase before it.
         env_steps: The clock.
         checkpoint_path: The newest checkpoint of the run at that time; None if there was none.
     """
@@ -55,7 +56,9 @@ class FailedUpdate:
         self.rollout = Rollout(**content["rollout"])
         self.minibatch: Batch | None = None
         self.terms: dict[str, float] = content["terms"]
+        self.phase: int = content.get("phase", 0)
         self.number: int = content["number"]
+        restore_replays(self.module, content)
         self.env_steps: int = content["env_steps"]
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
@@ -87,27 +90,27 @@ class FailedUpdate:
             RuntimeError: `training_step` ended before it came to that update.
         """
         module, reached = self.module, 0
-        in_order = module.minibatches
+        begin = module.begin_minibatch
 
-        def minibatches(batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-            for self.minibatch in in_order(batch, num_minibatches):
-                yield self.minibatch
+        def begin_minibatch(batch: Batch) -> Batch:
+            self.minibatch = begin(batch)
+            return self.minibatch
 
         def optimize(loss: Tensor, **_: object) -> None:
             nonlocal reached
-            if reached == self.number:
+            if module.diagnostics.phase == self.phase and reached == self.number:
                 module.zero_grad()
                 not_finite_throughout(loss).backward()  # type: ignore[no-untyped-call]
                 module.diagnostics.add(**module.gradient_norms())
                 raise _Reached
-            reached += 1
+            reached += module.diagnostics.phase == self.phase
             # The updates before were made with other parameters: what they report here says nothing.
-            module.diagnostics = Diagnostics(module.device)
+            module.diagnostics.forget()
 
         module.policy_version, module.env_steps = self.rollout.policy_version, self.env_steps
         module._planned_env_steps = self._planned_env_steps
         module.generator.set_state(self._generator_state)
-        instead: dict[str, Any] = {"minibatches": minibatches, "optimize": optimize}
+        instead: dict[str, Any] = {"begin_minibatch": begin_minibatch, "optimize": optimize}
         vars(module).update(instead)
         try:
             with self._trainer.precision_plugin.train_step_context():
@@ -173,6 +176,7 @@ def save_failed_update(
     saved = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
     ]
+    phase, number = module.diagnostics.reached()
     content = {
         "algorithm": f"{type(module).__module__}.{type(module).__qualname__}",
         "hyper_parameters": dict(module.hparams),
@@ -181,7 +185,9 @@ def save_failed_update(
         "optimizer_states": [move_data_to_device(optimizer.state_dict(), "cpu") for optimizer in trainer.optimizers],
         "rollout": rollout.state_dict(),
         "terms": dict(terms),
-        "number": int(module.diagnostics.num_updates),
+        "phase": phase,
+        "number": number,
+        "replays": replay_states(module),
         "env_steps": module.env_steps,
         "planned_env_steps": module._planned_env_steps,
         "generator": generator_state,

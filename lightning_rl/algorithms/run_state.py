@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
+from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
 
@@ -21,6 +23,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.window_state(),
+        "replays": replay_states(module),
     }
     return {
         "format": FORMAT,
@@ -34,6 +37,18 @@ def run_state(module: Reports) -> dict[str, Any]:
         "skipped_updates": module.skipped_updates,
         "ranks": gather_ranks(of_this_rank),
     }
+
+
+def replay_states(module: Updates) -> dict[str, Any]:
+    """Return what this rank keeps of earlier rollouts, by name."""
+    return {name: replay.state_dict() for name, replay in module.replays.items()}
+
+
+def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
+    """Take over what one rank kept of earlier rollouts, as far as the module has such replays."""
+    for name, stored in state.get("replays", {}).items():
+        if name in module.replays:
+            module.replays[name].load_state_dict(stored)
 
 
 def restore_rank(module: Reports, state: dict[str, Any]) -> None:

@@ -77,8 +77,9 @@ def _check(given: Mapping[str, Any]) -> None:
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
     skipped = given["max_skipped_updates"]
     check(is_int(skipped) and skipped >= 0, "max_skipped_updates", skipped, "an integer of at least 0")
-    if given["max_grad_norm"] is not None:
-        check_number("max_grad_norm", given["max_grad_norm"], above=0)
+    for name in ("max_grad_norm", "max_grad_value"):
+        if given[name] is not None:
+            check_number(name, given[name], above=0)
     if given["lr_scheduler"] is not None:
         check(not given["anneal_learning_rate"], "anneal_learning_rate", True, "False, since lr_scheduler is given")
     sizes, paths = given["hidden_sizes"], given["critic_only"]

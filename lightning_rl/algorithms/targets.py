@@ -155,7 +155,7 @@ class Targets(Updates):
         if (normalizer := self._value_normalizer) is not None:
             if self._value_targets is None:
                 raise RuntimeError("value_normalization needs the returns that are learned: call self.targets")
-            normalizer.update(self._value_targets, self.policy.value_head, self.all_reduce)
+            normalizer.update(self._value_targets, self.policy.value_heads, self.all_reduce)
         self._value_targets = None
 
     @contextmanager

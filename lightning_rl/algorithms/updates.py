@@ -21,6 +21,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.functional import explained_variance, normalize
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
 from lightning_rl.policy import ActorCritic
+from lightning_rl.replay import Replay
 from lightning_rl.rollout import Batch
 
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
@@ -40,6 +41,7 @@ class Updates(LightningModule):
 
     Attributes:
         max_grad_norm: Clip the global norm of the gradient; None does not.
+        max_grad_value: Clip every entry of the gradient, before its norm; None does not.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
         policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
         diagnostics: Of the rollout that is being learned from.
@@ -52,6 +54,7 @@ class Updates(LightningModule):
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
         skipped_updates: How many of the last ones in a row did.
         updating: Whether one is being learned from, or an exception has left that undone.
+        replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
     """
 
     policy: ActorCritic
@@ -60,6 +63,7 @@ class Updates(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.max_grad_norm: float | None = None
+        self.max_grad_value: float | None = None
         self.check_numerics = False
         self.max_skipped_updates = 0
         self.diagnostics = Diagnostics(torch.device("cpu"))
@@ -74,6 +78,7 @@ class Updates(LightningModule):
         self.skipped_updates = 0
         self._hooks_around_backward = True
         self.updating = False
+        self.replays: dict[str, Replay] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
@@ -86,14 +91,27 @@ class Updates(LightningModule):
 
     @property
     def all_optimizers(self) -> list[LightningOptimizer]:
-        """The optimiser, and the one of the critic if it has its own."""
+        """Every optimiser, in use or not: first the one, and that of the critic if it has its own."""
         made = self.optimizers()
         return cast(list[LightningOptimizer], made if isinstance(made, list) else [made])
 
     @property
     def optimizer(self) -> LightningOptimizer:
-        """The one optimiser; that of the actor, if the critic has its own."""
-        return self.all_optimizers[0]
+        """The one that is in use; that of the actor, if the critic has its own."""
+        return self.optimizers_in_use[0]
+
+    @property
+    def optimizers_in_use(self) -> list[LightningOptimizer]:
+        """Those that step in the present phase of updates."""
+        return self.all_optimizers
+
+    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+        """Return those that an update leaves as they are, moments of the optimiser included.
+
+        Args:
+            only: The half of the network that its loss is about; None: both.
+        """
+        return [] if only is None else parameters_of_other_half(self.policy, only)
 
     @property
     def world_size(self) -> int:
@@ -107,9 +125,12 @@ class Updates(LightningModule):
         """
         parts = list(batch.ordered(self.minibatch_order(batch.num_items)).split(num_minibatches))
         self.weigh(parts)
-        for part in parts:
-            self.diagnostics.next_minibatch()
-            yield part
+        yield from map(self.begin_minibatch, parts)
+
+    def begin_minibatch(self, batch: Batch) -> Batch:
+        """Return a minibatch to be learned from next; what is recorded from now on is of it."""
+        self.diagnostics.next_minibatch()
+        return batch
 
     def minibatch_order(self, num_items: int) -> Tensor:
         """Return the indices of a batch's rows in the order in which one pass goes through them, shape `[M]`.
@@ -215,17 +236,17 @@ class Updates(LightningModule):
             keep_if: Called after the step, without gradient; if it returns false, on the device and on every rank, the
                 step is taken back, and no further update is made from this rollout. The host waits for it.
         """
-        optimizers = self.all_optimizers
+        optimizers = self.optimizers_in_use
         for optimizer in optimizers:
             optimizer.zero_grad()
         self._backward(not_finite_throughout(loss), only)
         norms = self.gradient_norms()
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
-            self.diagnostics.close_unless(torch.isfinite(grad_norm))
+            self.diagnostics.close_for_good_unless(torch.isfinite(grad_norm))
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
-        self.diagnostics.num_updates += self.diagnostics.open
+        self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
         before = None if keep_if is None else OptimizerSnapshot(x.optimizer for x in optimizers)
         for name, optimizer in zip(GRADIENT_NORMS, optimizers, strict=False):
             if name in norms:
@@ -235,14 +256,14 @@ class Updates(LightningModule):
             self._take_back_unless(keep_if, before)
 
     def _backward(self, loss: Tensor, only: Half | None) -> None:
-        """Compute the gradient: of the half that `only` names, None in the parameters of the other one."""
-        if only is None:
+        """Compute the gradient; it is None in idle parameters."""
+        idle = self.idle_parameters(only)
+        if not idle:
             self.manual_backward(loss)
             return
-        others = parameters_of_other_half(self.policy, only)
         # DDP waits for the gradient of every parameter.
-        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in others))
-        for parameter in others:
+        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in idle))
+        for parameter in idle:
             parameter.grad = None
 
     def _take_back_unless(self, keep_if: Callable[[], Tensor], before: OptimizerSnapshot) -> None:
@@ -251,7 +272,7 @@ class Updates(LightningModule):
         taken_back = self.diagnostics.open & ~keep
         if taken_back:
             before.restore()
-        self.diagnostics.num_updates -= taken_back.long()
+        self.diagnostics.num_updates = self.diagnostics.num_updates - taken_back.long()
         self.diagnostics.observe(updates_taken_back=taken_back.float())
         self.diagnostics.close_unless(keep)
 
@@ -288,12 +309,15 @@ class Updates(LightningModule):
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""
-        gradients = {n: _gradients(x) for n, x in zip(GRADIENT_NORMS, self.all_optimizers, strict=False)}
+        gradients = {n: _gradients(x) for n, x in zip(GRADIENT_NORMS, self.optimizers_in_use, strict=False)}
         return {name: nn.utils.get_total_norm(found) for name, found in gradients.items() if found}
 
     def _clip_gradients(self, optimizer: LightningOptimizer, grad_norm: Tensor) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.max_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, self.max_grad_value)
+            grad_norm = nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
         if self.max_grad_norm is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
 
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:

@@ -2,6 +2,7 @@
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
+from lightning_rl.environments.endless import TerminationAsTruncation
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.make import make_environments, spaces_of
 from lightning_rl.environments.options import WrapperOptions
@@ -22,6 +23,7 @@ __all__ = [
     "Step",
     "TensorEnvironments",
     "TensorStep",
+    "TerminationAsTruncation",
     "WrapperOptions",
     "make_environments",
     "spaces_of",

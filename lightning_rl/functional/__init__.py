@@ -7,6 +7,7 @@ what is added to their means.
 
 from lightning_rl.functional.losses import (
     approx_kl_k1,
+    approx_kl_k2,
     approx_kl_k3,
     clip_indicator,
     clipped_surrogate_loss,
@@ -33,6 +34,7 @@ __all__ = [
     "VTraceReturns",
     "adapted_kl_coef",
     "approx_kl_k1",
+    "approx_kl_k2",
     "approx_kl_k3",
     "clip_indicator",
     "clipped_surrogate_loss",

@@ -113,6 +113,21 @@ def approx_kl_k1(log_ratios: Tensor) -> Tensor:
     return -log_ratios
 
 
+def approx_kl_k2(log_ratios: Tensor) -> Tensor:
+    """Estimate ``KL(old || new)`` by ``log_ratio**2 / 2``: biased but for small steps, never negative.
+
+    Schulman, 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html: k2, old actions. Its gradient is
+    that of a penalty on the divergence (Cobbe et al., 2021, arXiv 2009.04416, section 3.6).
+
+    Args:
+        log_ratios: Any shape.
+
+    Returns:
+        The estimate of each step in nats, in the shape of `log_ratios`.
+    """
+    return 0.5 * log_ratios.square()
+
+
 def approx_kl_k3(log_ratios: Tensor) -> Tensor:
     """Estimate ``KL(old || new)`` by ``(ratio - 1) - log ratio``: unbiased, never negative, less noisy.
 

@@ -34,6 +34,7 @@ SGD = {"class_path": "torch.optim.SGD"}
         ({"value_coef": -1}, r"value_coef=-1 .* at least 0"),
         ({"entropy_coef": -0.01}, r"entropy_coef=-0\.01 .* at least 0"),
         ({"max_grad_norm": 0}, r"max_grad_norm=0 .* above 0"),
+        ({"max_grad_value": -1}, r"max_grad_value=-1 .* above 0"),
         ({"target_kl": 0.0}, r"target_kl=0\.0 .* above 0"),
         ({"normalize_advantages": "batch"}, r"normalize_advantages='batch' .* \('minibatch', 'rollout', 'none'\)"),
         ({"on_truncation": "ignore"}, r"on_truncation='ignore' .* bootstrap or terminal"),

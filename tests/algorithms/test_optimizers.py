@@ -173,6 +173,25 @@ def test_each_gradient_is_clipped_by_its_own_norm():
     assert row["critic_grad_norm"] > 0.1
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
+    """One step of SGD at rate 1 moves each parameter by its clipped gradient."""
+    options = {"optimizer": SGD, "learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1}
+    gradients = {}
+    for limits in ({"max_grad_norm": None}, {"max_grad_norm": max_grad_norm, "max_grad_value": 0.02}):
+        model = make(**options | limits)
+        before = parameters_of(model.policy)
+        learn(model, 1)
+        gradients[len(limits)] = {n: before[n] - p.detach() for n, p in model.policy.named_parameters()}
+    clipped = {name: gradient.clamp(-0.02, 0.02) for name, gradient in gradients[1].items()}
+    norm = torch.cat([gradient.flatten() for gradient in clipped.values()]).norm()
+    scale = 1.0 if max_grad_norm is None else max_grad_norm / norm
+    assert scale <= 1
+    assert any((gradient.abs() > 0.02).any() for gradient in gradients[1].values())
+    for name, gradient in clipped.items():
+        torch.testing.assert_close(gradients[2][name], gradient * scale, rtol=1e-4, atol=1e-6)
+
+
 def test_one_update_is_one_global_step_with_two_optimisers_too():
     trainer = learn(make(critic_learning_rate=1e-3))
     assert trainer.global_step == 3 * 2 * 2

@@ -7,6 +7,7 @@ import torch
 
 from lightning_rl.functional import (
     approx_kl_k1,
+    approx_kl_k2,
     approx_kl_k3,
     clip_indicator,
     clipped_surrogate_loss,
@@ -86,6 +87,7 @@ def test_clip_indicator_counts_ratios_outside_the_range() -> None:
 def test_approx_kl_by_hand() -> None:
     log_ratios = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64).log()
     close(approx_kl_k1(log_ratios), [math.log(2), 0.0, -math.log(2)])
+    close(approx_kl_k2(log_ratios), log_ratios**2 / 2)
     close(approx_kl_k3(log_ratios), [-0.5 + math.log(2), 0.0, 1 - math.log(2)])
 
 
@@ -135,6 +137,7 @@ def test_losses_have_the_gradients_of_finite_differences() -> None:
         lambda x: value_loss(x, a),
         lambda x: clipped_value_loss(x, a, b, 0.3),
         approx_kl_k1,
+        approx_kl_k2,
         approx_kl_k3,
         lambda x: weighted_mean(x, b.abs()),
     ]:

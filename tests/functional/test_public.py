@@ -57,6 +57,7 @@ def test_no_function_reads_a_value_on_the_host() -> None:
             functional.dual_clipped_surrogate_loss(x, x, number, number, 3.0),
             functional.huber_value_loss(x, x, 0.5),
             functional.approx_kl_k1(x),
+            functional.approx_kl_k2(x),
             functional.approx_kl_k3(x),
             functional.clip_indicator(x, number),
             functional.weighted_mean(x, x),

@@ -1,0 +1,10 @@
+"""Bounded memories of what was collected, kept on the CPU: rows come to the device by the minibatch.
+
+Everything is stored once, in the type it came with, so that images stay bytes.
+"""
+
+from lightning_rl.replay.base import Fields, Replay
+from lightning_rl.replay.rollouts import RolloutMemory
+from lightning_rl.replay.rows import UseLimitedBuffer
+
+__all__ = ["Fields", "Replay", "RolloutMemory", "UseLimitedBuffer"]

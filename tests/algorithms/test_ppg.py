@@ -1,0 +1,265 @@
+"""PPG phase by phase: what each changes and leaves alone, keeps and logs."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rl import PPG, PPO, Batch, FailedUpdate, Rollout
+from lightning_rl.validation import ConfigurationError
+from tests.algorithms.ppg_models import HEAD, PHASE, ROWS, SMALL, change, fit, make
+from tests.helpers import (
+    DISCRETE,
+    PIXELS,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+# -- the policy phase
+
+
+@pytest.mark.parametrize("options", [{}, {"normalize_rewards": True, "clip_range_value": 0.2}, {"target_kl": 1e-4}])
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bool) -> None:
+    model = make(num_policy_iterations=9, architecture="shared" if shared else "dual", num_epochs=2, **options)
+    torch.manual_seed(0)
+    kept = {n: model.hparams[n] for n in ("gamma", "value_coef", "entropy_coef", "normalize_advantages")}
+    ppo = PPO(VECTOR, DISCRETE, shared_encoder=shared, num_epochs=2, max_grad_norm=None, **SMALL | kept | options)
+    before = parameters_of(model)
+    for one in (model, ppo):
+        fit(one, 3)
+    for name, parameter in ppo.named_parameters():
+        assert torch.equal(parameter, dict(model.named_parameters())[name]), name
+    assert change(model, before, HEAD) == 0
+
+
+def test_the_auxiliary_head_keeps_still_in_the_policy_phase_whatever_its_momentum() -> None:
+    seen: list[torch.Tensor] = []
+
+    class Heads(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            seen.append(pl_module.policy.auxiliary_head.weight.detach().clone())
+
+    fit(make(separate_aux_optimizer=False), 6, Heads())
+    moved = [not torch.equal(one, other) for one, other in itertools.pairwise(seen)]
+    assert moved == [True, False, True, False, True]
+
+
+# -- the auxiliary phase
+
+
+def test_an_auxiliary_phase_follows_every_last_iteration_of_a_policy_phase() -> None:
+    recorder = fit(make(num_policy_iterations=3), 7)
+    assert ["aux_head_loss" in row for row in recorder.rows] == [False, False, True] * 2 + [False]
+    of_phase = ("aux_learning_rate", "aux_cloning_loss", "aux_value_loss", "aux_grad_norm", "aux_kl")
+    assert all(name in recorder.rows[2] for name in of_phase)
+    assert 0 < recorder.rows[2]["aux_kl"] < 1
+    bytes_ = 4 * ROWS * (3 + 2)
+    assert recorder.column("aux_memory_bytes") == [bytes_, 2 * bytes_, 3 * bytes_] * 2 + [bytes_]
+
+
+def loss_of(model: PPG, **coefs: float) -> dict[str, torch.Tensor | None]:
+    """Gradients of the auxiliary loss with weights of its parts."""
+    for name, value in coefs.items():
+        setattr(model, name, value)
+    model.trainer = make_trainer()
+    batch = random_rollout(model.policy).flatten(returns=torch.ones(12, 4))
+    batch = batch.replace(old_distribution=torch.randn(48, 3))
+    model.auxiliary_loss(batch).backward()
+    return {name: p.grad for name, p in model.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["dual", "shared", "detached"])
+def test_the_auxiliary_head_shapes_the_features_of_the_policy(architecture: Any) -> None:
+    model = make(architecture=architecture, cloning_coef=0.0, aux_value_coef=0.0)
+    gradients = loss_of(model)
+    shaped = {name for name, gradient in gradients.items() if gradient is not None and gradient.abs().max() > 0}
+    assert shaped == {n for n in gradients if n.startswith(("actor_encoder", "auxiliary_head"))}
+
+
+@pytest.mark.parametrize(("architecture", "encoder"), [("dual", "critic_"), ("shared", "actor_"), ("detached", None)])
+def test_what_the_value_shapes_is_a_matter_of_architecture(architecture: Any, encoder: str | None) -> None:
+    model = make(architecture=architecture)
+    model.policy.value(torch.randn(5, 3)).sum().backward()
+    shaped = {name.split(".")[0] for name, p in model.policy.named_parameters() if p.grad is not None}
+    assert shaped == {"value_head", *([f"{encoder}encoder"] if encoder else [])}
+    assert (model.policy.critic_encoder is not None) == (architecture == "dual")
+
+
+def test_the_auxiliary_phase_moves_what_it_says_and_cloning_holds_the_policy() -> None:
+    moved = {}
+    for coef in (0.0, 1.0, 100.0):
+        model = make(cloning_coef=coef, num_aux_epochs=20)
+        torch.nn.init.ones_(model.policy.action_head.logits.weight[:1].detach())  # away from the uniform policy
+        moved[coef] = fit(model, 2).rows[1]["aux_kl"]
+    assert moved[0.0] > 3 * moved[1.0] > 9 * moved[100.0] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_policy_iterations": 1},
+        {"num_aux_epochs": 1},
+        {"num_aux_minibatches": 2},
+        {"num_aux_minibatches": None, "num_minibatches": 4},
+        {"aux_sequences": True},
+        {"cloning_coef": 0.0},
+        {"aux_value_coef": 0.0},
+        {"aux_clip_range_value": 0.01},
+        {"aux_learning_rate_scale": 0.1},
+        {"kl_penalty_coef": 10.0},
+        {"separate_aux_optimizer": False},
+        {"architecture": "shared"},
+        {"architecture": "detached"},
+    ],
+    ids=str,
+)
+def test_every_option_makes_a_difference(options: dict[str, Any]) -> None:
+    """Of the shapes that both have, some parameter is another one."""
+    model, plain = make(**options), make()
+    for one in (model, plain):
+        fit(one, 4)
+    pairs = zip(model.parameters(), plain.parameters(), strict=False)
+    assert max(float((one - other).detach().abs().max()) for one, other in pairs if one.shape == other.shape) > 1e-4
+
+
+def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> None:
+    recorder = fit(make(aux_learning_rate_scale=0.25, lr_scheduler=STEP, separate_aux_optimizer=False), 4)
+    assert recorder.column("learning_rate") == pytest.approx([3e-4, 3e-5, 3e-6, 3e-7])  # after each rollout
+    assert recorder.rows[1]["aux_learning_rate"] == pytest.approx(0.25 * 3e-4)
+    assert recorder.rows[3]["aux_learning_rate"] == pytest.approx(0.25 * 3e-6)
+
+
+STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
+
+
+def test_an_early_stop_of_the_policy_phase_is_none_of_the_auxiliary_phase() -> None:
+    model = make(target_kl=1e-9)
+    before = parameters_of(model)
+    recorder = fit(model, 2)
+    assert recorder.rows[1]["aux_head_loss"] > 0
+    assert change(model, before, HEAD) > 1e-3
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences: bool) -> None:
+    parts: list[Batch] = []
+
+    class Kept(PPG):
+        def begin_minibatch(self, batch: Batch) -> Batch:
+            if "actions" not in batch.fields:
+                parts.append(batch)
+            return super().begin_minibatch(batch)
+
+    model = make(Kept, aux_sequences=sequences, num_aux_epochs=1, num_aux_minibatches=3)
+    rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in (0, 1)]
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    steps = torch.cat([rollout.flatten().observations for rollout in rollouts])
+    found = torch.cat([part.observations for part in parts])
+    assert len(found) == len(steps) < 2 * ROWS
+    assert torch.equal(found.unique(dim=0), steps.unique(dim=0))
+    assert [part.weight for part in parts] == [1 / len(part) for part in parts]
+    if sequences:  # eight of them, in three parts, each whole
+        lengths = [[int(r.valid[:, b].sum()) for b in range(4)] for r in rollouts if r.valid is not None]
+        sequence_of = {
+            tuple(x.tolist()): (i, b) for i, r in enumerate(rollouts) for b in range(4) for x in r.observations[:, b]
+        }
+        for part in parts:
+            owners = [sequence_of[tuple(x.tolist())] for x in part.observations]
+            assert len(part) == sum(lengths[i][b] for i, b in set(owners))
+
+
+# -- the memory
+
+
+def test_images_are_kept_as_bytes_on_the_cpu_and_once() -> None:
+    data = make_data(PIXELS, num_envs=2, rollout_length=8, rollouts_per_epoch=2)
+    model = PPG(data.observation_space, data.action_space, num_policy_iterations=3, hidden_sizes=(), num_minibatches=2)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    kept = model.kept.gather(model.kept.steps())
+    assert kept["observations"].dtype == torch.uint8
+    assert recorder.column("aux_memory_bytes") == [16 * (7 * 7 * 3 + 8), 32 * (7 * 7 * 3 + 8)]
+
+
+def test_a_memory_that_would_not_fit_is_refused_before_anything_is_collected() -> None:
+    data = make_data(num_envs=4, rollout_length=32)
+    needed = 2 * 4 * 32 * (4 * 4 + 8) / 2**30
+    for gib, fits in ((1.01 * needed, True), (0.99 * needed, False)):
+        model = PPG(data.observation_space, data.action_space, **PHASE | {"aux_memory_gib": gib})
+        if fits:
+            make_trainer(max_epochs=0).fit(model, data)
+        else:
+            with pytest.raises(ConfigurationError, match=r"aux_memory_gib=.* at least .*, for 256 steps of 24 bytes"):
+                make_trainer(max_epochs=0).fit(model, data)
+
+
+def test_rollouts_of_another_shape_begin_the_phase_anew() -> None:
+    model = make(num_policy_iterations=3)
+    rollouts = [random_rollout(model.policy, length=length, off_policy=0.0) for length in (12, 12, 10, 10)]
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    assert (len(model.kept), model.kept.shape) == (2, (10, 4))
+
+
+# -- what is not finite
+
+
+class Broken(PPG):
+    """Some rollouts have a reward that is NaN, some auxiliary phases a target."""
+
+    broken: tuple[int, ...] = ()
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        if self.policy_version in self.broken:
+            rollout.rewards[2, 1] = torch.nan
+        super().training_step(rollout, batch_idx)
+
+
+@pytest.mark.parametrize("check_numerics", [False, True])
+def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> None:
+    model = make(Broken, num_policy_iterations=3, max_skipped_updates=1, check_numerics=check_numerics)
+    model.broken = (1, 3)
+    with pytest.warns(UserWarning, match="were left out"):
+        recorder = fit(model, 6)
+    assert ["aux_head_loss" in row and "aux_kl" in row for row in recorder.rows] == [False] * 4 + [True, False]
+    assert len(model.kept) == 1
+    assert model.kept.gather(model.kept.steps())["returns"].isfinite().all()
+
+
+class BrokenPhase(PPG):
+    """The second minibatch of the first auxiliary phase has an infinite target."""
+
+    def begin_minibatch(self, batch: Batch) -> Batch:
+        self.minibatch = getattr(self, "minibatch", -1) + 1
+        if self.diagnostics.phase == 1 and self.minibatch == 5:
+            batch = batch.replace(returns=batch.returns + torch.inf)
+        return super().begin_minibatch(batch)
+
+
+def test_a_failed_auxiliary_phase_is_left_out_and_made_again(tmp_path: Path) -> None:
+    model = make(BrokenPhase)
+    with pytest.raises(FloatingPointError) as caught:
+        fit(model, 2, default_root_dir=tmp_path)
+    assert str(caught.value).startswith("aux_head_loss is inf in the update from rollout 1")
+    found = re.search(r"load\('(.*)'\)", str(caught.value))
+    assert found is not None
+    failed = FailedUpdate.load(found[1])
+    assert (failed.phase, failed.number) == (1, 1)
+    assert_equal_parameters(failed.module, parameters_of(model))
+    failed.module.minibatch = 1  # of the policy phase, two have gone by in the first rollout
+    assert failed.replay()["aux_head_loss"] == torch.inf
+    assert failed.minibatch is not None
+    assert failed.minibatch.returns.isinf().all()

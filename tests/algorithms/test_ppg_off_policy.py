@@ -1,0 +1,135 @@
+"""Off-policy PPG: how often which rows are learned from, and as what."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl import Batch, OffPolicyPPG, Rollout
+from lightning_rl.validation import ConfigurationError
+from tests.algorithms.ppg_models import REUSED, ROWS, change, fit, make
+from tests.helpers import (
+    Recorder,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def test_off_policy_iterations_go_on_over_rollouts_and_end_where_rows_run_out() -> None:
+    """48 rows that are used once make one batch of 32; the 16 that are left and 48 new ones two."""
+    model = make(Counting, policy_max_use=1, policy_buffer_size=128, updates_per_rollout=3)
+    recorder = fit(model, 4)
+    assert model.counts == [1, 2, 1, 2]
+    assert ["aux_head_loss" in row for row in recorder.rows] == [False, True, False, True]
+
+
+class Counting(OffPolicyPPG):
+    """Notes how many iterations each rollout has, and which rows were drawn."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drawn: list[dict[str, torch.Tensor]] = []
+        self.counts: list[int] = []
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        before = len(self.drawn)
+        super().training_step(rollout, batch_idx)
+        self.counts.append(len(self.drawn) - before)
+
+    def policy_iteration(self, samples: dict[str, Batch]) -> None:
+        self.drawn.append({name: batch.observations for name, batch in samples.items()})
+        super().policy_iteration(samples)
+
+
+def test_every_row_is_used_as_often_as_it_may_be() -> None:
+    model = make(Counting, policy_max_use=2, value_max_use=3, updates_per_rollout=9, value_buffer_size=64)
+    fit(model, 1)
+    for name, limit in (("policy", 2), ("value", 3)):
+        rows = torch.cat([drawn[name] for drawn in model.drawn])
+        assert rows.unique(dim=0, return_counts=True)[1].max() <= limit
+        for drawn in model.drawn:
+            assert len(drawn[name].unique(dim=0)) == 32
+    assert len(model.sources["policy"]) < 32 or len(model.sources["value"]) < 32
+
+
+def test_ratios_of_rows_that_are_used_again_are_those_of_the_policy_that_took_them() -> None:
+    """Its log-probability is stored, and the loss is that of PPO over other rows."""
+    model = make(OffPolicyPPG, policy_max_use=None, policy_buffer_size=ROWS, learning_rate=0.05)
+    recorder = fit(model, 3)
+    assert max(recorder.column("first_ratio_error")) > 0  # made up by the first parameters
+    rows = model.sources["policy"].take(torch.arange(4))
+    expected = random_rollout(make(OffPolicyPPG).policy, seed=2, off_policy=0.0)
+    assert any(torch.equal(rows["log_probs"][0], x) for x in expected.log_probs.flatten())
+
+
+def test_off_policy_rollouts_are_on_policy_when_they_come() -> None:
+    data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=4)
+    model = OffPolicyPPG(data.observation_space, data.action_space, **REUSED | {"updates_per_rollout": 4})
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= 1e-6
+    assert recorder.rows[3]["value_age"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"updates_per_rollout": 1},
+        {"batch_size": 16},
+        {"policy_buffer_size": 32},
+        {"policy_max_use": None},
+        {"value_buffer_size": 32},
+        {"value_max_use": 1},
+        {"num_epochs": 2},
+        {"num_minibatches": 1},
+        {"num_value_epochs": 2},
+        {"kl_rollback": True, "target_kl": 1e-6},
+        {"normalize_advantages": "rollout"},
+        {"num_policy_iterations": 1},
+    ],
+    ids=str,
+)
+def test_every_option_of_off_policy_ppg_makes_a_difference(options: dict[str, Any]) -> None:
+    model, plain = make(OffPolicyPPG, **options), make(OffPolicyPPG)
+    for one in (model, plain):
+        fit(one, 4)
+    assert change(model, parameters_of(plain)) > 1e-4
+
+
+def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
+    class BrokenRollouts(OffPolicyPPG):
+        def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+            if self.policy_version == 1:
+                rollout.rewards[:] = torch.nan
+            super().training_step(rollout, batch_idx)
+
+    model = make(BrokenRollouts, max_skipped_updates=1)
+    with pytest.warns(UserWarning, match="were left out"):
+        fit(model, 2)
+    for buffer in model.sources.values():
+        state = buffer.state_dict()
+        assert state["fields"]["returns"].isfinite().all()
+        assert (state["uses"] >= 0).sum() <= ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"updates_per_rollout": 0}, r"updates_per_rollout=0 .* an integer of at least 1"),
+        ({"batch_size": 0}, r"batch_size=0 .* an integer of at least 1"),
+        ({"policy_buffer_size": 31}, r"policy_buffer_size=31 .* at least batch_size=32"),
+        ({"value_buffer_size": 0}, r"value_buffer_size=0 .* an integer of at least 1"),
+        ({"policy_max_use": 0}, r"policy_max_use=0 .* an integer of at least 1"),
+        ({"num_minibatches": 64}, r"num_minibatches=64 .* no more than batch_size=32"),
+        ({"memory": "lstm"}, r"memory='lstm' .* None: steps are drawn one by one"),
+        ({"recompute_advantages": True}, r"recompute_advantages=True .* False: those of a step are made once"),
+        ({"aux_sequences": True}, r"aux_sequences=True .* False: auxiliary phases learn from steps"),
+    ],
+)
+def test_off_policy_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make(OffPolicyPPG, **options)

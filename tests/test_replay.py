@@ -1,0 +1,303 @@
+"""Bounded memories: what they hold, in which type, how often it is given, and what a checkpoint has of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_rl.replay import RolloutMemory, UseLimitedBuffer
+from tests.vectors.load import load
+
+BUFFERS = load("ppg_vtrace/ding_buffers")
+LENGTH, NUM_ENVS = 3, 2
+
+
+def rollout(index: int) -> dict[str, Any]:
+    """Every number says where it stands: 100 · rollout + 10 · time + environment."""
+    places = 100 * index + 10 * torch.arange(LENGTH)[:, None] + torch.arange(NUM_ENVS)
+    image = places.to(torch.uint8)[..., None].expand(-1, -1, 4)
+    return {"observations": {"image": image, "vector": places[..., None].double()}, "returns": places.float()}
+
+
+def filled(*valid: Tensor | None) -> RolloutMemory:
+    memory = RolloutMemory(4)
+    for index, one in enumerate(valid):
+        memory.append(rollout(index), one)
+    return memory
+
+
+def rows(numbers: list[int] | Tensor) -> dict[str, Tensor]:
+    ids = torch.as_tensor(numbers)
+    return {"ids": ids, "images": ids.to(torch.uint8)[:, None]}
+
+
+def held(buffer: UseLimitedBuffer) -> list[int | None]:
+    """What is in each place, without counting that as a use."""
+    ids = buffer.state_dict()["fields"]["ids"].tolist()
+    return [number if use >= 0 else None for number, use in zip(ids, buffer.uses.tolist(), strict=True)]
+
+
+# -- rollouts
+
+
+def test_steps_are_found_by_their_address_in_any_order():
+    memory = filled(None, None)
+    everything = memory.gather(memory.steps())
+    assert everything["returns"].tolist() == [0, 1, 10, 11, 20, 21, 100, 101, 110, 111, 120, 121]
+    some = memory.gather(torch.tensor([7, 0, 4]))
+    assert some["returns"].tolist() == [101, 0, 20]
+    assert some["observations"]["image"].tolist() == [[101] * 4, [0] * 4, [20] * 4]
+
+
+def test_a_sequence_is_what_one_environment_did_in_one_rollout():
+    memory = filled(None, None)
+    addresses, sequences = memory.cut()
+    assert sequences.lengths.tolist() == [LENGTH] * 2 * NUM_ENVS
+    rows, _ = sequences.select(torch.tensor([3, 0]))
+    found = memory.gather(addresses[rows])
+    assert found["returns"].tolist() == [101, 111, 121, 0, 10, 20]
+    assert found["observations"]["vector"].shape == (2 * LENGTH, 1)
+
+
+def test_steps_that_only_reset_are_none():
+    valid = torch.tensor([[True, True], [True, False], [True, True]])
+    memory = filled(None, valid)
+    assert memory.gather(memory.steps())["returns"].tolist() == [0, 1, 10, 11, 20, 21, 100, 101, 110, 120, 121]
+    addresses, sequences = memory.cut()
+    assert sequences.lengths.tolist() == [3, 3, 3, 2]
+    assert memory.gather(addresses)["returns"].tolist()[-2:] == [101, 121]
+
+
+def test_sequences_of_a_policy_with_memory_begin_with_their_states():
+    """Two of two steps in each environment of each rollout, the second with one step of burn-in."""
+    memory = RolloutMemory(2)
+    for index in range(2):
+        places = 100 * index + 10 * torch.arange(4)[:, None] + torch.arange(NUM_ENVS)
+        starts = places % 20 == 0
+        states = 1000 + places[[0, 1]][..., None]
+        memory.append({"observations": places}, None, starts, (states, -states))
+    addresses, sequences = memory.cut(burn_in=1)
+    assert memory.gather(addresses)["observations"].view(-1, 2)[:, 0].tolist() == [0, 1, 100, 101, 20, 21, 120, 121]
+    assert sequences.memory[0].flatten().tolist() == [1000, 1001, 1100, 1101, 1010, 1011, 1110, 1111]
+    assert torch.equal(sequences.memory[1], -sequences.memory[0])
+    assert sequences.starts.view(-1, 2)[:, 0].tolist() == [True, False, True, False] * 2
+    assert sequences.burn_in.lengths.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    burnt = memory.gather(sequences.burn_in_observations)
+    assert burnt["observations"].tolist() == [10, 11, 110, 111]
+
+
+def test_types_are_kept_and_the_size_is_that_of_the_numbers():
+    memory = filled(None, torch.ones(LENGTH, NUM_ENVS, dtype=torch.bool))
+    found = memory.gather(memory.steps())
+    assert found["observations"]["image"].dtype == torch.uint8
+    assert found["observations"]["vector"].dtype == torch.float64
+    assert memory.num_bytes == 2 * 6 * (4 + 8 + 4) + 6
+
+
+def test_a_rollout_is_copied():
+    fields = rollout(0)
+    memory = RolloutMemory(1)
+    memory.append(fields)
+    fields["returns"][:] = -1
+    assert memory.gather(torch.tensor([5]))["returns"].tolist() == [21]
+
+
+def test_the_memory_is_bounded_and_of_one_shape():
+    memory = filled(None, None, None)
+    assert (len(memory), memory.is_full) == (3, False)
+    with pytest.raises(ValueError, match=r"shape \(2, 2\), expected \(3, 2\)"):
+        memory.append({"returns": torch.zeros(2, 2)})
+    memory.append(rollout(3))
+    assert memory.is_full
+    with pytest.raises(ValueError, match="holds 4 rollouts already"):
+        memory.append(rollout(4))
+    memory.clear()
+    assert (len(memory), memory.num_bytes, memory.shape, len(memory.steps())) == (0, 0, (0, 0), 0)
+
+
+def test_a_memory_becomes_what_it_was():
+    memory = filled(None, None)
+    memory.begin()
+    memory.append(rollout(2))
+    memory.write("twice", memory.steps(), 2 * memory.gather(memory.steps())["returns"])
+    memory.clear()
+    memory.append(rollout(3))
+    memory.rollback()
+    found = memory.gather(memory.steps())
+    assert found.keys() == {"observations", "returns"}
+    assert (len(memory), found["returns"].max()) == (2, 121)
+    memory.begin()
+    memory.append(rollout(2))
+    memory.commit()
+    assert len(memory) == 3
+
+
+def test_a_field_can_be_added_to_every_rollout():
+    memory = filled(None, None)
+    for addresses in (torch.tensor([7, 1, 4]), torch.tensor([5])):
+        memory.write("twice", addresses, (2 * memory.gather(addresses)["returns"],))
+    assert memory.gather(torch.tensor([4, 7, 5, 0]))["twice"][0].tolist() == [40, 202, 42, 0]
+
+
+def test_a_memory_goes_through_a_checkpoint(tmp_path):
+    memory = filled(None, torch.tensor([[True, True], [True, False], [True, True]]))
+    torch.save(memory.state_dict(), tmp_path / "state.pt")
+    restored = RolloutMemory(4)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for name, values in memory.gather(memory.steps())["observations"].items():
+        assert torch.equal(restored.gather(restored.steps())["observations"][name], values)
+    for capacity, kept in ((3, [0, 1, 2]), (2, [1, 2]), (1, [2]), (0, [])):
+        full, smaller = filled(None, None, None), RolloutMemory(capacity + 1)
+        smaller.load_state_dict(full.state_dict())
+        assert not smaller.is_full  # the next rollout finds room
+        assert [int(x) for x in (smaller.gather(smaller.steps())["returns"][::6] if kept else ())] == [
+            100 * index for index in kept[-capacity:]
+        ]
+
+
+# -- rows with a limited number of uses
+
+
+def test_new_rows_take_the_places_of_the_oldest_as_in_ding():
+    golden = BUFFERS["overflow"]
+    buffer = UseLimitedBuffer(golden["size"])
+    buffer.append(rows(golden["pushed_first"]))
+    assert held(buffer) == golden["slots_after_first"]
+    buffer.append(rows([100, 101, 102]))
+    assert held(buffer) == golden["slots_after_second"]
+    assert len(buffer) == golden["count_after"]
+
+
+def test_rows_are_gone_after_their_last_use_as_in_ding():
+    golden = BUFFERS["max_use"]
+    buffer = UseLimitedBuffer(golden["size"], golden["max_use"])
+    buffer.append(rows(list(range(golden["size"]))))
+    for step in golden["log"]:
+        if step["ids"] is None:  # refused: too few are left
+            assert buffer.sample(golden["batch"]) is None
+        else:
+            assert buffer.take(torch.tensor(step["ids"]))["ids"].tolist() == step["ids"]
+        assert held(buffer) == step["slots_after"]
+        assert len(buffer) == step["count_after"]
+
+
+def test_rows_are_gone_after_their_last_use_as_in_the_deque_of_ding():
+    golden = BUFFERS["deque_max_use"]
+    buffer = UseLimitedBuffer(golden["size"], golden["max_use"])
+    buffer.append(rows(list(range(golden["size"]))))
+    for step in golden["log"]:
+        if step["ids"] is None:
+            assert buffer.sample(golden["batch"]) is None
+        else:
+            buffer.take(torch.tensor(step["ids"]))
+        assert [number for number in held(buffer) if number is not None] == step["left"]
+
+
+def test_two_buffers_keep_what_they_keep_after_a_phase_of_ding():
+    golden = BUFFERS["cartpole_collect_phase"]
+    sizes = golden["effective_config"]
+    for phase, expected in enumerate(golden["phases"]):
+        buffers = {
+            name: UseLimitedBuffer(of["replay_buffer_size"], of["max_use"]) for name, of in sizes.items()
+        }  # cleared after each phase there
+        new = rows(torch.arange(golden["n_sample"]) + phase * golden["n_sample"])
+        for buffer in buffers.values():
+            buffer.append(new)
+        assert min(x for x in held(buffers["policy"]) if x is not None) == expected["oldest_policy_id_kept"]
+        for update in expected["updates"]:
+            for name, buffer in buffers.items():
+                assert len(buffer) == update[f"{name}_count"]
+                assert buffer.sample(golden["batch_size"]) is not None
+        # There a batch may have a row twice: 7 uses of one after five batches.
+        assert expected["max_use_seen"][0] > golden["update_per_collect"] >= buffers["policy"].uses.max()
+
+
+def test_what_one_buffer_uses_up_another_still_has():
+    """In DI-engine two views of one storage delete for one another."""
+    once, often = UseLimitedBuffer(4, max_use=1), UseLimitedBuffer(4, max_use=3)
+    for buffer in (once, often):
+        buffer.append(rows([1, 2, 3, 4]))
+    assert once.sample(4) is not None
+    assert (len(once), len(often)) == (0, 4)
+
+
+def test_a_batch_has_no_row_twice_and_every_row_is_as_likely():
+    buffer, generator = UseLimitedBuffer(8), torch.Generator().manual_seed(0)
+    buffer.append(rows(list(range(8))))
+    counts = torch.zeros(8)
+    for _ in range(2000):
+        batch = buffer.sample(4, generator)
+        assert batch is not None
+        assert len(batch["ids"].unique()) == 4
+        counts[batch["ids"]] += 1
+    assert torch.equal(counts, buffer.uses.float())
+    # 4.5 deviations of a binomial distribution.
+    assert ((counts - 1000).abs() < 4.5 * (2000 * 0.25) ** 0.5).all()
+
+
+def test_the_order_is_that_of_the_generator():
+    batches = []
+    for seed in (1, 1, 2):
+        buffer = UseLimitedBuffer(64)
+        buffer.append(rows(list(range(64))))
+        batches.append(buffer.sample(32, torch.Generator().manual_seed(seed))["ids"].tolist())
+    assert batches[0] == batches[1] != batches[2]
+
+
+def test_a_buffer_becomes_what_it_was():
+    buffer = UseLimitedBuffer(5, max_use=2)
+    buffer.append(rows([1, 2, 3, 4]))
+    buffer.take(torch.tensor([1]))
+    before = held(buffer), buffer.uses.tolist()
+    buffer.begin()
+    buffer.append(rows([5, 6]))
+    buffer.take(torch.tensor([1, 4]))
+    buffer.append(rows([7, 8, 9, 10, 11, 12]))
+    assert held(buffer) == [11, 12, 8, 9, 10]
+    buffer.rollback()
+    assert (held(buffer), buffer.uses.tolist()) == before
+    buffer.append(rows([5]))
+    assert held(buffer) == [1, 2, 3, 4, 5]
+    buffer.begin()
+    buffer.append(rows([6]))
+    buffer.commit()
+    assert held(buffer) == [6, 2, 3, 4, 5]
+
+
+def test_places_that_are_empty_or_twice_there_are_refused():
+    buffer = UseLimitedBuffer(4, max_use=1)
+    for places in ([0], [0, 0]):
+        with pytest.raises(ValueError, match="different places that have a row"):
+            buffer.take(torch.tensor(places))
+        buffer.append(rows([7]))
+
+
+def test_types_are_kept_and_the_size_is_that_of_the_ring():
+    buffer = UseLimitedBuffer(10)
+    assert buffer.num_bytes == 0
+    buffer.append(rows([1, 2, 3]))
+    assert buffer.take(torch.tensor([0]))["images"].dtype == torch.uint8
+    assert buffer.num_bytes == 10 * (8 + 1)
+
+
+def test_a_buffer_goes_through_a_checkpoint(tmp_path):
+    buffer = UseLimitedBuffer(6, max_use=2)
+    buffer.append(rows(list(range(8))))  # 6 and 7 lie in front of 2
+    for places in ([0, 3], [3, 4]):
+        buffer.take(torch.tensor(places))
+    torch.save(buffer.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    restored, smaller, larger = (UseLimitedBuffer(size, max_use=2) for size in (6, 3, 9))
+    for other in (restored, smaller, larger):
+        other.load_state_dict(state)
+    assert (held(restored), restored.uses.tolist()) == (held(buffer), buffer.uses.tolist())
+    drawn = [b.sample(4, torch.Generator().manual_seed(3))["ids"].tolist() for b in (buffer, restored)]
+    assert drawn[0] == drawn[1]
+    assert (held(smaller), smaller.uses.tolist()) == ([6, 7, 5], [1, 0, 0])
+    assert (held(larger)[:5], larger.uses.tolist()[:6]) == ([2, 4, 5, 6, 7], [0, 1, 0, 1, 0, -1])
+    for other in (buffer, restored):
+        other.append(rows([50]))
+    assert held(restored) == held(buffer)
+    restored.load_state_dict(UseLimitedBuffer(6).state_dict())
+    assert len(restored) == 0
