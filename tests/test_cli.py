@@ -128,7 +128,7 @@ def test_help_of_fit_has_the_options_of_data_and_run_with_their_texts(capsys):
 
 def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
     text = " ".join(printed(capsys, "fit", "--model.help", "PPO").split())
-    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]." in text
+    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it." in text
     assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
 
 
@@ -420,7 +420,7 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
         ("data:\n  num_envz: 3\n", "Subcommand 'fit' does not accept option 'data.num_envz'"),
         ("dota:\n  num_envs: 3\n", "Subcommand 'fit' does not accept option 'dota.num_envs'"),
         ("data:\n  num_envs: many\n", "data.num_envs: Expected int. Got value: many"),
-        ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'envpool'"),
+        ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'torch', 'envpool'"),
         ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model: .* Option 'gama' is not accepted"),
         ("model:\n  class_path: PPPO\n", "model='PPPO' is unknown: expected the name of a class, .* did you mean PPO"),
         ("data: [1, 2\n", "Problems parsing config: while parsing a flow sequence"),

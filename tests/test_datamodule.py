@@ -131,7 +131,7 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
     options = {"num_envs": 1, "rollout_length": 60, "eval_episodes": 1}
     data = attach(
         make_data("ALE/Breakout-v5", atari=AtariPreprocessing(noop_max=0, repeat_action_probability=0.0), **options),
-        policy=Told(action=lambda o: torch.full(o.shape[:1], 2)),
+        policy=Told(value=lambda o: torch.zeros(o.shape[:-3]), action=lambda o: torch.full(o.shape[:-3], 2)),
     )
     rollout = data.collect()
     assert rollout.terminated.any()  # a lost life
