@@ -128,7 +128,7 @@ def test_help_of_fit_has_the_options_of_data_and_run_with_their_texts(capsys):
 
 def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
     text = " ".join(printed(capsys, "fit", "--model.help", "PPO").split())
-    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not clip it." in text
+    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not" in text
     assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
 
 
