@@ -93,6 +93,13 @@ def test_options_of_the_critic_go_with_it(combination, options):
 
 
 @sample
+def test_passes_of_every_kind_go_with_it(combination):
+    """Values computed anew, updates that may be taken back, passes of one loss alone."""
+    passes = {"recompute_advantages": True, "target_kl": 1.0, "kl_rollback": True, "num_epochs": 2, "num_value_epochs": 3}
+    check_training(*make(combination, **passes))
+
+
+@sample
 def test_the_previous_action_and_reward_and_normalisers_go_with_it(combination):
     """The previous reward is what there always is to normalise."""
     normalised = {"normalize_observations": True, "normalize_rewards": True}

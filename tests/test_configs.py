@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def test_configuration_runs_for_two_rollouts(path):
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]
     if given["model"]["class_path"] == "OffPolicyPPG":
         small += ["--model.batch_size=8"]
+    memory = given["model"]["init_args"].get("memory")
+    if isinstance(memory, dict) and "sequence_length" in memory:
+        small += [f"--model.memory={json.dumps(memory | {'sequence_length': 4})}"]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
     if given["data"]["env_id"].startswith("ALE/"):
         small += ["--trainer.limit_val_batches=0"]  # a game is long
