@@ -104,11 +104,11 @@ class PPOKLPenalty(PPO):
         """Return a rollout's steps with what to learn, the distributions of its actions among it."""
         if rollout.memory is None:
             return super().targets(rollout, acting_distribution=self.acting_distribution(rollout), **per_step)
-        batch = super().targets(rollout, **per_step)
-        with torch.no_grad():
-            # Copies: what is the same for all observations is a view of a parameter, which the updates change.
-            acting = map_leaves(torch.clone, self.evaluate(batch)[0].parameters())
-        return batch.replace(acting_distribution=acting)
+        with torch.no_grad():  # before the normalisers may take the rollout in
+            parameters = self.evaluate(rollout.flatten())[0].parameters()
+        # What is the same for all observations is a view of a parameter, which the updates change.
+        acting = map_leaves(torch.clone, parameters)
+        return super().targets(rollout, **per_step).replace(acting_distribution=acting)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
         """Return the penalties on the divergence over a minibatch that are wanted."""

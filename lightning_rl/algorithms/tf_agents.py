@@ -38,7 +38,8 @@ class TFAgentsPPO(PPOKLPenalty):
       exactly 0. Means divide by the number of all steps all the same, advantages are standardised over all of them,
       and normalisers take them all in.
     * Advantages are standardised with the population variance, 1e-8 added to it.
-    * The variances of the normalisers are 0 before any data, so that everything is multiplied by 31.6 and clipped.
+    * The variances of the normalisers of observations (unless `initial_variance` is given) and rewards are 0 before any
+      data, so that everything is multiplied by 31.6 and clipped.
     * With several ranks the KL penalties and `clip_fraction` are summed over them.
 
     Args:
@@ -106,7 +107,10 @@ class TFAgentsPPO(PPOKLPenalty):
         check(on_truncation == "terminal", "on_truncation", on_truncation, "terminal, as TF-Agents takes time limits")
         check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
         self.sum_losses_over_ranks = sum_losses_over_ranks
-        for module in self.modules():
+        normalizers: list[Any] = [self.reward_normalizer]
+        if not (isinstance(normalize_observations, dict) and "initial_variance" in normalize_observations):
+            normalizers.append(getattr(self.policy, "observation_normalizer", None))
+        for module in (x for normalizer in normalizers if normalizer is not None for x in normalizer.modules()):
             if isinstance(module, RunningMoments):
                 module.variance.zero_()
 

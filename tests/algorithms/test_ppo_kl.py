@@ -176,6 +176,22 @@ NESTED = spaces.Dict(
 )
 
 
+@pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 6}])
+def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
+    model = make(normalize_observations=True, update_normalizers="before", memory=memory)
+    rollout = random_rollout(make().policy)
+    if memory is not None:
+        remember(model.policy, rollout)
+    with torch.no_grad():
+        acted = model.evaluate(rollout.flatten())[0]
+    batch = model.targets(rollout)
+    assert model.policy.observation_normalizer.moments.count == 48
+    expected = acted.parameters()
+    for name, x in batch.acting_distribution.items():
+        torch.testing.assert_close(x, expected[name], **EXACT)
+    assert model.mean_kl(batch) > 1e-9
+
+
 def test_distributions_of_every_kind_are_made_again_from_their_parameters():
     options = {"action_distribution": {"arm.0": "squashed_gaussian", "grip": "beta"}}
     old, new = make(space=NESTED, **options).policy, make(space=NESTED, **options).policy

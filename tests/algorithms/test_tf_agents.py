@@ -449,6 +449,13 @@ def test_the_first_rollout_is_seen_31_times_larger():
     torch.testing.assert_close(model.normalized_rewards(rollout)[0, 0].item(), 3.1623, rtol=1e-4, atol=0)
 
 
+def test_other_variances_begin_as_elsewhere_or_as_is_asked():
+    model = small(value_normalization="running_std", normalize_observations={"initial_variance": 4.0, "epsilon": 0.0})
+    assert model.policy.value_normalizer.moments.variance == 1
+    x = torch.tensor([[0.2, -1.0, 3.0]], dtype=torch.float64)
+    torch.testing.assert_close(model.policy.observation_normalizer(x), x / 2)
+
+
 @pytest.mark.parametrize("summed", [False, True])
 def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(summed, monkeypatch):
     """As if two ranks had the same rows: a sum over both is twice a mean."""
