@@ -267,7 +267,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
         self._follow_schedules()
-        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.all_optimizers, strict=False)}
+        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.optimizers_in_use, strict=False)}
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:

@@ -17,6 +17,7 @@ from tests.helpers import (
     PIXELS,
     VECTOR,
     FixedRollouts,
+    MemoryLogger,
     Recorder,
     assert_equal_parameters,
     make_data,
@@ -144,6 +145,13 @@ def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> No
 
 
 STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
+
+
+def test_the_rate_of_each_phase_is_logged_and_no_critic_has_one() -> None:
+    logger = MemoryLogger()
+    fit(make(aux_learning_rate_scale=0.5), 2, logger=logger, log_every_n_steps=1)
+    rates = {name: x for row, _ in logger.calls for name, x in row.items() if "learning_rate" in name}
+    assert rates == {"train/learning_rate": 3e-3, "train/aux_learning_rate": pytest.approx(1.5e-3)}
 
 
 def test_an_early_stop_of_the_policy_phase_is_none_of_the_auxiliary_phase() -> None:
