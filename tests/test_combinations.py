@@ -95,7 +95,13 @@ def test_options_of_the_critic_go_with_it(combination, options):
 @sample
 def test_passes_of_every_kind_go_with_it(combination):
     """Values computed anew, updates that may be taken back, passes of one loss alone."""
-    passes = {"recompute_advantages": True, "target_kl": 1.0, "kl_rollback": True, "num_epochs": 2, "num_value_epochs": 3}
+    passes = {
+        "recompute_advantages": True,
+        "target_kl": 1.0,
+        "kl_rollback": True,
+        "num_epochs": 2,
+        "num_value_epochs": 3,
+    }
     check_training(*make(combination, **passes))
 
 
