@@ -2,8 +2,8 @@
 
     python examples/hybrid_actions.py
 
-The club is a choice that depends on where the ball lies: in the sand only the wedge moves it, as the mask says. The swing
-is a number within bounds, of a beta distribution.
+The club is a choice that depends on where the ball lies: in the sand only the wedge moves it, as the mask says. The
+swing is a number within bounds, of a beta distribution.
 """
 
 from typing import Any
