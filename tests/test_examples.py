@@ -61,6 +61,12 @@ def test_action_masks_are_obeyed_and_learned_with(in_tmp_path):
     assert example("action_masks").main(max_env_steps=16_384) > 0.6
 
 
+def test_a_club_and_a_swing_are_learned_together(in_tmp_path):
+    """At first nearly seven strokes are needed of the ten that there are."""
+    assert example("hybrid_actions").main(max_env_steps=1024) > 4
+    assert example("hybrid_actions").main(max_env_steps=24_576) < 3
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_example_is_short_and_says_how_to_run_it(path):
     text = path.read_text()
