@@ -147,7 +147,7 @@ class MaskSource:
 
     def _leaf(self, path: str, shape: tuple[int, ...]) -> ActionMask:
         """Return the space of the masks of a part; with two dimensions a component depends on the one before it."""
-        check(bool(shape) and all(shape), join(MASK, path), shape, "an array with an entry for each choice")
+        check(bool(shape) and all(shape), f"{MASK}.{path}".rstrip("."), shape, "an array with an entry for each choice")
         place = self._components.index(path) if path in self._components else 0
         return ActionMask(shape, self._components[place - 1] if place and len(shape) == 2 else None)
 

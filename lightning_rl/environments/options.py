@@ -64,6 +64,14 @@ class WrapperOptions:
         check_reward_options(self.reward_scale, self.reward_clip)
         if self.action_mask is not None:
             check_source(self.action_mask)
+            # Masks are found after both have been applied.
+            is_observed = self.action_mask.startswith("observation.")
+            expected = (
+                f"{{}} with action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> go with it"
+            )
+            check(self.frame_stack is None or not is_observed, "frame_stack", self.frame_stack, expected.format("None"))
+            flat = self.flatten_observations and is_observed
+            check(not flat, "flatten_observations", True, expected.format("False"))
 
     @property
     def reward_transform(self) -> RewardTransform | None:

@@ -407,6 +407,14 @@ class Alternate(Counter):
         ({"reward_clip": "hard"}, "reward_clip='hard' .* expected abs_one, soft_asymmetric, a positive number or None"),
         ({"reward_clip": -1}, "reward_clip=-1 is not valid"),
         ({"flatten_observations": "yes"}, "flatten_observations='yes' is not valid"),
+        (
+            {"frame_stack": 2, "action_mask": "observation.mask"},
+            "frame_stack=2 is not valid: expected None with action_mask='observation.mask'",
+        ),
+        (
+            {"flatten_observations": True, "action_mask": "observation.mask"},
+            "flatten_observations=True is not valid: expected False with action_mask='observation.mask'",
+        ),
         ({"previous_action": 1}, "previous_action=1 is not valid"),
         ({"imports": "my_package"}, "imports='my_package' is not valid: expected a list of modules"),
         ({"imports": [3]}, r"imports=\[3\] is not valid: expected names of modules"),
