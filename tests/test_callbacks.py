@@ -419,6 +419,30 @@ def test_exporting_does_not_change_a_run(tmp_path):
     assert_equal_parameters(watched, parameters_of(alone))
 
 
+def test_only_the_first_rank_writes_where_all_agree(tmp_path):
+    asked = []
+
+    class Rank:
+        """As seen by a callback; the Trainer's `log_dir` waits for all ranks to ask for it."""
+
+        fast_dev_run = False
+        datamodule = None
+
+        def __init__(self, rank: int) -> None:
+            self.rank, self.is_global_zero = rank, rank == 0
+
+        @property
+        def log_dir(self) -> str:
+            asked.append(self.rank)
+            return str(tmp_path / str(self.rank))
+
+    for rank in (0, 1):
+        trainer: Any = Rank(rank)
+        PolicyExport(1).on_interval(trainer, make_model(make_data()))
+    assert asked == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
 def test_nothing_is_exported_in_a_fast_dev_run(tmp_path):
     fit(PolicyExport(1, tmp_path), fast_dev_run=True)
     assert not list(tmp_path.iterdir())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from gymnasium import spaces
@@ -16,12 +16,16 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.parameter_groups import Half
+from lightning_rl.algorithms.ppo_rows import PolicyRows, compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.validation import check
+
+T = TypeVar("T")
 
 
 class PPO(OnPolicyAlgorithm):
@@ -64,6 +68,8 @@ class PPO(OnPolicyAlgorithm):
         adaptive_learning_rate: `{"target_kl": d}`: after each rollout, divide the learning rate by `factor` (1.5) if
             the mean approximate KL divergence is above 2d, multiply it by that if it is below d/2, and keep it between
             `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
+        compile_loss: Compile what is computed for each row, from log-probabilities and values on, by `torch.compile`.
+            The first update then waits for the compiler, and needs one; see docs/algorithms/ppo.md.
         **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
@@ -93,6 +99,7 @@ class PPO(OnPolicyAlgorithm):
         target_kl: Scheduled | None = None,
         kl_rollback: bool = False,
         adaptive_learning_rate: dict[str, float] | None = None,
+        compile_loss: bool = False,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
@@ -114,6 +121,7 @@ class PPO(OnPolicyAlgorithm):
         self.recompute_advantages = recompute_advantages
         self.target_kl = self.scheduled_or_none("target_kl", target_kl, above=0)
         self.kl_rollback = kl_rollback
+        self.compile_loss = compile_loss
         self.adaptive_learning_rate = None
         if adaptive_learning_rate is not None:
             self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
@@ -125,6 +133,8 @@ class PPO(OnPolicyAlgorithm):
             memory = getattr(self.policy, "memory", None)
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
+        on_xla = trainer.strategy.root_device.type == "xla"
+        check(not (self.compile_loss and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, and return the losses."""
@@ -179,26 +189,21 @@ class PPO(OnPolicyAlgorithm):
         normalized = self.normalize_advantages == "minibatch"
         advantages = self.normalized_advantages(batch) if normalized else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
-        changes = log_probs - batch.log_probs
-        self.observe_first_ratios(changes)
-        clip = self.log_prob_clip
-        log_ratios = changes if clip is None else log_probs.clamp(-clip, clip) - batch.log_probs
-        losses = rl.dual_clipped_surrogate_loss(log_ratios, advantages, *self.clip_ranges, self.dual_clip)
-        policy_loss = batch.mean(losses)
+        self.observe_first_ratios(log_probs - batch.log_probs)
+        low, high = self.clip_ranges
+        inputs = (log_probs, batch.log_probs, advantages, self._range(low), self._range(high))
+        rows = self._compiled(policy_rows)(*inputs, self.log_prob_clip, self.dual_clip)
+        policy_loss = batch.mean(rows.losses)
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
-        self.diagnostics.observe(clip_fraction=self.clip_fraction(batch, log_ratios.detach()))
-        self._observe_divergence(batch, changes.detach())
+        self._observe(batch, rows)
         return [policy_loss, -self.entropy_coef * entropy, *self.penalties(batch, distribution)]
 
     def value_loss(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the loss of values `[N]`, squared or Huber's, clipped or not."""
         values, returns, old_values = self.normalize_values(values, batch.returns, batch.values)
-        delta = self.value_huber_delta
-        error = rl.value_loss if delta is None else partial(rl.huber_value_loss, delta=delta)
-        losses = error(values, returns)
-        if (limit := self.clip_range_value) is not None:
-            losses = torch.maximum(losses, error(old_values + (values - old_values).clamp(-limit, limit), returns))
+        limit = None if self.clip_range_value is None else self._range(self.clip_range_value)
+        losses = self._compiled(value_rows)(values, returns, old_values, limit, self.value_huber_delta)
         value_loss = batch.mean(losses)
         self.diagnostics.add(value_loss=value_loss)
         return value_loss
@@ -219,14 +224,14 @@ class PPO(OnPolicyAlgorithm):
         low, high = self.clip_range_low, self.clip_range_high
         return both if low is None else low, both if high is None else high
 
-    def is_clipped(self, log_ratios: Tensor) -> Tensor:
-        """Return 1 where the importance ratio is outside of its range, else 0."""
-        (low, high), changes = self.clip_ranges, log_ratios.expm1()
-        return ((changes < -low) | (changes > high)).to(log_ratios.dtype)
+    def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:
+        """Return the share of a minibatch whose importance ratio is clipped.
 
-    def clip_fraction(self, batch: Batch, log_ratios: Tensor) -> Tensor:
-        """Return the share of a minibatch whose importance ratio is clipped."""
-        return batch.mean(self.is_clipped(log_ratios))
+        Args:
+            batch: The minibatch.
+            is_clipped: 1 where it is, else 0, `[N]`.
+        """
+        return batch.mean(is_clipped)
 
     def after_updates(self, means: dict[str, float]) -> None:
         """Adapt the learning rate to the divergence, the same on every rank."""
@@ -240,6 +245,15 @@ class PPO(OnPolicyAlgorithm):
             return batch
         return batch.replace(advantages=self.normalized_advantages(batch))
 
+    def _compiled(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return a function of rows as `compile_loss` wants it; what has no gradient is not worth compiling."""
+        return compiled(function) if self.compile_loss and torch.is_grad_enabled() else function
+
+    def _range(self, value: float) -> Tensor | float:
+        """Return a number as `_compiled` functions take it: what changes must not be compiled in."""
+        # In float64, whose sums with other numbers are those of Python's; beside other tensors it has no say in dtypes.
+        return torch.tensor(value, dtype=torch.float64) if self.compile_loss and torch.is_grad_enabled() else value
+
     def _half(self, epoch: int) -> Half | None:
         """Return the half of the network that a pass is about; None: both."""
         if epoch >= self.num_epochs:
@@ -247,10 +261,14 @@ class PPO(OnPolicyAlgorithm):
         return "actor" if epoch >= self.num_value_epochs else None
 
     @torch.no_grad()
-    def _observe_divergence(self, batch: Batch, log_ratios: Tensor) -> None:
+    def _observe(self, batch: Batch, rows: PolicyRows) -> None:
         """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
-        approx_kl = batch.mean(rl.approx_kl_k3(log_ratios))
-        self.diagnostics.observe(approx_kl=approx_kl, approx_kl_k1=batch.mean(rl.approx_kl_k1(log_ratios)))
+        approx_kl = batch.mean(rows.approx_kl)
+        self.diagnostics.observe(
+            approx_kl=approx_kl,
+            approx_kl_k1=batch.mean(rl.approx_kl_k1(rows.log_ratios)),
+            clip_fraction=self.clip_fraction(batch, rows.is_clipped),
+        )
         if self.target_kl is not None:
             self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
 

@@ -26,7 +26,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
             check_number(name, given[name], above=bound)
     choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]
     check(choice in choices, "normalize_advantages", choice, f"one of {choices}")
-    for name in ("recompute_advantages", "kl_rollback"):
+    for name in ("recompute_advantages", "kl_rollback", "compile_loss"):
         check_bool(name, given[name])
     check(not given["kl_rollback"] or given["target_kl"] is not None, "kl_rollback", True, "a target_kl beside it")
     if (adaptive := given["adaptive_learning_rate"]) is not None:

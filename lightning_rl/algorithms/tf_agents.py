@@ -196,6 +196,6 @@ class TFAgentsPPO(PPOKLPenalty):
             mean.weight = batch.weight / self.world_size
         return [self.world_size * term for term in super().penalties(mean, distribution)]
 
-    def clip_fraction(self, batch: Batch, log_ratios: Tensor) -> Tensor:
+    def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:
         """Return the share of all rows whose ratio is clipped, weight or not, summed over ranks."""
-        return self.world_size * self.is_clipped(log_ratios).mean()
+        return self.world_size * is_clipped.mean()

@@ -34,9 +34,9 @@ class PolicyExport(EnvStepInterval):
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the policy as it is now, and remove what is too old."""
+        folder = self.folder(trainer)  # every rank: they agree on it
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        folder = self.folder(trainer)
         env_id = getattr(getattr(trainer.datamodule, "spec", None), "env_id", None)  # type: ignore[attr-defined]
         export_policy(pl_module, folder / FOLDER_PATTERN.format(pl_module.env_steps), env_id=env_id)
         if self.keep > 0:
@@ -48,7 +48,7 @@ class PolicyExport(EnvStepInterval):
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:
-        """Return the folder that the exports are in."""
+        """Return the folder that the exports are in; a collective call."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "policies"

@@ -1,0 +1,96 @@
+"""`compile_loss` gives the same numbers, and compiles once however clip ranges change."""
+
+import functools
+import shutil
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_rl import PPO
+from lightning_rl.algorithms import ppo
+from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_trainer, parameters_of, random_rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+OPTIONS: dict[str, Any] = {
+    "hidden_sizes": (8,),
+    "num_epochs": 2,
+    "num_minibatches": 2,
+    "learning_rate": 1e-2,
+    "clip_range": {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150},
+    "clip_range_value": {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150},
+    "dual_clip": 3.0,
+}
+
+
+def learn(**options: Any) -> PPO:
+    torch.manual_seed(0)
+    model = PPO(VECTOR, DISCRETE, **OPTIONS | options)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    return model
+
+
+def assert_close(one: PPO, other: PPO) -> None:
+    expected = parameters_of(other)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-5)
+    assert one.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-6)
+
+
+def test_schedules_do_not_compile_again(monkeypatch):
+    """Traced as for the compiler, but run as it is: this needs none."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    traced = functools.cache(lambda function: torch.compile(function, fullgraph=True, backend=counter))
+    monkeypatch.setattr(ppo, "compiled", traced)
+    model = learn(compile_loss=True)
+    assert counter.frame_count == 2, "policy and value, each once"
+    assert_close(model, learn())
+    # Nothing is learned here, so nothing is compiled.
+    model.compute_loss(random_rollout(model.policy))
+    assert counter.frame_count == 2
+
+
+def test_it_is_refused_where_it_cannot_work():
+    with pytest.raises(ConfigurationError, match="compile_loss='yes' is not valid: expected true or false"):
+        PPO(VECTOR, DISCRETE, compile_loss="yes")
+    model, trainer = PPO(VECTOR, DISCRETE, compile_loss=True), make_trainer()
+    on_xla: Any = SimpleNamespace(
+        precision="32-true",
+        strategy=SimpleNamespace(root_device=torch.device("xla")),
+        loggers=[],
+        callbacks=[],
+        max_epochs=1,
+    )
+    model.check_run(trainer, None)
+    with pytest.raises(ConfigurationError, match="compile_loss=True is not valid: expected false on XLA"):
+        model.check_run(on_xla, None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_losses_and_gradients_are_those_of_the_functions():
+    generator = torch.Generator().manual_seed(0)
+
+    def rows() -> torch.Tensor:
+        return torch.randn(64, generator=generator) * 0.3
+
+    clip = torch.tensor(0.2, dtype=torch.float64)
+    for function, options in ((policy_rows, (clip, clip / 2, 2.0, 3.0)), (value_rows, (clip, 0.5))):
+        inputs = [rows() for _ in range(3)]
+        results = []
+        for one in (function, compiled(function)):
+            first = inputs[0].clone().requires_grad_()
+            found = one(first, *inputs[1:], *options)
+            found = found if isinstance(found, tuple) else (found,)
+            (gradient,) = torch.autograd.grad(found[0].mean(), first)
+            results.append((*found, gradient))
+        for eager, fast in zip(*results, strict=True):
+            torch.testing.assert_close(fast, eager, rtol=0, atol=1e-6)
+    assert_close(learn(compile_loss=True), learn())
