@@ -105,9 +105,8 @@ class PPOKLPenalty(PPO):
         if rollout.memory is None:
             return super().targets(rollout, acting_distribution=self.acting_distribution(rollout), **per_step)
         with torch.no_grad():  # before the normalisers may take the rollout in
-            parameters = self.evaluate(rollout.flatten())[0].parameters()
-        # What is the same for all observations is a view of a parameter, which the updates change.
-        acting = map_leaves(torch.clone, parameters)
+            # Copies: what is the same for all observations is a view of a parameter, which the updates change.
+            acting = map_leaves(torch.clone, self.evaluate(rollout.flatten())[0].parameters())
         return super().targets(rollout, **per_step).replace(acting_distribution=acting)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
