@@ -10,10 +10,22 @@ Bounds on |ratio - 1| at the first minibatch of each rollout:
   why the context is tested by itself.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
-from tests.helpers import PIXELS, Recorder, make_data, make_model, make_trainer
+from lightning_rl import PPO
+from tests.helpers import (
+    PIXELS,
+    Recorder,
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    parameters_of,
+)
 
 BOUNDS = {"32-true": 1e-6, "64-true": 1e-12, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
@@ -98,3 +110,17 @@ def test_statistics_and_counts_are_exact_in_every_precision(precision):
     assert logged["rollout/episodes"] > 10
     assert logged["rollout/episode_return"].item() == logged["rollout/episode_length"].item()
     assert logged["val/episode_return_max"].item() == logged["val/episode_length_max"].item()
+
+
+def test_a_run_in_double_precision_resumes_bit_for_bit(tmp_path):
+    """Parameters are not rounded to float32 on the way."""
+
+    def fit(num_epochs: int, ckpt_path: Path | None = None) -> tuple[Trainer, PPO]:
+        data = make_data(rollouts_per_epoch=1)
+        model, trainer = make_model(data), make_trainer(max_epochs=num_epochs, precision="64-true")
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        return trainer, model
+
+    _, whole = fit(2)
+    fit(1)[0].save_checkpoint(tmp_path / "half.ckpt")
+    assert_equal_parameters(fit(2, tmp_path / "half.ckpt")[1], parameters_of(whole))

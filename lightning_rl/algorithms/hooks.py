@@ -149,6 +149,9 @@ class Hooks(Reports):
         """
         upgrade(checkpoint)
         check_fits(checkpoint, self)
+        if self._trainer is not None and self._trainer.precision == "64-true":
+            # Lightning would do so after it has loaded the parameters, and so round them to float32.
+            self.double()
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
         self.frames = state.get("frames", self.env_steps)

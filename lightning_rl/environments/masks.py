@@ -95,8 +95,21 @@ class MaskSource:
         return parts
 
     def read(self, masks: Nested) -> Nested:
-        """Return masks as arrays `[..., *shape]`, nested as their space is."""
-        return map_leaves(lambda _, x: np.array(x, np.int8), self._paths, masks)
+        """Return masks as arrays `[..., *shape]`, nested as their space is.
+
+        Raises:
+            ValueError: An entry is neither 0 nor 1, as of masks that are added to logits.
+        """
+        return map_leaves(self._to_bits, self._paths, masks)
+
+    def _to_bits(self, path: str, mask: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
+        given = np.asarray(mask)
+        bits = np.array(given != 0, np.int8)
+        if given.dtype != bool and not (given == bits).all():
+            entry = given[given != bits].flat[0]
+            name = f"action mask {path}".rstrip()
+            raise ValueError(f"{name} ({self.source}) has the entry {entry}: expected 1 for valid choices, else 0")
+        return bits
 
     def everything(self, *leading: int) -> Nested:
         """Return masks `[*leading, *shape]` that allow everything."""

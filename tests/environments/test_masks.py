@@ -1,5 +1,6 @@
 """Masks of invalid actions: from every source, with every backend, in every autoreset mode."""
 
+import math
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.masks import MaskedEnvironment
+from lightning_rl.environments.masks import MaskedEnvironment, MaskSource
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
@@ -182,6 +183,15 @@ def test_the_component_to_which_nothing_is_allowed_is_named(name, part):
     environments = make(name, nothing_at=1, conditional=name == "pair")
     with pytest.raises(EnvironmentFailure, match=rf"allows nothing to component '{part}' of the action"):
         roll(environments)
+
+
+@pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
+def test_masks_are_zeros_and_ones(mask):
+    source = MaskSource("info.action_mask", spaces.Box(-1, 1), spaces.Discrete(2))
+    source.learn(np.array([True, False]))
+    np.testing.assert_array_equal(source.read(np.array([1.0, 0.0])), [1, 0])
+    with pytest.raises(ValueError, match=r"^action mask \(info.action_mask\) has the entry .*: expected 1 for valid"):
+        source.read(np.array(mask))
 
 
 def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
