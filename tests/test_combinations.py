@@ -3,6 +3,7 @@
 All of them train and play; a sample, in which every kind of observation and of action is, does what else there is.
 """
 
+import math
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule, TFAgentsPPO
+from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule, TFAgentsPPO
 from tests.combination_probes import ACTIONS, MASKABLE, OBSERVATIONS, SAMPLE, Combination, data_options, model_options
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
 from tests.test_precision import BOUNDS
@@ -24,6 +25,13 @@ COMBINATIONS = [
 ]
 every_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
 sample = pytest.mark.parametrize("combination", SAMPLE, ids=str)
+OTHERS: dict[type[OnPolicyAlgorithm], dict[str, Any]] = {
+    A2C: {},
+    PPG: {"num_policy_iterations": 2},  # an auxiliary phase after two rollouts
+    PPOKLPenalty: {},
+    # What the preset does by default is for numbers alone, which not all observations have.
+    TFAgentsPPO: {"normalize_observations": False},
+}
 
 
 def make(
@@ -75,11 +83,15 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(combination, tmp
 
 
 @sample
-@pytest.mark.parametrize("algorithm", [A2C, PPOKLPenalty, TFAgentsPPO])
+@pytest.mark.parametrize("algorithm", OTHERS)
 def test_other_algorithms_take_the_same_policy(combination, algorithm):
-    # What that preset does by default is for numbers alone, which not all observations have.
-    options = {"normalize_observations": False} if algorithm is TFAgentsPPO else {}
-    check_training(*make(combination, algorithm, **options))
+    check_training(*make(combination, algorithm, **OTHERS[algorithm]))
+
+
+@pytest.mark.parametrize("combination", [one for one in SAMPLE if not one.memory], ids=str)
+def test_the_one_that_learns_from_old_steps_takes_it_without_memory(combination):
+    model, data = make(combination, OffPolicyPPG, batch_size=8, num_policy_iterations=2)
+    check_training(model, data, bound=math.inf)
 
 
 @sample
