@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import curves  # noqa: E402
 import reproduce  # noqa: E402
 import table  # noqa: E402
 
@@ -128,6 +129,17 @@ def test_breakdown_accounts_for_the_whole_time():
 def test_readme_tables_are_those_of_the_results():
     text = (BENCHMARKS / "README.md").read_text()
     assert table.filled(text) == text, "run python benchmarks/table.py"
+
+
+def test_curves_have_a_panel_for_each_configuration(tmp_path):
+    pytest.importorskip("matplotlib")
+    curves.draw(tmp_path / "curves.svg")
+    drawn, committed = (tmp_path / "curves.svg").read_text(), curves.FIGURE.read_text()
+    for name, runs in table.load_scores().items():
+        assert f">{name}<" in drawn
+        assert f">{name}<" in committed, "run python benchmarks/curves.py"
+        assert f"{len(runs)} seed" in drawn
+    assert all(f">{label}<" in drawn for label in ("environment steps", "episode return", "goal"))
 
 
 def test_table_shows_a_new_result(reproduced):
