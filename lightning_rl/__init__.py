@@ -2,7 +2,17 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl.algorithms import (
+    A2C,
+    CLEAR,
+    IMPALA,
+    PPG,
+    PPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    TFAgentsPPO,
+)
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
 from lightning_rl.checkpoints import LastCheckpoint
@@ -15,6 +25,8 @@ from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
     "A2C",
+    "CLEAR",
+    "IMPALA",
     "PPG",
     "PPO",
     "ActorCritic",

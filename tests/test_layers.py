@@ -79,7 +79,20 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        own = ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo", "ppo_kl", "ppo_settings", "tf_agents")
+        own = (
+            "",
+            "a2c",
+            "clear",
+            "impala",
+            "unrolls",
+            "phases",
+            "ppg",
+            "ppg_off_policy",
+            "ppo",
+            "ppo_kl",
+            "ppo_settings",
+            "tf_agents",
+        )
         return "algorithms" if name in own else "algorithms.base"
     return package
 

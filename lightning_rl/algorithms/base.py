@@ -133,6 +133,9 @@ class OnPolicyAlgorithm(Targets, Reports):
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
+    corrects_for_lag = False
+    """Whether rollouts of an earlier version of the policy are learned from as well; the lag is then logged."""
+
     def __init__(
         self,
         observation_space: spaces.Space[Any] | SpaceDict,
@@ -275,10 +278,12 @@ class OnPolicyAlgorithm(Targets, Reports):
         """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
 
         Raises:
-            RuntimeError: The rollout was not collected with the current parameters.
+            RuntimeError: The rollout was not collected with the current parameters, and older ones are not corrected
+                for.
             FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
         """
-        if rollout.policy_version != self.policy_version:
+        lag = self.policy_version - rollout.policy_version
+        if lag < 0 or (lag and not self.corrects_for_lag):
             raise RuntimeError(
                 f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
                 f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
@@ -287,6 +292,8 @@ class OnPolicyAlgorithm(Targets, Reports):
         self.updating = True
         self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
+        if self.corrects_for_lag:
+            self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         self._follow_schedules()
         self._hooks_around_backward = self._find_hooks_around_backward()
         generator_state = self.generator.get_state()

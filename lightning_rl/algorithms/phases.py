@@ -59,7 +59,7 @@ class Phases(PPO):
         Raises:
             ConfigurationError: They take more than `aux_memory_gib`.
         """
-        bytes_ = _bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
+        bytes_ = bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
         needed = num_steps * bytes_ / 2**30
         expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
         check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
@@ -214,7 +214,7 @@ class Phases(PPO):
         return x.to(self.device, non_blocking=True)
 
 
-def _bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
+def bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
     """Return what one step takes: its observation, its value and its return."""
     number = 8 if dtype == torch.float64 else 4
     sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in space_leaves(space).values()]
