@@ -115,6 +115,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"env_id": "CartPole-v1"},
         {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalize_rewards": True},
     ),
+    "learned_repeat": (
+        {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
+        {"algorithm": CLEAR},
+    ),
     "clear_with_memory": (
         {"env_id": "Pendulum-v1", "max_episode_steps": 31},
         {

@@ -187,9 +187,10 @@ class IMPALA(UnrollLearner):
         self._value_targets = torch.cat([one.batch.returns for one in parts])
         new, values = parts[0].batch, parts[0].values.detach()
         ratios = (parts[0].log_probs.detach() - new.log_probs).exp()
+        count, weights = self.all_reduce(torch.stack([ratios.new_tensor(len(new)), ratios.sum()]))
         self.diagnostics.observe(
             explained_variance=self.explained_variance(values.to(new.returns.dtype), new.returns),
-            importance_weight=ratios.sum() / max(len(new), 1),
+            importance_weight=weights / count.clamp(min=1),
         )
 
 

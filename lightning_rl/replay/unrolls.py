@@ -16,7 +16,10 @@ from lightning_rl.rollout import Rollout
 
 ReplayPolicy = Literal["reservoir", "fifo"]
 
-_PER_STEP = ("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values", "valid", "starts")
+_PER_STEP = (
+    *("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values"),
+    *("valid", "starts", "repeats"),
+)
 
 
 class _Kept(NamedTuple):

@@ -165,6 +165,18 @@ def learn_case(name: str, **options: Any) -> tuple[Any, dict[str, float]]:
     return model, learn(model, new)
 
 
+def test_repeats_that_the_policy_chose_discount_what_follows_so_many_times() -> None:
+    """Targets by γ^(step_mul + 1), the behaviour's."""
+    heads = [*HEADS]
+    model = make(AS_IT_IS["learner"]["no_replay"], IMPALA)
+    rollout = rollout_of(slice(None), heads)
+    rollout.repeats = rollout.actions["step_mul"] + 1
+    batch = model.evaluated(model.unroll(rollout)).batch
+    expected = RIGHT["no_replay"]["discount_gamma_pow_steps"]
+    for own, theirs in ((batch.returns, "vs"), (batch.advantages, "pg_advantages")):
+        torch.testing.assert_close(own.view(LENGTH, NUM_ENVS), double(expected[theirs]), rtol=1e-7, atol=1e-7)
+
+
 # Nothing but what is asked for may differ: `clip_advantage` of the original changes nothing.
 @pytest.mark.parametrize("name", AS_IT_IS["learner"])
 def test_losses_gradients_and_step_are_those_of_the_original_in_float64(name: str) -> None:
