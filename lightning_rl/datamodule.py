@@ -78,7 +78,7 @@ class RolloutDataModule(LightningDataModule):
             the repetition (`sync` and `async` only; Atari games have `atari.frame_skip`).
         learned_action_repeat: Let the policy choose for each action how often it is taken, up to this many times:
             actions become a `Dict` of `action` and `repeat`, rewards are added up, and what follows is discounted by γ
-            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts the rewards of one step by γ too,
+            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts rewards within a step by γ too,
             in training. None takes each action once.
         reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
         reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with

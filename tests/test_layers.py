@@ -83,6 +83,7 @@ def layer_of(module: str) -> str:
             "",
             "a2c",
             "clear",
+            "critic_pretraining",
             "impala",
             "unrolls",
             "phases",

@@ -17,6 +17,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
     PPOKLPenalty,
@@ -176,6 +177,7 @@ def test_every_link_leads_somewhere(page):
         ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
         ("impala", IMPALA, UnrollLearner),
         ("clear", CLEAR, CLEAR),
+        ("criticpretraining", CriticPretraining, CriticPretraining),
     ],
 )
 def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):

@@ -20,6 +20,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
     PPOKLPenalty,
@@ -115,6 +116,9 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"env_id": "CartPole-v1"},
         {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalize_rewards": True},
     ),
+    "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
+    # A warm-up that the stop falls into the end of.
+    "critic_warmup": ({"env_id": "CartPole-v1"}, {"critic_warmup_steps": 217}),
     "learned_repeat": (
         {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
         {"algorithm": CLEAR},

@@ -88,6 +88,8 @@ class Phases(PPO):
         """Return those that an update leaves as they are: in the policy phase the auxiliary head, too."""
         if self._in_auxiliary_phase:
             return []
+        if self.is_warming_up:
+            return super().idle_parameters(only)
         others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
         if self.policy.detached and only == "critic":  # which then shapes nothing but its head
             others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}

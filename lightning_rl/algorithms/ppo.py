@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.parameter_groups import Half
+from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.distributions import Distribution
 from lightning_rl.rollout import Batch, Rollout, check_minibatches
@@ -63,6 +63,8 @@ class PPO(OnPolicyAlgorithm):
         adaptive_learning_rate: `{"target_kl": d}`: after each rollout, divide the learning rate by `factor` (1.5) if
             the mean approximate KL divergence is above 2d, multiply it by that if it is below d/2, and keep it between
             `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
+        critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
+            what is the critic's alone, so that the policy stays what it was loaded as.
         **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
@@ -92,6 +94,7 @@ class PPO(OnPolicyAlgorithm):
         target_kl: Scheduled | None = None,
         kl_rollback: bool = False,
         adaptive_learning_rate: dict[str, float] | None = None,
+        critic_warmup_steps: int = 0,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
@@ -116,6 +119,7 @@ class PPO(OnPolicyAlgorithm):
         self.adaptive_learning_rate = None
         if adaptive_learning_rate is not None:
             self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
+        self.critic_warmup_steps = critic_warmup_steps
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
@@ -124,6 +128,15 @@ class PPO(OnPolicyAlgorithm):
             memory = getattr(self.policy, "memory", None)
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether only the value is learned yet."""
+        return self.env_steps < self.critic_warmup_steps
+
+    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+        """Return those that an update leaves as they are: all that actions depend on, while the critic warms up."""
+        return parameters_of_policy(self.policy) if self.is_warming_up else super().idle_parameters(only)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
         """Learn from one rollout."""
@@ -238,6 +251,8 @@ class PPO(OnPolicyAlgorithm):
 
     def _half(self, epoch: int) -> Half | None:
         """Return the half of the network that a pass is about; None: both."""
+        if self.is_warming_up:
+            return "critic"
         if epoch >= self.num_epochs:
             return "critic"
         return "actor" if epoch >= self.num_value_epochs else None
