@@ -8,6 +8,7 @@ from lightning_rl.algorithms import (
     IMPALA,
     PPG,
     PPO,
+    BehaviourCloning,
     CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
@@ -22,6 +23,7 @@ from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policy import ActorCritic
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
+from lightning_rl.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "ActorCritic",
     "AtariPreprocessing",
     "Batch",
+    "BehaviourCloning",
     "CriticPretraining",
     "EnvStepCheckpoint",
     "EnvStepLimit",
@@ -45,11 +48,14 @@ __all__ = [
     "OnPolicyAlgorithm",
     "PPOKLPenalty",
     "PolicyOutput",
+    "RecordedEpisodes",
     "Rollout",
     "RolloutDataModule",
     "TFAgentsPPO",
     "__version__",
     "functional",
+    "load_episodes",
+    "save_episodes",
 ]
 
 quiet.everywhere()

@@ -42,7 +42,7 @@ LAYERS = [
     {"loaders", "evaluator", "restoring"},
     {"sampler"},
     {"datamodule", "algorithms.base"},
-    {"algorithms", "callbacks", "progress"},
+    {"algorithms", "callbacks", "progress", "recorded_episodes"},
     {"cli_errors", "cli_parts"},
     {"cli"},
     {"__init__", "__main__"},
@@ -82,6 +82,7 @@ def layer_of(module: str) -> str:
         own = (
             "",
             "a2c",
+            "behaviour_cloning",
             "clear",
             "critic_pretraining",
             "impala",

@@ -17,6 +17,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    BehaviourCloning,
     CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
@@ -177,6 +178,7 @@ def test_every_link_leads_somewhere(page):
         ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
         ("impala", IMPALA, UnrollLearner),
         ("clear", CLEAR, CLEAR),
+        ("behaviourcloning", BehaviourCloning, BehaviourCloning),
         ("criticpretraining", CriticPretraining, CriticPretraining),
     ],
 )

@@ -2,6 +2,7 @@
 
 from lightning_rl.algorithms.a2c import A2C
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.behaviour_cloning import BehaviourCloning
 from lightning_rl.algorithms.clear import CLEAR
 from lightning_rl.algorithms.critic_pretraining import CriticPretraining
 from lightning_rl.algorithms.impala import IMPALA
@@ -17,6 +18,7 @@ __all__ = [
     "IMPALA",
     "PPG",
     "PPO",
+    "BehaviourCloning",
     "CriticPretraining",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
