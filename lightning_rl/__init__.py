@@ -2,7 +2,19 @@
 
 from lightning_rl import functional, quiet
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl.algorithms import (
+    A2C,
+    CLEAR,
+    IMPALA,
+    PPG,
+    PPO,
+    BehaviourCloning,
+    CriticPretraining,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    TFAgentsPPO,
+)
 from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation, PolicyExport
 from lightning_rl.checkpoints import LastCheckpoint
@@ -11,15 +23,20 @@ from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policy import ActorCritic
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
+from lightning_rl.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.rollout import Batch, Rollout
 
 __all__ = [
     "A2C",
+    "CLEAR",
+    "IMPALA",
     "PPG",
     "PPO",
     "ActorCritic",
     "AtariPreprocessing",
     "Batch",
+    "BehaviourCloning",
+    "CriticPretraining",
     "EnvStepCheckpoint",
     "EnvStepInterval",
     "EnvStepLimit",
@@ -33,11 +50,14 @@ __all__ = [
     "PPOKLPenalty",
     "PolicyExport",
     "PolicyOutput",
+    "RecordedEpisodes",
     "Rollout",
     "RolloutDataModule",
     "TFAgentsPPO",
     "__version__",
     "functional",
+    "load_episodes",
+    "save_episodes",
 ]
 
 quiet.everywhere()

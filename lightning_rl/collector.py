@@ -96,7 +96,8 @@ class Collector:
         values: list[Tensor] = []
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
-        repeats, frames = self.environments.frames_per_step > 1, 0
+        repeats, frames = self.environments.frames_per_step > 1 or self.environments.learned_repeats, 0
+        taken_times: list[Tensor] = []
         self._valid.fill(True)
         self._lost.fill(False)
         recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
@@ -125,6 +126,8 @@ class Collector:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
                 frames += self.environments.count_frames(step) if repeats else 0
+                if self.environments.learned_repeats:
+                    taken_times.append(torch.from_numpy(self.environments.repeats(step)))
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
         begins = self._terminated | self._truncated | ~self._valid
@@ -138,6 +141,7 @@ class Collector:
             rollout.memory = map_stacked(torch.stack, self._memory.stored)
             rollout.burn_in = self._memory.burn_in
         rollout.policy_version = policy_version
+        rollout.repeats = torch.stack(taken_times).to(device) if taken_times else None
         rollout.episodes = episodes
         rollout.infos = infos
         rollout.frames = frames if repeats else None

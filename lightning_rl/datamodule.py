@@ -76,6 +76,10 @@ class RolloutDataModule(LightningDataModule):
             is registered with.
         action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
             the repetition (`sync` and `async` only; Atari games have `atari.frame_skip`).
+        learned_action_repeat: Let the policy choose for each action how often it is taken, up to this many times:
+            actions become a `Dict` of `action` and `repeat`, rewards are added up, and what follows is discounted by γ
+            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts rewards within a step by γ too,
+            in training. None takes each action once.
         reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
         reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
             5 · tanh(r / 5), times 0.3 where r is negative.
@@ -116,6 +120,7 @@ class RolloutDataModule(LightningDataModule):
         imports: Sequence[str] = (),
         max_episode_steps: int | None = None,
         action_repeat: int = 1,
+        learned_action_repeat: int | dict[str, float] | None = None,
         reward_scale: float = 1.0,
         reward_clip: RewardClip | None = None,
         frame_stack: int | None = None,
@@ -144,6 +149,7 @@ class RolloutDataModule(LightningDataModule):
         options = WrapperOptions(
             max_episode_steps=max_episode_steps,
             action_repeat=action_repeat,
+            learned_action_repeat=learned_action_repeat,
             reward_scale=reward_scale,
             reward_clip=reward_clip,
             frame_stack=frame_stack,

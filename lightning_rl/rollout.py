@@ -21,7 +21,7 @@ OnTruncation = Literal["bootstrap", "terminal"]
 
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
-    *("final_indices", "final_observations", "starts", "memory"),
+    *("final_indices", "final_observations", "starts", "memory", "repeats"),
 )
 
 
@@ -50,6 +50,7 @@ class Rollout:
         memory: Of a policy that has one: for each sequence to learn from the state that it is unrolled from,
             `[sequences of an environment, B, ...]`, nested as that of the policy; None of others.
         burn_in: How many steps before the sequence that is, as far as the rollout has them.
+        repeats: How often the environment took each action, where the policy chooses that, `[T, B]`; None elsewhere.
         policy_version: Number of updates the policy had seen.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
@@ -75,6 +76,7 @@ class Rollout:
         starts: Tensor | None = None,
         memory: Nested | None = None,
         burn_in: int = 0,
+        repeats: Tensor | None = None,
         policy_version: int = 0,
         episodes: EpisodeSummary | None = None,
         infos: Mapping[str, list[float]] | None = None,
@@ -94,6 +96,7 @@ class Rollout:
         self.starts = starts
         self.memory = memory
         self.burn_in = burn_in
+        self.repeats = repeats
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos = dict(infos or {})
@@ -139,13 +142,16 @@ class Rollout:
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
         """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
 
+        Where actions were repeated as the policy chose, gamma counts as often as they were taken.
+
         Args:
             gamma: Discount factor.
             on_truncation: `bootstrap` goes on from the value of the observation that was reached, `terminal` treats a
                 time limit as a terminal state (wrong, but some published scores were made so).
         """
         stop = self.terminated if on_truncation == "bootstrap" else self.ends
-        return gamma * (~stop).to(self.rewards.dtype)
+        goes_on = (~stop).to(self.rewards.dtype)
+        return gamma * goes_on if self.repeats is None else gamma ** self.repeats.to(goes_on.dtype) * goes_on
 
     def traces(self, lambda_: float) -> Tensor:
         """Return how much of the next step's estimate is used, `[T, B]`: λ, or 0 at any end of an episode."""

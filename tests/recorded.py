@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl import PPG, PPO, PPOKLPenalty, Rollout
+from lightning_rl import IMPALA, PPG, PPO, PPOKLPenalty, Rollout
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policy import ActorCritic
@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_aux_minibatches": 1,
         "learning_rate": 5e-3,
     },
+    "unrolls": {"algorithm": IMPALA, "reduction": "sum", "learning_rate": 1e-3, "value_normalization": "running_std"},
     "rollout": {
         "normalize_advantages": "rollout",
         "entropy_coef": 0.01,
@@ -56,6 +57,7 @@ CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
 # Where cloning begins its gradient is 0, and Adam makes much of what rounding in float32 leaves of that.
 CASES.remove(("phases", "32-true"))
 UPDATES = dict.fromkeys(OPTIONS, ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS)
+UPDATES["unrolls"] = ROLLOUTS
 UPDATES["phases"] = ROLLOUTS * EPOCHS + 3 * 2
 
 
@@ -73,6 +75,8 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
     small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
     options = small | NORMALIZED | OPTIONS[option]
     algorithm: type[PPO] = options.pop("algorithm", cls)
+    if not issubclass(algorithm, PPO):  # one step for each rollout
+        options = {name: x for name, x in options.items() if name not in ("num_epochs", "num_minibatches")}
     return algorithm(VECTOR, DISCRETE, **options).to(PRECISIONS[precision])
 
 

@@ -42,7 +42,7 @@ LAYERS = [
     {"loaders", "evaluator", "restoring"},
     {"sampler"},
     {"datamodule", "algorithms.base"},
-    {"algorithms", "callbacks", "progress"},
+    {"algorithms", "callbacks", "progress", "recorded_episodes"},
     {"cli_errors", "cli_parts"},
     {"cli"},
     {"__init__", "__main__"},
@@ -79,7 +79,22 @@ def own_imports(tree: ast.AST) -> set[str]:
 def layer_of(module: str) -> str:
     package, _, name = module.partition(".")
     if package == "algorithms":
-        own = ("", "a2c", "phases", "ppg", "ppg_off_policy", "ppo", "ppo_kl", "ppo_settings", "tf_agents")
+        own = (
+            "",
+            "a2c",
+            "behaviour_cloning",
+            "clear",
+            "critic_pretraining",
+            "impala",
+            "unrolls",
+            "phases",
+            "ppg",
+            "ppg_off_policy",
+            "ppo",
+            "ppo_kl",
+            "ppo_settings",
+            "tf_agents",
+        )
         return "algorithms" if name in own else "algorithms.base"
     return package
 

@@ -14,14 +14,19 @@ import yaml
 
 from lightning_rl import (
     A2C,
+    CLEAR,
+    IMPALA,
     PPG,
     PPO,
+    BehaviourCloning,
+    CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
     PPOKLPenalty,
     RolloutDataModule,
     TFAgentsPPO,
 )
+from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
 from tests.vectors.load import load
 
@@ -214,6 +219,10 @@ def test_every_link_leads_somewhere(page):
         ("ppo_kl", PPOKLPenalty, PPOKLPenalty),
         ("ppg", PPG, PPG),
         ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
+        ("impala", IMPALA, UnrollLearner),
+        ("clear", CLEAR, CLEAR),
+        ("behaviourcloning", BehaviourCloning, BehaviourCloning),
+        ("criticpretraining", CriticPretraining, CriticPretraining),
     ],
 )
 def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
@@ -261,6 +270,7 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
         ("ppo", []),
         ("ppg", ["--model.num_policy_iterations=1"]),
         ("offpolicyppg", ["--model.num_policy_iterations=1", "--model.batch_size=32"]),
+        ("clear", []),
     ],
 )
 def test_every_key_that_is_logged_is_in_the_page_about_logging(config, options):

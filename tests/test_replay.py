@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl.replay import RolloutMemory, UseLimitedBuffer
+from lightning_rl.replay import RolloutMemory, UnrollMemory, UseLimitedBuffer
+from lightning_rl.rollout import Rollout
 from tests.vectors.load import load
 
 BUFFERS = load("ppg_vtrace/ding_buffers")
@@ -301,3 +302,97 @@ def test_a_buffer_goes_through_a_checkpoint(tmp_path):
     assert held(restored) == held(buffer)
     restored.load_state_dict(UseLimitedBuffer(6).state_dict())
     assert len(restored) == 0
+
+
+# -- unrolls
+
+
+def unrolls(length: int = 3, num_envs: int = 2, first: int = 0) -> Rollout:
+    """Every number says where it stands: 100 · unroll + time, unrolls being counted from `first`; the first is cut."""
+    numbers = first + torch.arange(num_envs)
+    places = 100 * numbers + torch.arange(length + 1)[:, None]
+    steps = places[:-1].float()
+    truncated = torch.zeros(length, num_envs, dtype=torch.bool)
+    truncated[1, 0] = True
+    return Rollout(
+        observations={"image": places.to(torch.uint8)[..., None].expand(-1, -1, 4), "place": places},
+        actions=(places[:-1], -steps),
+        rewards=steps,
+        terminated=torch.zeros_like(truncated),
+        truncated=truncated,
+        log_probs=steps,
+        values=steps,
+        next_values=steps,
+        final_indices=torch.tensor([[1, 0]]),
+        final_observations={"image": torch.full((1, 4), 7, dtype=torch.uint8), "place": 50 + numbers[:1]},
+    )
+
+
+def test_unrolls_come_back_as_they_went_in_whatever_their_order():
+    memory = UnrollMemory(10_000, "fifo")
+    memory.append(unrolls(), old=unrolls().rewards[..., None])
+    memory.append(unrolls(first=2), old=unrolls(first=2).rewards[..., None])
+    found, per_step = memory.take(torch.tensor([3, 0, 2, 2]))
+    assert found.observations["place"][0].tolist() == [300, 0, 200, 200]
+    assert found.observations["image"].dtype == torch.uint8 and found.observations["image"].shape == (4, 4, 4)
+    assert found.actions[1].tolist() == (-found.rewards).tolist() == (-per_step["old"][..., 0]).tolist()
+    # Of the first unroll of each rollout only, those in places 0 and 2.
+    assert found.final_indices.tolist() == [[1, 1], [1, 2], [1, 3]]
+    assert found.final_observations["place"].tolist() == [50, 52, 52]
+    assert found.truncated.nonzero().tolist() == [[1, 1], [1, 2], [1, 3]]
+
+
+def test_the_size_is_that_of_the_numbers_and_never_above_the_bound():
+    memory = UnrollMemory(10**6, "fifo")
+    memory.append(unrolls(num_envs=2))
+    of_each = 4 * (4 + 8) + 3 * (8 + 4 + 4 + 4 + 4 + 3)
+    assert memory.num_bytes == 2 * of_each + (8 + 4 + 8)
+    bounded = UnrollMemory(5 * of_each, "fifo")
+    for first in range(0, 20, 2):
+        bounded.append(unrolls(first=first))
+        assert bounded.num_bytes <= 5 * of_each
+    assert bounded.numbers == [16, 17, 18, 19]
+
+
+def test_a_reservoir_holds_every_unroll_that_was_seen_as_often_as_any_other():
+    generator, counts = torch.Generator().manual_seed(0), torch.zeros(40)
+    for _ in range(100):
+        memory = UnrollMemory(700, "reservoir")
+        for first in range(0, 40, 2):
+            memory.append(unrolls(first=first), generator)
+        counts[memory.numbers] += 1
+    shares = counts.view(4, 10).sum(1) / counts.sum()
+    assert 400 <= counts.sum() <= 600
+    assert ((shares - 0.25).abs() < 0.06).all()
+
+
+def test_a_memory_of_unrolls_becomes_what_it_was():
+    memory = UnrollMemory(600, "fifo")
+    memory.append(unrolls())
+    before = (memory.numbers, memory.num_bytes)
+    memory.begin()
+    for first in range(2, 10, 2):
+        memory.append(unrolls(first=first))
+    memory.rollback()
+    assert (memory.numbers, memory.num_bytes) == before
+    memory.append(unrolls(first=2))
+    assert memory.numbers == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("policy", "max_bytes", "kept"), [("fifo", 2000, 6), ("reservoir", 2000, 6), ("fifo", 400, 2)])
+def test_a_memory_of_unrolls_goes_on_in_one_of_another_size_and_policy(policy, max_bytes, kept):
+    memory = UnrollMemory(2000, "fifo")
+    for first in range(0, 6, 2):
+        memory.append(unrolls(first=first))
+    other = UnrollMemory(max_bytes, policy)
+    other.load_state_dict(memory.state_dict())
+    assert other.numbers == [0, 1, 2, 3, 4, 5][-kept:]
+    other.append(unrolls(first=6))
+    assert {6, 7} & set(other.numbers)
+
+
+def test_unrolls_are_of_one_length():
+    memory = UnrollMemory(2000)
+    memory.append(unrolls())
+    with pytest.raises(ValueError, match="has 5 steps, expected 3"):
+        memory.append(unrolls(length=5))

@@ -16,8 +16,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import (
     A2C,
+    CLEAR,
+    IMPALA,
     PPG,
     PPO,
+    CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
     PPOKLPenalty,
@@ -105,6 +108,28 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "policy_max_use": 2,
             "normalize_observations": True,
             "normalize_rewards": True,
+        },
+    ),
+    "impala": ({"env_id": "CartPole-v1"}, {"algorithm": IMPALA, "reward_scale": 0.5, "normalize_observations": True}),
+    # A memory that is full after four rollouts.
+    "clear": (
+        {"env_id": "CartPole-v1"},
+        {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalize_rewards": True},
+    ),
+    "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
+    # A warm-up that the stop falls into the end of.
+    "critic_warmup": ({"env_id": "CartPole-v1"}, {"critic_warmup_steps": 217}),
+    "learned_repeat": (
+        {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
+        {"algorithm": CLEAR},
+    ),
+    "clear_with_memory": (
+        {"env_id": "Pendulum-v1", "max_episode_steps": 31},
+        {
+            "algorithm": CLEAR,
+            "replay_policy": "fifo",
+            "replay_memory_gib": 1e-4,
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
         },
     ),
     "kl_penalty": (

@@ -2,10 +2,26 @@
 
 from lightning_rl.algorithms.a2c import A2C
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.behaviour_cloning import BehaviourCloning
+from lightning_rl.algorithms.clear import CLEAR
+from lightning_rl.algorithms.critic_pretraining import CriticPretraining
+from lightning_rl.algorithms.impala import IMPALA
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.algorithms.tf_agents import TFAgentsPPO
 
-__all__ = ["A2C", "PPG", "PPO", "OffPolicyPPG", "OnPolicyAlgorithm", "PPOKLPenalty", "TFAgentsPPO"]
+__all__ = [
+    "A2C",
+    "CLEAR",
+    "IMPALA",
+    "PPG",
+    "PPO",
+    "BehaviourCloning",
+    "CriticPretraining",
+    "OffPolicyPPG",
+    "OnPolicyAlgorithm",
+    "PPOKLPenalty",
+    "TFAgentsPPO",
+]

@@ -115,6 +115,9 @@ class OnPolicyAlgorithm(Targets, Hooks):
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
+    corrects_for_lag = False
+    """Whether rollouts of an earlier version of the policy are learned from as well; the lag is then logged."""
+
     def __init__(
         self,
         observation_space: spaces.Space[Any] | SpaceDict,
@@ -254,10 +257,12 @@ class OnPolicyAlgorithm(Targets, Hooks):
         """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
 
         Raises:
-            RuntimeError: The rollout was not collected with the current parameters.
+            RuntimeError: The rollout was not collected with the current parameters, and older ones are not corrected
+                for.
             FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
         """
-        if rollout.policy_version != self.policy_version:
+        lag = self.policy_version - rollout.policy_version
+        if lag < 0 or (lag and not self.corrects_for_lag):
             raise RuntimeError(
                 f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
                 f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
@@ -266,6 +271,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self.updating = True
         self._forget_normalizers()
         self.diagnostics = Diagnostics(self.device)
+        if self.corrects_for_lag:
+            self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         self._follow_schedules()
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.optimizers_in_use, strict=False)}
         self._hooks_around_backward = self._find_hooks_around_backward()
@@ -328,14 +335,18 @@ class OnPolicyAlgorithm(Targets, Hooks):
         Raises:
             NotImplementedError: The algorithm has no `loss(batch)`.
         """
+        with self.leaving_no_trace():
+            self.observe_loss(rollout)
+            return self.diagnostics.means()
+
+    def observe_loss(self, rollout: Rollout | Batch) -> None:
+        """Compute the loss that `compute_loss` returns; override it where that is not `loss(batch)` of `targets`."""
         loss = getattr(self, "loss", None)
         if loss is None:
             raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
-        with self.leaving_no_trace():
-            batch = self.whole(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
-            self.weigh([batch])
-            loss(batch)
-            return self.diagnostics.means()
+        batch = self.whole(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
+        self.weigh([batch])
+        loss(batch)
 
     def scheduled(
         self,

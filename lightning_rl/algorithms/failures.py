@@ -61,6 +61,8 @@ class FailedUpdate:
         self.number: int = content["number"]
         restore_replays(self.module, content)
         self.env_steps: int = content["env_steps"]
+        # That of the learner: the rollout may be of an earlier one.
+        self._policy_version: int = content.get("policy_version", self.rollout.policy_version)
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
         self._planned_env_steps: int | None = content.get("planned_env_steps")  # schedules may end with the run
@@ -108,7 +110,7 @@ class FailedUpdate:
             # The updates before were made with other parameters: what they report here says nothing.
             module.diagnostics.forget()
 
-        module.policy_version, module.env_steps = self.rollout.policy_version, self.env_steps
+        module.policy_version, module.env_steps = self._policy_version, self.env_steps
         module._planned_env_steps = self._planned_env_steps
         module.generator.set_state(self._generator_state)
         instead: dict[str, Any] = {"begin_minibatch": begin_minibatch, "optimize": optimize}
@@ -191,6 +193,7 @@ def save_failed_update(
         "replays": replay_states(module),
         "env_steps": module.env_steps,
         "planned_env_steps": module._planned_env_steps,
+        "policy_version": module.policy_version,
         "generator": generator_state,
         "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "checkpoint_path": next((str(path) for path in saved if path), None),

@@ -67,6 +67,11 @@ def parameters_of_other_half(policy: nn.Module, half: Half) -> list[nn.Parameter
     return [parameter for name, parameter in policy.named_parameters() if is_other(name)]
 
 
+def parameters_of_policy(policy: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that actions depend on: those of an encoder that the critic shares, too."""
+    return [parameter for name, parameter in policy.named_parameters() if not is_of_critic(name)]
+
+
 def split_parameters(
     policy: nn.Module, groups: ParameterGroups, separate: bool
 ) -> list[dict[str | None, list[nn.Parameter]]]:

@@ -59,7 +59,7 @@ class Phases(PPO):
         Raises:
             ConfigurationError: They take more than `aux_memory_gib`.
         """
-        bytes_ = _bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
+        bytes_ = bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
         needed = num_steps * bytes_ / 2**30
         expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
         check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
@@ -88,6 +88,8 @@ class Phases(PPO):
         """Return those that an update leaves as they are: in the policy phase the auxiliary head, too."""
         if self._in_auxiliary_phase:
             return []
+        if self.is_warming_up:
+            return super().idle_parameters(only)
         others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
         if self.policy.detached and only == "critic":  # which then shapes nothing but its head
             others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
@@ -214,7 +216,7 @@ class Phases(PPO):
         return x.to(self.device, non_blocking=True)
 
 
-def _bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
+def bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
     """Return what one step takes: its observation, its value and its return."""
     number = 8 if dtype == torch.float64 else 4
     sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in space_leaves(space).values()]

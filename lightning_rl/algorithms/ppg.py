@@ -144,7 +144,7 @@ class PPG(Phases):
         """Make one iteration of a policy phase, and after the last of them the auxiliary phase."""
         with self.learning(rollout):
             self.policy_phase(rollout)
-            if self.kept.is_full:
+            if self.kept.is_full and not self.is_warming_up:
                 self.auxiliary_phase()
         if self.kept.is_full:
             self.kept.clear()

@@ -113,7 +113,8 @@ class OffPolicyPPG(PPG):
                     break
                 self.policy_iteration(samples)
                 if self.kept.is_full:
-                    self.auxiliary_phase()
+                    if not self.is_warming_up:
+                        self.auxiliary_phase()
                     self.kept.clear()
         return {"losses": self.losses}
 

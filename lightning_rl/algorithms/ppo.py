@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.parameter_groups import Half
+from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import PolicyRows, compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
@@ -70,6 +70,8 @@ class PPO(OnPolicyAlgorithm):
             `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
         compile_loss: Compile what is computed for each row, from log-probabilities and values on, by `torch.compile`.
             The first update then waits for the compiler, and needs one; see docs/algorithms/ppo.md.
+        critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
+            what is the critic's alone, so that the policy stays what it was loaded as.
         **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
@@ -100,6 +102,7 @@ class PPO(OnPolicyAlgorithm):
         kl_rollback: bool = False,
         adaptive_learning_rate: dict[str, float] | None = None,
         compile_loss: bool = False,
+        critic_warmup_steps: int = 0,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
@@ -125,6 +128,7 @@ class PPO(OnPolicyAlgorithm):
         self.adaptive_learning_rate = None
         if adaptive_learning_rate is not None:
             self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
+        self.critic_warmup_steps = critic_warmup_steps
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
@@ -135,6 +139,15 @@ class PPO(OnPolicyAlgorithm):
             check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
         on_xla = trainer.strategy.root_device.type == "xla"
         check(not (self.compile_loss and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether only the value is learned yet."""
+        return self.env_steps < self.critic_warmup_steps
+
+    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+        """Return those that an update leaves as they are: all that actions depend on, while the critic warms up."""
+        return parameters_of_policy(self.policy) if self.is_warming_up else super().idle_parameters(only)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, and return the losses."""
@@ -256,6 +269,8 @@ class PPO(OnPolicyAlgorithm):
 
     def _half(self, epoch: int) -> Half | None:
         """Return the half of the network that a pass is about; None: both."""
+        if self.is_warming_up:
+            return "critic"
         if epoch >= self.num_epochs:
             return "critic"
         return "actor" if epoch >= self.num_value_epochs else None

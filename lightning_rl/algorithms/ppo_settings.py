@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rl.validation import check, check_bool, check_number, check_positive_int
+from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int
 
 _SETS_THE_RATE = ("anneal_learning_rate", "lr_scheduler")
 
@@ -20,6 +20,8 @@ def check_settings(given: Mapping[str, Any]) -> None:
     check_positive_int("num_minibatches", given["num_minibatches"])
     if given["num_value_epochs"] is not None:
         check_positive_int("num_value_epochs", given["num_value_epochs"])
+    warmup = given["critic_warmup_steps"]
+    check(is_int(warmup) and warmup >= 0, "critic_warmup_steps", warmup, "an integer of at least 0")
     check_number("value_coef", given["value_coef"], at_least=0)
     for name, bound in (("log_prob_clip", 0), ("dual_clip", 1), ("value_huber_delta", 0)):
         if given[name] is not None:

@@ -23,7 +23,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.window_state(),
-        "replays": replay_states(module),
+        "replays": {n: x for n, x in replay_states(module).items() if n not in module.not_in_checkpoints},
     }
     return {
         "format": FORMAT,

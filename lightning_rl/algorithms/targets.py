@@ -69,8 +69,7 @@ class Targets(Updates):
             **per_step: More tensors `[T, B, ...]` that the batch is to have.
         """
         if self.update_normalizers == "before":
-            self._keep_normalizers()
-            self.take_into_normalizers(rollout)
+            self.take_in_before(rollout)
         if self.recompute_values:
             rollout = revalued(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
@@ -133,6 +132,11 @@ class Targets(Updates):
         Advantages and returns of the steps before them are made of their rewards and values all the same.
         """
         return None
+
+    def take_in_before(self, rollout: Rollout) -> None:
+        """Take a rollout into the running moments before anything is learned from it, to be undone if nothing is."""
+        self._keep_normalizers()
+        self.take_into_normalizers(rollout)
 
     def take_into_normalizers(self, rollout: Rollout) -> None:
         """Take the real steps of a rollout into the running moments."""

@@ -55,6 +55,7 @@ class Updates(LightningModule):
         skipped_updates: How many of the last ones in a row did.
         updating: Whether one is being learned from, or an exception has left that undone.
         replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
+        not_in_checkpoints: Names of those that they do not have.
     """
 
     policy: ActorCritic
@@ -79,6 +80,7 @@ class Updates(LightningModule):
         self._hooks_around_backward = True
         self.updating = False
         self.replays: dict[str, Replay] = {}
+        self.not_in_checkpoints: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.

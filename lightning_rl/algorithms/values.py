@@ -37,6 +37,26 @@ def revalued(policy: Policy, rollout: Rollout) -> Rollout:
     return result
 
 
+@torch.no_grad()
+def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
+    """Return the values of what the steps of a rollout reached, `[T, B]`; 0 at a terminal state.
+
+    A policy with memory goes through the rollout again from the memory with which it began.
+
+    Args:
+        policy: Estimates those of the last observations and of the final ones of truncated episodes.
+        rollout: Of this policy, or another.
+        values: Of its observations by `policy`, `[T, B]`.
+    """
+    memory = EpisodeMemory()
+    if rollout.memory is not None:
+        memory, _ = _relive(cast(RecurrentPolicy, policy), rollout)
+    finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
+    known = list(values)
+    _, reached = estimate_values(policy, rollout.observations, known, rollout.terminated, finals, memory.state)
+    return reached.to(rollout.values.dtype)
+
+
 def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, list[Tensor]]:
     """Return what the policy remembers after a rollout, and its value at each step."""
     assert rollout.starts is not None

@@ -11,7 +11,7 @@ from lightning_rl.distributions.beta import Beta
 from lightning_rl.distributions.bounds import Bounds
 from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.choice import ActionDistribution, make_action_head
-from lightning_rl.distributions.conversion import tensor_conversion, to_environment
+from lightning_rl.distributions.conversion import from_environment, tensor_conversion, to_environment
 from lightning_rl.distributions.gaussian import DiagonalGaussian
 from lightning_rl.distributions.joint import Joint
 from lightning_rl.distributions.squashed import SquashedGaussian
@@ -28,6 +28,7 @@ __all__ = [
     "Joint",
     "MultiCategorical",
     "SquashedGaussian",
+    "from_environment",
     "make_action_head",
     "tensor_conversion",
     "to_environment",

@@ -42,6 +42,29 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
     return clipped.astype(space.dtype, copy=False)
 
 
+def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
+    """Turn actions `[B, ...]` that environments got into those of a policy: the way back of `to_environment`.
+
+    For distributions whose actions are in the units of the space; what was clipped stays clipped.
+
+    Args:
+        space: Of one environment.
+        action: Nested as the space is.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: from_environment(part, action[key]) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(from_environment(part, x) for part, x in zip(space, action, strict=True))
+    if isinstance(space, spaces.Discrete):
+        return np.asarray(action, np.int64).reshape(-1) - int(space.start)
+    rows = np.asarray(action).reshape(len(action), *cast(tuple[int, ...], space.shape))
+    if isinstance(space, spaces.MultiDiscrete):
+        rows = rows.astype(np.int64) - np.asarray(space.start)
+    elif isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
+        rows = rows.astype(np.int64) - space.low.astype(np.int64)
+    return rows.reshape(len(rows), -1)
+
+
 def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Nested:
     """Return functions that do with tensors what `to_environment` does with arrays, nested as the space is.
 

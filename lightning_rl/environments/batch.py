@@ -18,7 +18,7 @@ from lightning_rl.environments.finite import complaint, first_not_finite, surely
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.places import Places
 from lightning_rl.environments.records import for_seeds, recorded, restore, to_arrays, to_tensors
-from lightning_rl.environments.repeat import FRAMES
+from lightning_rl.environments.repeat import FRAMES, REPEATS
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.vector_history import IDLE
@@ -70,6 +70,7 @@ class EnvironmentBatch:
             them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
             which was given its seeds when it was made.
         frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
+        learned_repeats: Whether the policy chooses how often actions are taken.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
@@ -81,9 +82,11 @@ class EnvironmentBatch:
         seeds: list[int],
         reset_seed: list[int] | Array | int | None,
         frames_per_step: int = 1,
+        learned_repeats: bool = False,
     ) -> None:
         self.env = env
         self.frames_per_step = frames_per_step
+        self.learned_repeats = learned_repeats
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -201,6 +204,15 @@ class EnvironmentBatch:
         if told := self.info_values(step, FRAMES):
             return round(sum(told))
         return self.frames_per_step * (self.num_envs if step.valid is None else int(step.valid.sum()))
+
+    def repeats(self, step: Step) -> Array:
+        """Return how often each environment took its action, `[B]`; 1 where it took none."""
+        result = np.ones(self.num_envs, np.int64)
+        for infos in (step.infos, step.infos.get("final_info", {})):
+            if REPEATS in infos:
+                told = np.asarray(infos[f"_{REPEATS}"], bool)
+                result[told] = infos[REPEATS][told]
+        return result
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""

@@ -22,7 +22,7 @@ from lightning_rl.environments.registry import (
     import_modules,
     is_atari,
 )
-from lightning_rl.environments.repeat import ActionRepeat
+from lightning_rl.environments.repeat import ActionRepeat, LearnedActionRepeat, learned_repeat
 from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.rewards import RewardTransform
@@ -78,7 +78,8 @@ def make_environments(
             env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{error}, before its first step") from error
-    return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds, _frames_per_step(spec, atari))
+    repeats = spec.options.learned_action_repeat is not None
+    return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds, _frames_per_step(spec, atari), repeats)
 
 
 def _vectorised(
@@ -154,6 +155,9 @@ def _make_wrapped(
         env = ActionRepeat(env, spec.options.action_repeat)
     for wrapper in env_wrappers:
         env = instantiate("wrappers", wrapper, env)
+    if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
+        max_repeats, gamma = repeat
+        env = LearnedActionRepeat(env, max_repeats, 1.0 if spec.evaluation else gamma, _frames_per_step(spec, atari))
     return spec.options.wrap(env, spec.evaluation, _clips(atari))
 
 

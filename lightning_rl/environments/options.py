@@ -13,6 +13,7 @@ from gymnasium.wrappers import vector as vector_wrappers
 from lightning_rl.environments.frames import VectorFrameStack, stack_frames
 from lightning_rl.environments.masks import MaskedEnvironment, check_source
 from lightning_rl.environments.previous import PreviousStep, VectorPreviousStep
+from lightning_rl.environments.repeat import learned_repeat
 from lightning_rl.environments.rewards import (
     RewardClip,
     RewardTransform,
@@ -27,12 +28,13 @@ from lightning_rl.validation import check, check_bool, check_positive_int
 class WrapperOptions:
     """Options that become wrappers.
 
-    From the environment outwards: time limit, repeated actions, the user's wrappers; then rewards, stacked frames,
-    flat observations, the previous action and reward, masks of invalid actions.
+    From the environment outwards: time limit, repeated actions, the user's wrappers; then learned repeats, rewards,
+    stacked frames, flat observations, the previous action and reward, masks of invalid actions.
 
     Args:
         max_episode_steps: Steps of the environment after which an episode is truncated; None: as registered.
         action_repeat: Steps of the environment for each action.
+        learned_action_repeat: How often the policy may have an action taken, as `max`, or with a `gamma`; None: once.
         reward_scale: Factor of rewards, in training.
         reward_clip: Bounds of rewards after that, in training: `abs_one`, `soft_asymmetric` or a number.
         frame_stack: Steps in an observation; None: one, without a dimension for it.
@@ -45,6 +47,7 @@ class WrapperOptions:
 
     max_episode_steps: int | None = None
     action_repeat: int = 1
+    learned_action_repeat: int | dict[str, float] | None = None
     reward_scale: float = 1.0
     reward_clip: RewardClip | None = None
     frame_stack: int | None = None
@@ -56,6 +59,7 @@ class WrapperOptions:
     def __post_init__(self) -> None:
         """Check ranges."""
         check_positive_int("action_repeat", self.action_repeat)
+        learned_repeat(self.learned_action_repeat)
         for name in ("max_episode_steps", "frame_stack"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+from gymnasium import spaces
 
-from lightning_rl.validation import check_positive_int
+from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
 FRAMES = "lightning_rl/frames"
 """Key of the `info` of a step that took more or fewer than one step of the environment: how many."""
+
+REPEATS = "lightning_rl/repeats"
+"""Key of the `info` of a step whose action the policy had repeated: how often it was taken, so many times γ counts."""
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -36,3 +40,52 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
             total += float(reward)
             frames, over = frames + 1, bool(terminated or truncated)
         return observation, total, terminated, truncated, info | {FRAMES: frames}
+
+
+class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Let the policy choose how often each action is taken: its actions are `{"action": ..., "repeat": 1 to max}`.
+
+    A step gives the sum of the rewards, each discounted by its place, and the last observation. The end of an episode
+    ends the repetition; `info` is that of the last step, and says how many there were.
+
+    Args:
+        env: The environment.
+        max_repeats: How often an action may be taken.
+        gamma: Discount factor within a step; 1 adds raw rewards up.
+        frames_per_step: Steps of the simulation in a step of `env`, where its `info` does not say how many.
+    """
+
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], max_repeats: int, gamma: float = 1.0, frames_per_step: int = 1
+    ) -> None:
+        super().__init__(env)
+        self.gamma = gamma
+        self.frames_per_step = frames_per_step
+        repeat = spaces.Discrete(max_repeats, start=1)
+        self.action_space = spaces.Dict({"action": env.action_space, "repeat": repeat})
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        """Take the action as often as it says, or until the episode is over."""
+        total, repeats, frames, over = 0.0, 0, 0, False
+        while repeats < int(action["repeat"]) and not over:
+            observation, reward, terminated, truncated, info = self.env.step(action["action"])
+            total += self.gamma**repeats * float(reward)
+            frames += info.get(FRAMES, self.frames_per_step)
+            repeats, over = repeats + 1, bool(terminated or truncated)
+        return observation, total, terminated, truncated, info | {FRAMES: frames, REPEATS: repeats}
+
+
+def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
+    """Return the most repeats, and the discount factor within a step, of the option `learned_action_repeat`.
+
+    Raises:
+        ConfigurationError: It is neither a number above 1 nor a dict with `max` and, if needed, `gamma`.
+    """
+    if option is None:
+        return None
+    name, given = "learned_action_repeat", option if isinstance(option, dict) else {"max": option}
+    fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
+    check(fits, name, option, "an integer above 1, or a dict with that as max and a gamma")
+    gamma = given.get("gamma", 1.0)
+    check_number(f"{name}: gamma", gamma, above=0, at_most=1)
+    return int(given["max"]), float(gamma)

@@ -58,13 +58,14 @@ class EnvironmentSpec:
             self.on_env_failure,
             f"'raise' with backend={self.backend!r}, whose environments cannot be replaced one by one",
         )
-        repeats = self.options.action_repeat
-        check(
-            repeats == 1 or self.backend in ("sync", "async"),
-            "action_repeat",
-            repeats,
-            f"1 with backend={self.backend!r}, whose environments cannot be stepped one by one",
-        )
+        for name, off in (("action_repeat", 1), ("learned_action_repeat", None)):
+            repeats = getattr(self.options, name)
+            check(
+                repeats == off or self.backend in ("sync", "async"),
+                name,
+                repeats,
+                f"{off} with backend={self.backend!r}, whose environments cannot be stepped one by one",
+            )
         given = self.options.max_episode_steps is not None and "max_episode_steps" in self.env_kwargs
         check(not given, "max_episode_steps", self.options.max_episode_steps, "None beside that in env_kwargs")
         for name in self.imports:

@@ -17,6 +17,7 @@ from lightning_rl.functional.losses import (
     huber_value_loss,
     normalize,
     policy_gradient_loss,
+    value_cloning_loss,
     value_loss,
     weighted_mean,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "reverse_scan",
     "squared_norm",
     "td_lambda_returns",
+    "value_cloning_loss",
     "value_loss",
     "vtrace",
     "weighted_mean",

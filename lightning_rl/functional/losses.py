@@ -99,6 +99,23 @@ def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip
     return 0.5 * torch.maximum((values - targets).square(), (clipped - targets).square())
 
 
+def value_cloning_loss(values: Tensor, old_values: Tensor) -> Tensor:
+    """Compute ``(value - old_value)**2`` (Rolnick et al., 2019, arXiv 1811.11682, section 3), without a ½.
+
+    Args:
+        values: Predictions, any shape.
+        old_values: Those of an earlier critic, of the same shape; constants.
+
+    Returns:
+        The loss of each step, in the shape of `values`.
+
+    Raises:
+        ValueError: If the shapes differ.
+    """
+    check.same_shape(values=values, old_values=old_values)
+    return (values - old_values.detach()).square()
+
+
 def approx_kl_k1(log_ratios: Tensor) -> Tensor:
     """Estimate ``KL(old || new)`` by ``-log ratio``: unbiased, can be negative.
 

@@ -196,6 +196,7 @@ def vtrace(
     clip_rho: float | None = 1.0,
     clip_c: float | None = 1.0,
     clip_pg_rho: float | None = 1.0,
+    leak: float = 0.0,
 ) -> VTraceReturns:
     """Correct for off-policy data by V-trace (Espeholt et al., 2018, arXiv 1802.01561, eq. 1 and sec. 4.2).
 
@@ -206,7 +207,8 @@ def vtrace(
         q[t] = rewards[t] + discounts[t] * (traces[t] * vs[t + 1] + (1 - traces[t]) * next_values[t])
         advantages[t] = min(clip_pg_rho, rho[t]) * (q[t] - values[t])
 
-    On-policy and with all bounds >= 1, ``vs`` is `gae` + `values`.
+    On-policy and with all bounds >= 1, ``vs`` is `gae` + `values`. With a `leak`, what a bound cuts off a weight counts
+    by that share: ``(1 - leak) * min(bound, rho) + leak * rho`` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
 
     Args:
         log_rhos: ``log pi(a) - log mu(a)``, learner over actor, of the whole action, ``[T, B, ...]``.
@@ -218,6 +220,7 @@ def vtrace(
         clip_rho: Upper bound of the weight of a temporal difference, None for none; decides the fixed point.
         clip_c: Upper bound of the weight in the trace, None for none; decides the speed of convergence.
         clip_pg_rho: Upper bound of the weight of an advantage, None for none.
+        leak: How much of the importance sampling that the bounds take away is left: 0 is V-trace, 1 has no bounds.
 
     Returns:
         Value targets and advantages, both ``[T, B, ...]``.
@@ -227,17 +230,24 @@ def vtrace(
     """
     check.same_shape(rewards=rewards, log_rhos=log_rhos, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
-    check.not_negative(clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho)
+    check.not_negative(clip_rho=clip_rho, clip_c=clip_c, clip_pg_rho=clip_pg_rho, leak=leak)
     log_rhos, rewards, values, next_values, discounts, traces = _as_floats(
         log_rhos, rewards, values, next_values, discounts, traces
     )
-    clip_rho, clip_c, clip_pg_rho = (torch.inf if c is None else c for c in (clip_rho, clip_c, clip_pg_rho))
     rhos = log_rhos.exp()
-    deltas = rhos.clamp(max=clip_rho) * (rewards + discounts * next_values - values)
-    targets = values + reverse_scan(deltas, discounts * traces * rhos.clamp(max=clip_c))
+    deltas = _bounded(rhos, clip_rho, leak) * (rewards + discounts * next_values - values)
+    targets = values + reverse_scan(deltas, discounts * traces * _bounded(rhos, clip_c, leak))
     next_targets = torch.cat([targets[1:], next_values[-1:]])
     q = rewards + discounts * (traces * next_targets + (1 - traces) * next_values)
-    return VTraceReturns(targets, rhos.clamp(max=clip_pg_rho) * (q - values))
+    return VTraceReturns(targets, _bounded(rhos, clip_pg_rho, leak) * (q - values))
+
+
+def _bounded(rhos: Tensor, bound: float | None, leak: float) -> Tensor:
+    """Bound weights from above, but for a share of what lies beyond."""
+    if bound is None:
+        return rhos
+    bounded = rhos.clamp(max=bound)
+    return bounded if leak == 0 else (1 - leak) * bounded + leak * rhos
 
 
 def _as_floats(*arguments: Tensor | float) -> tuple[Tensor, ...]:

@@ -6,5 +6,6 @@ Everything is stored once, in the type it came with, so that images stay bytes.
 from lightning_rl.replay.base import Fields, Replay
 from lightning_rl.replay.rollouts import RolloutMemory
 from lightning_rl.replay.rows import UseLimitedBuffer
+from lightning_rl.replay.unrolls import ReplayPolicy, UnrollMemory
 
-__all__ = ["Fields", "Replay", "RolloutMemory", "UseLimitedBuffer"]
+__all__ = ["Fields", "Replay", "ReplayPolicy", "RolloutMemory", "UnrollMemory", "UseLimitedBuffer"]

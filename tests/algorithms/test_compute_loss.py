@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl import A2C, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
+from lightning_rl import A2C, IMPALA, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
 from lightning_rl.algorithms.run_state import run_state
 from lightning_rl.nested import leaves
 from tests.helpers import (
@@ -41,6 +41,7 @@ CASES: dict[str, tuple[type[OnPolicyAlgorithm], dict[str, Any]]] = {
     "kl": (PPOKLPenalty, {"num_epochs": 1, "num_minibatches": 1, "kl_cutoff_coef": 10.0}),
     "tf_agents": (TFAgentsPPO, {"num_epochs": 1, "num_minibatches": 1}),
     "a2c": (A2C, {}),
+    "impala": (IMPALA, {}),
 }
 
 
@@ -98,7 +99,15 @@ def tensors(rollout: Any) -> list[Tensor]:
     return [x for x in leaves(rollout._tensors()) if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_vtrace_needs_the_order_of_a_rollout():
+    model = make("impala")
+    rollout = random_rollout(model.policy)
+    assert model.compute_loss(rollout)["loss"] == model.compute_loss(rollout)["loss"]
+    with pytest.raises(TypeError, match=r"^compute_loss of Ordered takes a Rollout, not a Batch"):
+        model.compute_loss(rollout.flatten())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "impala"])
 def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
     model = make(case)
     rollout = random_rollout(model.policy)

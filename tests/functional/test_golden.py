@@ -152,6 +152,15 @@ def test_rlax_vtrace(case: dict[str, Any]) -> None:
     close(targets - inputs[2], case["errors"], FLOAT64)
 
 
+@pytest.mark.parametrize("case", RLAX["leaky"])
+def test_rlax_leaky_vtrace(case: dict[str, Any]) -> None:
+    """Its alpha is the share that the bounds have, and its errors are all that it returns there."""
+    inputs = vtrace_inputs(SCALABLE_AGENT["inputs"])
+    targets, advantages = vtrace(*inputs, case["lambda_"], leak=1 - case["alpha"])
+    close(targets - inputs[2], case["errors"], FLOAT64)
+    close(advantages, case["pg_advantages"], FLOAT64)
+
+
 @pytest.mark.parametrize("case", SCALABLE_AGENT["cases"])
 def test_scalable_agent_vtrace(case: dict[str, Any]) -> None:
     clips = (case["clip_rho_threshold"], 1.0, case["clip_pg_rho_threshold"])

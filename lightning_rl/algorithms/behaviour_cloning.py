@@ -1,0 +1,104 @@
+"""Behaviour cloning (Pomerleau 1989): a policy that does what somebody else did."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from gymnasium import spaces
+from torch import Tensor
+
+from lightning_rl import functional as rl
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.updates import StepOutput
+from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.schedules import Scheduled
+from lightning_rl.spaces import SpaceDict
+from lightning_rl.validation import check, check_positive_int
+
+# Of values, which are not learned, and of what the recorded steps do not say.
+_WITHOUT_MEANING = (
+    *("critic_optimizer", "critic_learning_rate", "gamma", "on_truncation", "memory", "normalize_rewards"),
+    *("value_normalization", "recompute_values", "advantage_estimator", "value_target", "value_l2", "shared_l2"),
+    *("histograms",),
+)
+
+
+class BehaviourCloning(OnPolicyAlgorithm):
+    """Makes recorded actions likely: the mean of -log π(action | observation), by `RecordedEpisodes`.
+
+    The critic is left as it is; `CriticPretraining` can go on with it, and any algorithm after that, by `init_from`.
+    The clock counts recorded steps that were learned from.
+
+    Args:
+        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
+        action_space: Of one environment, likewise.
+        num_epochs: Passes over each batch of steps.
+        num_minibatches: Parts of each pass.
+        entropy_coef: Weight of an entropy bonus, which leaves something to explore with. May be a schedule.
+        learning_rate: Step size of the optimiser.
+        **kwargs: Those of `OnPolicyAlgorithm` that are about policies without memory.
+
+    Raises:
+        ConfigurationError: A value is out of range, or has no meaning here; names field, value and what was expected.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | SpaceDict,
+        action_space: spaces.Space[Any] | SpaceDict,
+        *,
+        num_epochs: int = 1,
+        num_minibatches: int = 4,
+        entropy_coef: Scheduled = 0.0,
+        learning_rate: Scheduled = 1e-3,
+        **kwargs: Any,  # noqa: ANN401 - those of the base class
+    ) -> None:
+        super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
+        check_positive_int("num_epochs", num_epochs)
+        check_positive_int("num_minibatches", num_minibatches)
+        defaults = inspect.signature(OnPolicyAlgorithm).parameters
+        for name in _WITHOUT_MEANING:
+            given, default = self.hparams[name], defaults[name].default
+            check(given == default, name, given, f"{default}: it has no meaning where a policy alone is cloned")
+        distribution = self.hparams["action_distribution"]
+        bounded = any(kind in str(distribution) for kind in ("beta", "squashed"))
+        expected = "distributions whose actions are in the units of the space, as recorded ones are"
+        check(not bounded, "action_distribution", distribution, expected)
+        self.num_epochs = num_epochs
+        self.num_minibatches = num_minibatches
+        self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+        """Learn from one batch of recorded steps, and return the losses."""
+        with self.learning(rollout):
+            self.update(self.recorded_steps(rollout))
+        return {"losses": self.losses}
+
+    def recorded_steps(self, rollout: Rollout) -> Batch:
+        """Return the steps as one batch."""
+        if self.update_normalizers == "before":
+            self.take_in_before(rollout)
+        return rollout.flatten()
+
+    def update(self, batch: Batch) -> None:
+        """Make passes of gradient steps over a batch, unless they are stopped."""
+        for _ in range(self.num_epochs):
+            for minibatch in self.minibatches(batch, self.num_minibatches):
+                self.optimize(self.loss(minibatch), only="actor")
+                if self.diagnostics.known_closed:
+                    return
+
+    def observe_loss(self, rollout: Rollout | Batch) -> None:
+        """Compute the loss over recorded steps."""
+        batch = self.recorded_steps(rollout) if isinstance(rollout, Rollout) else rollout.replace()
+        self.weigh([batch])
+        self.loss(batch)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss over a minibatch."""
+        distribution, _ = self.evaluate(batch)
+        log_probs = distribution.log_prob(batch.actions)
+        cloning_loss = batch.mean(rl.policy_gradient_loss(log_probs, log_probs.new_ones(log_probs.shape)))
+        self.diagnostics.add(cloning_loss=cloning_loss)
+        return self.total(cloning_loss, -self.entropy_coef * self.entropy(distribution, batch))

@@ -1,0 +1,145 @@
+"""CLEAR: what it replays, and what it holds the policy to there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl import CLEAR, IMPALA
+from lightning_rl.nested import leaves
+from lightning_rl.validation import ConfigurationError
+from tests.algorithms.test_impala import SGD, learn, make, moved
+from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of, random_rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+
+
+def test_the_first_rollout_is_learned_from_as_by_impala():
+    models = [make(algorithm, optimizer=SGD) for algorithm in (CLEAR, IMPALA)]
+    rollout = random_rollout(models[0].policy, off_policy=0.0)
+    rows = [learn(model, [rollout]).rows[0] for model in models]
+    assert "policy_cloning_loss" not in rows[0] and rows[0]["replay_unrolls"] == 4
+    for own, theirs in zip(*(parameters_of(model).values() for model in models), strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_a_replayed_unroll_has_the_targets_that_it_would_have_as_an_older_rollout():
+    """Truncated episodes, resets and all."""
+    model = make(CLEAR)
+    rollout = random_rollout(model.policy, valid=True)
+    rollout.policy_version = -1
+    model.remember(rollout, model.evaluated(model.unroll(rollout)))
+    moved(model)
+    direct = model.evaluated(model.unroll(rollout)).batch
+    order = torch.tensor([kept.number for kept in model.kept._kept]).argsort()
+    earlier, then = model.kept.take(order)
+    replayed = model.evaluated(model.unroll(earlier, **then)).batch
+    for name in ("advantages", "returns", "log_probs", "values", "actions"):
+        torch.testing.assert_close(replayed.fields[name], direct.fields[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_cloning_is_of_the_policy_and_value_when_the_unroll_was_learned_from_and_of_replayed_steps_alone():
+    model = make(CLEAR, replay_ratio=0.5, policy_cloning_coef=2.0, value_cloning_coef=3.0)
+    rollout = random_rollout(model.policy, off_policy=0.0)
+    with torch.no_grad():
+        then, values = model.policy(rollout.observations[:-1])
+    learn(model, [rollout])
+    moved(model)
+    with torch.no_grad():
+        now, values_now = model.policy(rollout.observations[:-1])
+    divergences, squares = then.kl(now).sum(0), (values_now - values).square().sum(0)
+    numbers = [kept.number for kept in model.kept._kept]
+    drawn: list[int] = []
+    model.draw = lambda num_new: torch.tensor([drawn.append(num_new) or 2, 0])
+    new = random_rollout(model.policy, off_policy=0.0, seed=9)
+    row = learn(model, [new]).rows[0]
+    chosen = [numbers[2], numbers[0]]
+    steps = rollout.num_steps * 1.5  # two replayed unrolls beside four new ones
+    assert drawn == [4]
+    assert row["policy_cloning_loss"] == pytest.approx(divergences[chosen].sum().item() / steps)
+    assert row["value_cloning_loss"] == pytest.approx(squares[chosen].sum().item() / steps)
+    own = row["policy_loss"] + 0.5 * row["value_loss"] - 0.01 * row["entropy"]
+    assert row["loss"] == pytest.approx(own + 2 * row["policy_cloning_loss"] + 3 * row["value_cloning_loss"])
+
+
+@pytest.mark.parametrize(("ratio", "count"), [(0.1, 1), (0.5, 2), (1.0, 4), (2.6, 10)])
+def test_the_ratio_says_how_many_unrolls_are_replayed(ratio, count):
+    model = make(CLEAR, replay_ratio=ratio)
+    learn(model, [random_rollout(model.policy, off_policy=0.0)])
+    drawn = model.draw(4)
+    assert drawn.shape == (count,) and 0 <= int(drawn.min()) <= int(drawn.max()) < 4
+
+
+def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_began_with():
+    data = make_data("Pendulum-v1", rollout_length=24, max_episode_steps=7, rollouts_per_epoch=2)
+    torch.manual_seed(0)
+    memory = {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}
+    model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, learning_rate=1e-9)
+    replayed: list[Any] = []
+    original = model.evaluated
+
+    def spy(unroll: Any) -> Any:
+        result = original(unroll)
+        replayed.append((unroll, result))
+        return result
+
+    model.evaluated = spy  # type: ignore[method-assign]
+    make_trainer().fit(model, data)
+    (_, _), (_, _), (unroll, result) = replayed
+    assert unroll.rollout.memory is not None and len(unroll.rollout.final_indices)
+    # The policy is what it was, to within the learning rate: so are its log-probabilities and distributions.
+    torch.testing.assert_close(result.log_probs.detach(), unroll.batch.log_probs, rtol=1e-4, atol=1e-5)
+    for now, then in zip(leaves(result.distribution.parameters()), leaves(unroll.batch.old_distribution), strict=True):
+        torch.testing.assert_close(now.detach().expand_as(then), then, rtol=1e-4, atol=1e-5)
+
+
+def test_a_memory_that_is_left_out_of_checkpoints_is_empty_after_them(tmp_path):
+    for kept, expected in ((True, 4), (False, 0)):
+        model = make(CLEAR, replay_in_checkpoint=kept)
+        loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
+        trainer = make_trainer(precision="64-true")
+        trainer.fit(model, loader)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        resumed = make(CLEAR, replay_in_checkpoint=kept)
+        counts: list[int] = []
+
+        class Count(Recorder):
+            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                counts.append(len(pl_module.kept))  # noqa: B023 - called in this turn of the loop
+
+        make_trainer(precision="64-true", max_epochs=2, callbacks=[Count()]).fit(
+            resumed, FixedRollouts(loader.rollouts, resumed), ckpt_path=tmp_path / "one.ckpt"
+        )
+        assert counts == [expected]
+
+
+def test_a_rollout_of_another_length_begins_the_memory_anew():
+    model = make(CLEAR)
+    rollouts = [random_rollout(model.policy, off_policy=0.0, length=length) for length in (12, 6)]
+    rows = learn(model, [*rollouts, rollouts[1]], lag=1).rows
+    assert [row["replay_unrolls"] for row in rows] == [4, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"replay_ratio": 0}, "replay_ratio=0"),
+        ({"replay_memory_gib": -1}, "replay_memory_gib=-1"),
+        ({"replay_policy": "lifo"}, "replay_policy='lifo'"),
+        ({"replay_in_checkpoint": "no"}, "replay_in_checkpoint='no'"),
+        ({"policy_cloning_coef": -1}, "policy_cloning_coef=-1"),
+        ({"value_cloning_coef": -1}, "value_cloning_coef=-1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(CLEAR, **options)
+
+
+def test_a_memory_that_has_no_room_for_a_rollout_is_refused():
+    data = make_data()
+    model = CLEAR(data.observation_space, data.action_space, replay_memory_gib=1e-7)
+    with pytest.raises(ConfigurationError, match=r"replay_memory_gib=1e-07 is not valid: expected more than"):
+        make_trainer().fit(model, data)

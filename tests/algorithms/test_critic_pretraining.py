@@ -1,0 +1,171 @@
+"""Learning values alone: in an algorithm of its own, and at the beginning of PPO and PPG."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from lightning_rl import IMPALA, PPG, PPO, CriticPretraining, OffPolicyPPG
+from lightning_rl import functional as rl
+from lightning_rl.validation import ConfigurationError
+from tests.algorithms.test_impala import learn, make
+from tests.algorithms.test_impala_golden import AS_IT_IS, LENGTH, NUM_ENVS, RIGHT, double, rollout_of
+from tests.algorithms.test_impala_golden import learn as learn_once
+from tests.algorithms.test_impala_golden import make as make_of_table
+from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of, random_rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+CRITICS = ("policy.critic_", "policy.value_")
+
+
+class StepAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
+    """Shows the step, not the episode."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation[1:]
+
+
+@pytest.mark.parametrize("name", AS_IT_IS["critic"])
+def test_loss_and_gradient_are_those_of_the_original_in_float64(name: str) -> None:
+    case, expected = AS_IT_IS["critic"][name], RIGHT[f"critic_{name}"]
+    model = make_of_table(case, CriticPretraining, num_epochs=1, num_minibatches=1)
+    heads = [*model.policy.logits]
+    rollout = rollout_of(slice(None), heads)
+    rollout.policy_version = 0
+    with torch.no_grad():
+        values = model.policy.value(rollout.observations)
+    rollout.values, rollout.next_values = values[:-1], values[1:].masked_fill(rollout.terminated, 0)
+    before = parameters_of(model)
+    _, returns = model.advantages_and_returns(rollout)
+    torch.testing.assert_close(returns, double(expected["returns"]), rtol=1e-7, atol=1e-7)
+    recorded = learn_once(model, rollout)
+    assert recorded["loss"] == pytest.approx(expected["loss"], rel=1e-7)
+    assert recorded["value_loss"] == pytest.approx(expected["loss"] / (LENGTH * NUM_ENVS), rel=1e-7)
+    limit = case["kwargs"]["clip_grad_norm"]
+    factor = min(1.0, limit / recorded["grad_norm"])
+    gradient = model.policy.value_table.grad.view(LENGTH + 1, NUM_ENVS)
+    torch.testing.assert_close(gradient, factor * double(expected["grad_baseline"]), rtol=1e-6, atol=1e-6)
+    for head, logits in model.policy.logits.items():
+        assert logits.grad is None and torch.equal(logits, before[f"policy.logits.{head}"])
+
+
+def changed(before: dict[str, Any], model: Any) -> set[str]:
+    return {name for name, parameter in parameters_of(model).items() if not torch.equal(parameter, before[name])}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_nothing_that_actions_depend_on_is_changed(shared):
+    model = make(CriticPretraining, shared_encoder=shared, num_minibatches=2)
+    before = parameters_of(model)
+    learn(model, [random_rollout(model.policy, off_policy=0.0) for _ in range(2)])
+    assert changed(before, model) == {name for name in before if name.startswith(CRITICS)}
+
+
+def test_only_vtrace_corrects_for_another_policy():
+    one, other = (make(CriticPretraining, target=target) for target in ("discounted_return", "vtrace"))
+    rollout = random_rollout(one.policy)
+    plain, corrected = (model.advantages_and_returns(rollout)[1] for model in (one, other))
+    torch.testing.assert_close(plain, rl.gae(*_inputs(rollout), rollout.traces(1.0)) + rollout.values)
+    log_rhos = one.policy.log_prob(rollout.observations[:-1], rollout.actions).detach() - rollout.log_probs
+    torch.testing.assert_close(corrected, rl.vtrace(log_rhos, *_inputs(rollout), rollout.traces(1.0))[0])
+    assert not torch.allclose(plain, corrected)
+    half = make(CriticPretraining, target="vtrace", vtrace_lambda=0.5).advantages_and_returns(rollout)[1]
+    torch.testing.assert_close(half, rl.vtrace(log_rhos, *_inputs(rollout), rollout.traces(0.5))[0])
+
+
+def _inputs(rollout: Any) -> tuple[torch.Tensor, ...]:
+    return rollout.rewards, rollout.values, rollout.next_values, rollout.discounts(0.99)
+
+
+def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins_with_them(tmp_path):
+    """Episodes of four steps of reward 1 that terminate: 1, 1.9, 2.71 and 3.439 at γ = 0.9."""
+    data = make_data(
+        "tests.probes:Probe/Counter-v0",
+        num_envs=4,
+        rollout_length=16,
+        rollouts_per_epoch=80,
+        env_kwargs={"lengths": (4,), "ends": ("terminated",), "reward": 1.0},
+        wrappers=["tests.algorithms.test_critic_pretraining.StepAlone"],
+    )
+    torch.manual_seed(0)
+    spaces = (data.observation_space, data.action_space)
+    model = CriticPretraining(*spaces, gamma=0.9, hidden_sizes=(16,), learning_rate=1e-2)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    expected = torch.tensor([3.439, 2.71, 1.9, 1.0])
+    steps = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+    torch.testing.assert_close(model.policy.value(steps).detach(), expected, rtol=0.05, atol=0.05)
+    trainer.save_checkpoint(tmp_path / "critic.ckpt")
+    for algorithm in (PPO, IMPALA):
+        begun = algorithm(*spaces, gamma=0.9, hidden_sizes=(16,))
+        begun.init_from(tmp_path / "critic.ckpt")
+        assert torch.equal(begun.policy.value(steps), model.policy.value(steps))
+
+
+def test_options_that_make_no_sense_are_refused():
+    for options, message in (
+        ({"target": "gae"}, "target='gae'"),
+        ({"vtrace_lambda": 0.5}, "vtrace_lambda=0.5"),
+        ({"policy_l2": 0.1}, "policy_l2=0.1"),
+        ({"value_target": "empirical"}, "value_target='empirical'"),
+        ({"num_epochs": 0}, "num_epochs=0"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            make(CriticPretraining, **options)
+    with pytest.raises(ConfigurationError, match="critic_warmup_steps=-1"):
+        make(PPO, critic_warmup_steps=-1)
+
+
+# -- the first steps of PPO and PPG
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
+    """Rollouts of 48 steps: two begin before step 49."""
+    model = make(PPO, shared_encoder=shared, critic_warmup_steps=49, num_minibatches=2)
+    seen: list[set[str]] = []
+
+    class Watch(Recorder):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            self.before = parameters_of(pl_module)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, pl_module, *args)
+            seen.append(changed(self.before, pl_module))
+
+    watch = Watch()
+    rollouts = [random_rollout(model.policy, off_policy=0.0) for _ in range(3)]
+    make_trainer(precision="64-true", callbacks=[watch]).fit(model, FixedRollouts(rollouts, model))
+    critics = {name for name in parameters_of(model) if name.startswith(CRITICS)}
+    assert seen[:2] == [critics, critics] and seen[2] == {*parameters_of(model)}
+    assert ["policy_loss" in row for row in watch.rows] == [False, False, True]
+
+
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
+@pytest.mark.parametrize("architecture", ["dual", "detached"])
+def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architecture):
+    data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=4)
+    torch.manual_seed(0)
+    options = {"batch_size": 16} if algorithm is OffPolicyPPG else {"num_minibatches": 2}
+    model = algorithm(
+        data.observation_space,
+        data.action_space,
+        num_policy_iterations=2,
+        hidden_sizes=(8,),
+        architecture=architecture,
+        critic_warmup_steps=65,
+        **options,
+    )
+    recorder, before = Recorder(), parameters_of(model)
+    trainer = make_trainer(callbacks=[recorder], limit_train_batches=3)
+    trainer.fit(model, data)
+    assert changed(before, model) == {name for name in before if name.startswith(CRITICS)}
+    assert not any("aux_kl" in row for row in recorder.rows)
