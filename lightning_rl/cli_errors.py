@@ -7,9 +7,11 @@ import inspect
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
@@ -36,10 +38,15 @@ _NOISE = re.compile(
 )
 # The options of such a class are not among those of `--help`.
 _OF_CLASS = re.compile(r"(model|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
+_UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 
 class OneErrorParser(LightningArgumentParser):
     """A parser that says what is wrong, and where to look, but does not list every option."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+        # An option that lacks its end is misspelt, on the command line as in a file.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message and exit with status 2."""
@@ -47,11 +54,27 @@ class OneErrorParser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         text = (error_message(ex) if ex is not None else None) or _brief(message)
-        sys.stderr.write(f"lightning-rl: error: {text}\n")
         of_class = _OF_CLASS.match(text)
+        sys.stderr.write(f"lightning-rl: error: {text}{_near_options(parser, text, of_class)}\n")
         which = f"--{of_class[1]}.help {of_class[2]}" if of_class else "--help"
         sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} {which}\n")
         sys.exit(2)
+
+
+def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | None) -> str:
+    """Say which options are called nearly like the one that there is not."""
+    if (unknown := _UNKNOWN_OPTION.search(text)) is None:
+        return ""
+    if of_class is not None:
+        module, _, name = of_class[0].split("'")[1].rpartition(".")
+        if (cls := getattr(sys.modules.get(module), name, None)) is None:
+            return ""
+        parser = ArgumentParser()
+        parser.add_class_arguments(cls, fail_untyped=False)
+    options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+    known = [option for option in options if not option.endswith(".help")]
+    longer = [option for option in known if option.startswith(unknown[1])]
+    return _hint(unknown[1], known, 0.8) or _hint(unknown[1], longer, 0.0)
 
 
 def error_message(error: BaseException) -> str | None:
@@ -89,6 +112,11 @@ def _no_class(field: str, name: str) -> str:
     """Say that no class is called so, and which are called nearly so."""
     modules = (algorithms, callbacks, checkpoints, progress, lightning_callbacks, loggers)
     known = {found for module in modules for found, cls in vars(module).items() if inspect.isclass(cls)}
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    hint = f"; did you mean {', '.join(near)}?" if near else ""
-    return f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{hint}"
+    return (
+        f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{_hint(name, known, 0.6)}"
+    )
+
+
+def _hint(name: str, known: Iterable[str], cutoff: float) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+    return f"; did you mean {', '.join(near)}?" if near else ""

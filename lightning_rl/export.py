@@ -115,7 +115,7 @@ def export_program(
     Raises:
         ConfigurationError: The policy does what PyTorch cannot export, which is said.
     """
-    policy = copy_to_cpu(policy).eval()
+    policy = copy_to_cpu(policy).eval().requires_grad_(False)  # so that no graph is made where it acts
     deployed = DeployedPolicy(policy, action_space, deterministic)
     inputs = example_inputs(policy, observation_space)
     shapes = map_leaves(lambda x: {0: Dim("batch", min=1)}, inputs)

@@ -417,11 +417,17 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("data:\n  num_envz: 3\n", "Subcommand 'fit' does not accept option 'data.num_envz'"),
+        (
+            "data:\n  num_envz: 3\n",
+            "Subcommand 'fit' does not accept option 'data.num_envz'; did you mean data.num_envs",
+        ),
         ("dota:\n  num_envs: 3\n", "Subcommand 'fit' does not accept option 'dota.num_envs'"),
         ("data:\n  num_envs: many\n", "data.num_envs: Expected int. Got value: many"),
         ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'torch', 'envpool'"),
-        ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model: .* Option 'gama' is not accepted"),
+        (
+            "model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n",
+            "model: .* Option 'gama' is not accepted.*; did you mean gamma",
+        ),
         ("model:\n  class_path: PPPO\n", "model='PPPO' is unknown: expected the name of a class, .* did you mean PPO"),
         ("data: [1, 2\n", "Problems parsing config: while parsing a flow sequence"),
         ("max_env_steps: ten\n", "max_env_steps: Expected int; Given value: ten"),
@@ -440,9 +446,11 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["train"], "argument subcommand: invalid choice: 'train'"),
         (["fit"], "the following arguments are required: .*data.env_id, .*model"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
-        (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense"),
+        (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
+        (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
+        (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
     ],
-    ids=["nothing", "command", "required", "file", "option"],
+    ids=["nothing", "command", "required", "file", "option", "beginning", "singular"],
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
     assert re.match(message, refused(capsys, *arguments, status=2))

@@ -104,6 +104,7 @@ def act(model: PPO, deterministic: bool, x: Any, memory: Any = None) -> Any:
 
 def assert_same(found: Any, expected: Any) -> None:
     for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert not one.requires_grad, "a graph would grow with a memory"
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
