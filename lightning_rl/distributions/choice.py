@@ -143,8 +143,12 @@ def make_action_head(
 
 def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> bool:
     """Whether a choice is about all of a `Dict` or `Tuple`, and not about a part called `kind`."""
-    kind = choice.get("kind") if isinstance(choice, Mapping) and "kind" not in space_leaves(space) else choice
-    return kind == _AUTOREGRESSIVE
+    if not isinstance(choice, Mapping):
+        return choice == _AUTOREGRESSIVE
+    chosen = choice.get("kind") == _AUTOREGRESSIVE
+    clear = not chosen or "kind" not in space_leaves(space)
+    check(clear, _FIELD, choice, f"{_AUTOREGRESSIVE!r} alone, since a part of the action is called 'kind'")
+    return chosen
 
 
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:

@@ -20,6 +20,7 @@ from lightning_rl.distributions import (
     SquashedGaussian,
     make_action_head,
 )
+from lightning_rl.distributions.autoregressive_head import AutoregressiveHead
 from lightning_rl.distributions.choice import KINDS
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import VECTOR
@@ -209,3 +210,11 @@ def test_every_kind_and_option_is_documented():
         assert f"| `{name}` |" in text
         for option in kind.options:
             assert f"`{option}`" in text
+
+
+def test_a_part_called_kind_is_told_apart_from_the_option():
+    space = spaces.Dict({"kind": spaces.Discrete(3), "amount": spaces.Discrete(2)})
+    with pytest.raises(ConfigurationError, match=r"expected 'autoregressive' alone, since a part .* is called 'kind'"):
+        make_action_head(space, 4, action_distribution={"kind": "autoregressive"})
+    assert isinstance(make_action_head(space, 4, action_distribution="autoregressive"), AutoregressiveHead)
+    make_action_head(space, 4, action_distribution={"kind": "categorical"})
