@@ -88,6 +88,8 @@ def test_configuration_is_consistent_as_it_stands(path):
 def test_configuration_runs_for_two_rollouts(path):
     given = yaml.safe_load(path.read_text())
     need_extra(given["data"])
+    if path.stem.endswith("_hard"):
+        pytest.skip("that of the same game at its easy level runs")
     small = ["--data.num_envs=2", "--data.rollout_length=8", "--data.rollouts_per_epoch=2", "--data.eval_episodes=1"]
     small += ["--max_env_steps=null", "--num_threads=1"]
     if given["model"]["class_path"] not in ("A2C", "CLEAR", "IMPALA"):
