@@ -10,6 +10,7 @@ from gymnasium import wrappers
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 
+from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.environments.frames import VectorFrameStack, stack_frames
 from lightning_rl.environments.masks import MaskedEnvironment, check_source
 from lightning_rl.environments.previous import PreviousStep, VectorPreviousStep
@@ -133,7 +134,7 @@ class WrapperOptions:
         if self.frame_stack is not None:
             env = VectorFrameStack(env, self.frame_stack)
         if self.flatten_observations:
-            same_step = (env.metadata or {}).get("autoreset_mode") is AutoresetMode.SAME_STEP
+            same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
             expected = "False with environments that reset in the step that ends an episode; sync and async can do it"
             check(not same_step, "flatten_observations", True, expected)
             env = vector_wrappers.FlattenObservation(env)

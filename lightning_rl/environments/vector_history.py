@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.nested import Nested, map_leaves, nested_paths
 
 Array = np.ndarray[Any, Any]
@@ -29,7 +30,7 @@ class VectorHistory(VectorWrapper, ABC):
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(env)
-        self._mode = (env.metadata or {}).get("autoreset_mode")
+        self._mode = autoreset_mode(env)
         self._inner = env.single_observation_space
         self._resets_next = np.zeros(env.num_envs, bool)
 

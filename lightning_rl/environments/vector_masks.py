@@ -8,6 +8,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from lightning_rl.environments.autoreset import autoreset_mode
 from lightning_rl.environments.masks import MaskSource, first_info, not_found
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.nested import Nested, map_leaves, map_stacked
@@ -41,6 +42,7 @@ class MaskedVectorEnvironment(VectorWrapper):
             self._masks.learn(_first(masks))
         self._last: Nested = self._masks.everything(self.num_envs)
         self._over = np.zeros(self.num_envs, bool)
+        self._same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
         self.single_observation_space = self._masks.space
         self.observation_space = batch_space(self._masks.space, self.num_envs)
 
@@ -61,9 +63,8 @@ class MaskedVectorEnvironment(VectorWrapper):
         """Step every environment."""
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
-        same_step = (self.env.metadata or {}).get("autoreset_mode") in (AutoresetMode.SAME_STEP, "SameStep")
-        over = ended & (not same_step)
-        if same_step and "final_obs" in infos and self._masks.kind != "observation":
+        over = ended & (not self._same_step)
+        if self._same_step and "final_obs" in infos and self._masks.kind != "observation":
             infos = {**infos, "final_obs": self._final(infos["final_obs"])}
         present = np.ones(self.num_envs, bool)
         return self._with_masks(observations, infos, over, present), rewards, terminated, truncated, infos
