@@ -12,7 +12,7 @@ from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.vector_history import Array, VectorHistory
-from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths, replace_leaves
+from lightning_rl.nested import Nested, map_leaves, map_space, replace_leaves
 from lightning_rl.networks import is_image
 from lightning_rl.networks.images import image_layout
 
@@ -26,11 +26,10 @@ def stack_frames(env: gymnasium.Env[Any, Any], size: int) -> gymnasium.Env[Any, 
     # The wrapper keeps what it is given, and some environments write into the same array in each step.
     env = wrappers.TransformObservation(env, copy.deepcopy, inner)
     env = wrappers.FrameStackObservation(env, size)
-    like = nested_paths(inner)
     leaf_spaces = map_space(lambda leaf: leaf, inner)
     return wrappers.TransformObservation(
         env,
-        lambda stacked: map_leaves(lambda _, space, x: _fold(space, x), like, leaf_spaces, stacked),
+        lambda stacked: map_leaves(_fold, leaf_spaces, stacked),
         stacked_space(inner, size),
     )
 
@@ -71,7 +70,7 @@ class VectorFrameStack(VectorHistory):
 
     def show(self, observations: Nested) -> Nested:
         """Return the stacks."""
-        return map_leaves(lambda frames, space: _fold(space, frames), self._frames, self._leaf_spaces)
+        return map_leaves(_fold, self._leaf_spaces, self._frames)
 
 
 def stacked_space(space: spaces.Space[Any], size: int) -> spaces.Space[Any]:
