@@ -33,13 +33,8 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Take the action until it was repeated or the episode is over."""
-        total = 0.0
-        frames, over = 0, False
-        while frames < self.times and not over:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
-            frames, over = frames + 1, bool(terminated or truncated)
-        return observation, total, terminated, truncated, info | {FRAMES: frames}
+        step, infos = _repeat(self.env, action, self.times)
+        return (*step, infos[-1] | {FRAMES: len(infos)})
 
 
 class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -66,13 +61,26 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Take the action as often as it says, or until the episode is over."""
-        total, repeats, frames, over = 0.0, 0, 0, False
-        while repeats < int(action["repeat"]) and not over:
-            observation, reward, terminated, truncated, info = self.env.step(action["action"])
-            total += self.gamma**repeats * float(reward)
-            frames += info.get(FRAMES, self.frames_per_step)
-            repeats, over = repeats + 1, bool(terminated or truncated)
-        return observation, total, terminated, truncated, info | {FRAMES: frames, REPEATS: repeats}
+        step, infos = _repeat(self.env, action["action"], int(action["repeat"]), self.gamma)
+        frames = sum(info.get(FRAMES, self.frames_per_step) for info in infos)
+        return (*step, infos[-1] | {FRAMES: frames, REPEATS: len(infos)})
+
+
+def _repeat(
+    env: gymnasium.Env[Any, Any],
+    action: Any,  # noqa: ANN401
+    times: int,
+    gamma: float = 1.0,
+) -> tuple[tuple[Any, float, bool, bool], list[dict[str, Any]]]:
+    """Take an action until it was repeated or the episode is over; return what that gives, and every `info`."""
+    total, over = 0.0, False
+    infos: list[dict[str, Any]] = []
+    while len(infos) < times and not over:
+        observation, reward, terminated, truncated, info = env.step(action)
+        total += gamma ** len(infos) * float(reward)
+        infos.append(info)
+        over = bool(terminated or truncated)
+    return (observation, total, terminated, truncated), infos
 
 
 def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
