@@ -26,14 +26,8 @@ def revalued(policy: Policy, rollout: Rollout) -> Rollout:
         policy: Estimates them.
         rollout: Stays as it is.
     """
-    values: list[Tensor] = []
-    memory = EpisodeMemory()
-    if rollout.memory is not None:
-        memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
-    finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
-    estimated = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
     result = copy.copy(rollout)
-    result.values, result.next_values = (x.to(rollout.values.dtype) for x in estimated)
+    result.values, result.next_values = _estimate(policy, rollout)
     return result
 
 
@@ -48,13 +42,18 @@ def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
         rollout: Of this policy, or another.
         values: Of its observations by `policy`, `[T, B]`.
     """
-    memory = EpisodeMemory()
+    return _estimate(policy, rollout, list(values))[1]
+
+
+def _estimate(policy: Policy, rollout: Rollout, known: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """Return values of a rollout's observations, `known` where they are, and of what its steps reached, `[T, B]`."""
+    memory, values = EpisodeMemory(), list[Tensor]()
     if rollout.memory is not None:
-        memory, _ = _relive(cast(RecurrentPolicy, policy), rollout)
+        memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
+    values = values if known is None else known
     finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
-    known = list(values)
-    _, reached = estimate_values(policy, rollout.observations, known, rollout.terminated, finals, memory.state)
-    return reached.to(rollout.values.dtype)
+    here, reached = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
+    return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
 
 
 def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, list[Tensor]]:
