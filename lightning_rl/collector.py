@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from operator import itemgetter, setitem
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import observation_dtype
-from lightning_rl.policy_interface import Policy, RecurrentPolicy
+from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
 
@@ -100,7 +100,7 @@ class Collector:
         taken_times: list[Tensor] = []
         self._valid.fill(True)
         self._lost.fill(False)
-        recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
+        recurrent = as_recurrent(policy)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
         with torch.inference_mode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy import observation_dtype
-from lightning_rl.policy_interface import Policy, RecurrentPolicy
+from lightning_rl.policy_interface import Policy, as_recurrent
 
 Array = np.ndarray[Any, Any]
 
@@ -128,8 +128,8 @@ def play(
     observations = environments.reset() if any(episodes_per_environment) else np.empty(0)
     # A policy need not have a memory, nor know of any.
     acting: dict[str, Any] = {}
-    if getattr(policy, "memory", None) is not None:
-        acting["memory"] = cast(RecurrentPolicy, policy).initial_memory(len(slots), critic=False)
+    if (recurrent := as_recurrent(policy)) is not None:
+        acting["memory"] = recurrent.initial_memory(len(slots), critic=False)
     while any(slot.remaining for slot in slots):
         # A copy: the next step may write over what it got.
         observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)

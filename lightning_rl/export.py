@@ -9,7 +9,7 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lightning_rl.distributions import tensor_conversion
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import Nested, map_leaves, map_space, without
 from lightning_rl.policy import copy_to_cpu, observation_dtype
-from lightning_rl.policy_interface import RecurrentPolicy
+from lightning_rl.policy_interface import as_recurrent
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError, check
 
@@ -90,9 +90,8 @@ def example_inputs(policy: nn.Module, observation_space: spaces.Space[Any]) -> t
         return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(space, ActionMask) else row] * 2))
 
     observations = map_space(rows, acting_space(policy, observation_space))
-    if getattr(policy, "memory", None) is None:
-        return (observations,)
-    return observations, cast(RecurrentPolicy, policy).initial_memory(2, critic=False)
+    recurrent = as_recurrent(policy)
+    return (observations,) if recurrent is None else (observations, recurrent.initial_memory(2, critic=False))
 
 
 def export_program(

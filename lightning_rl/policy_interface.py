@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -92,3 +92,8 @@ class RecurrentPolicy(Protocol):
     def __call__(self, observations: Nested, sequences: Sequences) -> tuple[Distribution, Tensor]:
         """Return the action distribution and values `[N]` of rows `[N, ...]`, which follow one another in sequences."""
         ...
+
+
+def as_recurrent(policy: object) -> RecurrentPolicy | None:
+    """Return a policy that remembers as such; None where it does not, which need not know of memories at all."""
+    return cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.normalization import exact_dtype
 from lightning_rl.policy import observation_dtype
-from lightning_rl.policy_interface import Policy, RecurrentPolicy
+from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
 
 
@@ -93,7 +93,7 @@ class TensorCollector:
             self._started = True
         self._put(0, map_leaves(lambda storage: storage[-1].clone(), self._observations))
         acting = _Acting()
-        recurrent = cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
+        recurrent = as_recurrent(policy)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         with torch.no_grad():  # not `inference_mode`: the tensors of the environments are their own
