@@ -26,6 +26,7 @@ from lightning_rl import (
     EnvStepValidation,
     LastCheckpoint,
     RolloutDataModule,
+    shipped_configs,
 )
 from lightning_rl.cli import main
 from lightning_rl.distributions import SquashedGaussian
@@ -171,6 +172,26 @@ def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
     assert (config["data"]["num_envs"], config["model"]["init_args"]["clip_range"]) == (3, 0.3)  # b
     assert (config["model"]["init_args"]["gamma"], config["data"]["seed"]) == (0.9, 4)  # command line
     assert config["model"]["class_path"] == "lightning_rl.PPO"
+
+
+def test_a_shipped_configuration_is_given_by_its_name(capsys):
+    assert configuration(capsys, "fit", "--config", "ppo/cartpole") == configuration(
+        capsys, "fit", "--config", CARTPOLE
+    )
+    assert shipped_configs.names() == sorted(
+        f"{path.parent.name}/{path.stem}" for path in (ROOT / "configs").rglob("*.yaml")
+    )
+
+
+def test_a_file_goes_before_a_shipped_configuration_of_its_name(tmp_path, capsys):
+    Path("ppo").mkdir()
+    Path("ppo/cartpole").write_text("max_env_steps: 7")
+    assert configuration(capsys, "fit", "--model=PPO", "--data.env_id=x", "--config=ppo/cartpole")["max_env_steps"] == 7
+
+
+def test_a_wheel_brings_the_configurations_inside_the_package():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert built["force-include"] == {"configs": "lightning_rl/configs"}
 
 
 def test_model_options_have_a_short_form(capsys):
@@ -446,11 +467,15 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["train"], "argument subcommand: invalid choice: 'train'"),
         (["fit"], "the following arguments are required: .*data.env_id, .*model"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
+        (
+            ["fit", "--config=ppo/cartpol"],
+            "config='ppo/cartpol': expected a file, or .* configuration like ppo/cartpole,",
+        ),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
     ],
-    ids=["nothing", "command", "required", "file", "option", "beginning", "singular"],
+    ids=["nothing", "command", "required", "file", "name", "option", "beginning", "singular"],
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
     assert re.match(message, refused(capsys, *arguments, status=2))

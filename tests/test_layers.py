@@ -21,6 +21,7 @@ LAYERS = [
         "random_state",
         "rank_errors",
         "quiet",
+        "shipped_configs",
     },
     {"masks", "sequences", "episode_memory"},
     {

@@ -33,7 +33,7 @@ from tests.vectors.load import load
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config configs/ppo/cartpole.yaml"
+TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config ppo/cartpole"
 TEST = 'pip install -c constraints.txt -e ".[test]" && pytest -n auto'
 
 
