@@ -41,6 +41,7 @@ LAYERS = [
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
     {"sampler"},
+    {"actors"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress", "recorded_episodes"},
     {"cli_errors", "cli_parts"},
