@@ -93,8 +93,8 @@ class RolloutDataModule(LightningDataModule):
         action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
             `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
             draws its actions by, in training and evaluation. See the guide for their shapes.
-        num_actors: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy each,
-            which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
+        num_actors: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy
+            each, which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
             algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
         actor_prefetch: Rollouts that each of them may have ready or under way before the learner takes them.
         actor_start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
@@ -319,8 +319,8 @@ class RolloutDataModule(LightningDataModule):
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
         if self._sampler.begin_anew():
             rank_zero_warn(
-                f"num_actors={self.num_actors}: where the environments of actors are is not in checkpoints, so they begin "
-                "new episodes; weights, optimisers and counters go on from where they were"
+                f"num_actors={self.num_actors}: where the environments of actors are is not in checkpoints, so they "
+                "begin new episodes; weights, optimisers and counters go on from where they were"
             )
         setup = ActorSetup(
             self.spec,

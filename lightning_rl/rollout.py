@@ -57,6 +57,8 @@ class Rollout:
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
         frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
         actor: Which asynchronous actor collected it, of those of its rank; None: the learner itself.
+        log_rhos: Where an algorithm has put its own log-probabilities in the place of those of an earlier policy, by
+            how much they are larger, `[T, B]`; None elsewhere.
         dropped: How many rollouts before it were too old to learn from, with asynchronous actors.
         seconds: Wall time of collecting, with asynchronous actors that of waiting for it.
     """
@@ -105,6 +107,7 @@ class Rollout:
         self.failures: list[str] | None = None
         self.frames: int | None = None
         self.actor: int | None = None
+        self.log_rhos: Tensor | None = None
         self.dropped = 0
         self.seconds = seconds
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())

@@ -87,6 +87,7 @@ def layer_of(module: str) -> str:
             "clear",
             "critic_pretraining",
             "impala",
+            "overlap",
             "unrolls",
             "phases",
             "ppg",

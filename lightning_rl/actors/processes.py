@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
+from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
 from lightning_rl.actors.options import ActorOptions
 from lightning_rl.actors.transport import unpack
@@ -35,8 +35,8 @@ _GRACE = 5.0
 class ProcessActors:
     """Processes that collect while the learner learns: a source of rollouts.
 
-    Each has environments and a copy of the policy, and is asked for `prefetch` rollouts at a time; when one is taken, it
-    is asked for another. What is ready first is taken first.
+    Each has environments and a copy of the policy, and is asked for `prefetch` rollouts at a time; when one is taken,
+    it is asked for another. What is ready first is taken first.
 
     Args:
         options: How many, and how they are started.

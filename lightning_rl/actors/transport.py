@@ -66,7 +66,7 @@ def pack(rollout: Rollout, actor: int = 0) -> PackedRollout:
     fields = map_leaves(place, tensors)
     block: Tensor | bytearray = bytearray(end)
     if end > _MAX_IN_PIPE:
-        block = torch.empty(end, dtype=torch.uint8).share_memory_()
+        block = torch.empty(end, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     flat = _flat(block)
     for there, x in zip(leaves(fields), leaves(tensors), strict=True):
         _view(flat, there).copy_(x)

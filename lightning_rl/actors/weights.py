@@ -30,8 +30,8 @@ class SharedWeights:
     """
 
     def __init__(self, policy: nn.Module, context: BaseContext) -> None:
-        self._block = torch.zeros(_places(policy)[1], dtype=torch.uint8).share_memory_()
-        self._version = torch.full((1,), -1).share_memory_()
+        self._block = torch.zeros(_places(policy)[1], dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._version = torch.full((1,), -1).share_memory_()  # type: ignore[no-untyped-call]
         self._lock = context.Lock()
 
     def publish(self, policy: nn.Module, version: int) -> None:
@@ -44,7 +44,7 @@ class SharedWeights:
         Raises:
             WeightsLocked: An actor died while it was reading.
         """
-        block = torch.empty_like(self._block)
+        block = torch.empty(self.size, dtype=torch.uint8)
         for view, x in zip(_views(policy, block), _tensors(policy), strict=True):
             view.copy_(x.detach())
         if not self._lock.acquire(timeout=_PATIENCE):

@@ -7,11 +7,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -20,7 +20,7 @@ from lightning_rl.actors.weights import SharedWeights
 from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec
 from lightning_rl.environments.seeding import ACTORS, derive_seed
 from lightning_rl.environments.workers import live_with_parent
-from lightning_rl.policy_interface import PolicyOutput
+from lightning_rl.policy_interface import Policy, PolicyOutput
 from lightning_rl.sampler import Sampler
 from lightning_rl.validation import ConfigurationError
 
@@ -80,8 +80,8 @@ class Signs:
 
     def __init__(self, num_actors: int) -> None:
         now = time.monotonic()  # the same clock in all processes of a machine
-        self._since = torch.full((num_actors,), now, dtype=torch.float64).share_memory_()
-        self._stop = torch.zeros(1, dtype=torch.bool).share_memory_()
+        self._since = torch.full((num_actors,), now, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+        self._stop = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def begin(self, actor: int) -> None:
         """Say that an actor begins a rollout."""
@@ -105,7 +105,7 @@ class Signs:
         return bool(self._stop)
 
 
-class _Stopped(Exception):  # noqa: N818 - nothing is wrong
+class _Stopped(Exception):
     """The learner needs no more rollouts."""
 
 
@@ -134,7 +134,7 @@ class Actors(IterableDataset[PackedRollout | Failure]):
         assert worker is not None
         live_with_parent()
         if worker.id > 0:  # all would say the same
-            rank_zero_only.rank = worker.id
+            rank_zero_only.rank = worker.id  # type: ignore[attr-defined]
         try:
             yield from self._act(worker.id)
         except _Stopped:
@@ -145,10 +145,9 @@ class Actors(IterableDataset[PackedRollout | Failure]):
             self.signs.rest(worker.id)
 
     def _act(self, actor: int) -> Iterator[PackedRollout]:
-        setup, policy = self.setup, self.policy
-        reader = self.weights.reader(policy)
-        policy.requires_grad_(False)
-        dtype = next(policy.parameters()).dtype
+        setup, policy = self.setup, cast(Policy, self.policy)
+        reader = self.weights.reader(self.policy.requires_grad_(False))
+        dtype = next(self.policy.parameters()).dtype
         torch.set_default_dtype(dtype)  # as the Trainer's precision has it
         sampler = Sampler(setup.spec, setup.num_envs, setup.rollout_length, setup.info_keys)
         try:

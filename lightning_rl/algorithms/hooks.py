@@ -129,7 +129,7 @@ class Hooks(Reports):
             ConfigurationError: There are some, and the algorithm does not correct for their lag.
         """
         expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
-        if hasattr(self, "overlapped"):
+        if getattr(self, "can_overlap", False):
             expected += ", unless overlapped is true"
         check(not num_actors or self.corrects_for_lag, "num_actors", num_actors, expected)
 
