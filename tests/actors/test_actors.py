@@ -1,5 +1,6 @@
 """Actors in processes of their own: what they collect, and what becomes of a run in which one of them fails."""
 
+import itertools
 import os
 import signal
 import sys
@@ -84,7 +85,7 @@ def test_rollouts_are_those_of_the_version_that_they_name():
     of_actor = [[r for r in seen.rollouts if r.actor == actor] for actor in range(2)]
     for own in of_actor:
         assert len(own) > 1
-        for one, other in zip(own, own[1:], strict=False):
+        for one, other in itertools.pairwise(own):
             assert torch.equal(one.observations[-1], other.observations[0])
     first, second = (own[0].observations[0] for own in of_actor)
     assert not (first.unsqueeze(0) == second.unsqueeze(1)).all(-1).any()
@@ -174,7 +175,7 @@ def test_bad_options_are_refused(options, message):
 
 def test_an_algorithm_that_does_not_correct_for_lag_refuses_actors_before_it_begins():
     data = make_actors()
-    with pytest.raises(ConfigurationError, match="num_actors=1.*PPO learns from rollouts of the current policy alone"):
+    with pytest.raises(ConfigurationError, match=r"num_actors=1.*PPO learns from rollouts of the current policy alone"):
         make_trainer().fit(make(data, PPO), data)
     assert data._source is None
 

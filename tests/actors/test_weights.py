@@ -115,7 +115,7 @@ def test_a_lock_that_nobody_gives_back_ends_in_an_error(monkeypatch):
     monkeypatch.setattr("lightning_rl.actors.weights._PATIENCE", 0.05)
     weights = SharedWeights(make_policy(), FORK)
     weights._lock.acquire()
-    with pytest.raises(WeightsLocked, match="0.05 seconds"):
+    with pytest.raises(WeightsLocked, match=r"0\.05 seconds"):
         weights.publish(make_policy(), 1)
     weights._lock.release()
     weights.publish(make_policy(), 2)
