@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from multiprocessing.context import BaseContext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,11 @@ class SharedWeights:
         self._block = torch.zeros(_places(policy)[1], dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self._version = torch.full((1,), -1).share_memory_()  # type: ignore[no-untyped-call]
         self._lock = context.Lock()
+        # What the learner gathers the weights in, and its parts; made at the first use, and the learner's alone.
+        self._gathered: tuple[Tensor, list[Tensor]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_gathered": None}
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make a policy, on any device, the one that actors act with from their next rollout on.
@@ -44,9 +50,12 @@ class SharedWeights:
         Raises:
             WeightsLocked: An actor died while it was reading.
         """
-        block = torch.empty(self.size, dtype=torch.uint8)
-        for view, x in zip(_views(policy, block), _tensors(policy), strict=True):
-            view.copy_(x.detach())
+        if self._gathered is None:
+            block = torch.zeros(self.size, dtype=torch.uint8)
+            self._gathered = block, _views(policy, block)
+        block, views = self._gathered
+        with torch.no_grad():
+            torch._foreach_copy_(views, _tensors(policy))
         if not self._lock.acquire(timeout=_PATIENCE):
             raise WeightsLocked(f"the policy could not be published within {_PATIENCE:g} seconds")
         try:
