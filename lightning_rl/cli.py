@@ -129,6 +129,7 @@ class OnPolicyCLI(LightningCLI):
             super().instantiate_classes()
             if self.subcommand == "fit":
                 self.model.check_run(self.trainer, self.datamodule.rollout_shape)
+                self.model.check_actors(self.datamodule.num_actors)
             if self.checkpoint is not None:
                 check_fits(self.checkpoint, self.model)
             elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:

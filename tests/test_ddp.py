@@ -198,3 +198,19 @@ def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
 def test_times_are_those_of_all_ranks_too(ranks):
     logged = ranks[0]["ran"]["logged"][0]
     assert all(math.isfinite(logged[name]) and logged[name] > 0 for name in OWN_TO_A_RANK)
+
+
+@pytest.mark.parametrize("num_actors", ["0", "1"])
+def test_ranks_replay_what_is_their_own_and_take_the_same_steps(ranks, num_actors):
+    """CLEAR, from rollouts in step and from those of an actor of each rank."""
+    first, second = (rank["replays"][num_actors] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    for one, other in zip(first["firsts"], second["firsts"], strict=True):
+        assert not (one == other).all(-1).any()
+    assert not torch.equal(first["drawn"], second["drawn"])
+    for run in (first, second):
+        assert run["env_steps"] == [64, 128, 192, 256, 320]
+        assert run["policy_lag"] == ([0, 0, 0, 0, 0] if num_actors == "0" else [0, 1, 1, 1, 1])
+    assert len(first["kept"]) == len(second["kept"]) == 10
+    assert not any(torch.equal(x, y) for x in first["kept"] for y in second["kept"])
+    assert first["logged"] == second["logged"] and first["logged"]["train/replay_unrolls"] == 6

@@ -115,9 +115,6 @@ class OnPolicyAlgorithm(Targets, Hooks):
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
-    corrects_for_lag = False
-    """Whether rollouts of an earlier version of the policy are learned from as well; the lag is then logged."""
-
     def __init__(
         self,
         observation_space: spaces.Space[Any] | SpaceDict,
@@ -306,6 +303,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         for scheduler in self._schedulers():
             scheduler.step()
         self.policy_version += 1
+        self.publish_policy()
         frames = rollout.num_steps if rollout.frames is None else rollout.frames
         counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
         self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]

@@ -33,10 +33,13 @@ class Hooks(Reports):
     Attributes:
         observation_space: Of one environment.
         action_space: Of one environment.
+        corrects_for_lag: Whether rollouts of an earlier version of the policy are learned from as well; the lag is then
+            logged.
     """
 
     observation_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
+    corrects_for_lag = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,6 +117,26 @@ class Hooks(Reports):
         """Refuse what cannot work."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
+        self.check_actors(getattr(data, "num_actors", 0))
+
+    def check_actors(self, num_actors: int) -> None:
+        """Refuse rollouts of earlier policies where they would be taken for rollouts of this one.
+
+        Args:
+            num_actors: Asynchronous actors on each rank.
+
+        Raises:
+            ConfigurationError: There are some, and the algorithm does not correct for their lag.
+        """
+        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
+        if getattr(self, "can_overlap", False):
+            expected += ", unless overlapped is true"
+        check(not num_actors or self.corrects_for_lag, "num_actors", num_actors, expected)
+
+    def publish_policy(self) -> None:
+        """Tell the data, where they collect asynchronously, that there is a new version of the policy."""
+        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
+            publish()
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""

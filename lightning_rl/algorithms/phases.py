@@ -46,6 +46,7 @@ class Phases(PPO):
     separate_aux_optimizer: bool
     aux_memory_gib: float
     _in_auxiliary_phase = False
+    can_overlap = False
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
