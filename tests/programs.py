@@ -165,9 +165,11 @@ def _serve(requests: socket.socket) -> None:
     gc.freeze()  # so that collections of the programs copy no memory
     given = filter(None, os.environ["PYTHONPATH"].split(os.pathsep))
     base = [entry for entry in sys.path[1:] if entry not in {*given}]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the guards below are waited for by nobody
     while True:
         message, files, *_ = socket.recv_fds(requests, MAX_REQUEST, 3)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # guards that have ended
+                continue
         if not message:
             return
         if os.fork() == 0:
@@ -179,7 +181,6 @@ def _serve(requests: socket.socket) -> None:
 
 def _guard(request: dict, files: list[int], base: list[str]) -> None:
     """Fork a program and tell the tests its number and, when it has ended, its status."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     status, out, err = files
     pid = os.fork()
     if pid == 0:

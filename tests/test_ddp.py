@@ -120,7 +120,7 @@ def test_no_warning_that_a_user_cannot_act_on(ranks):
 
 @pytest.mark.parametrize(("option", "precision"), CASES)
 def test_two_ranks_take_the_steps_of_one_process_with_all_environments(ranks, alone, option, precision):
-    """Ten rollouts with normalisers, minibatches and another number of real steps on each rank."""
+    """Seven rollouts with normalisers, minibatches and another number of real steps on each rank."""
     one, tolerance = alone[option, precision], TOLERANCES[precision]
     for rank in ranks:
         learned = rank["learned"][option, precision]

@@ -110,11 +110,13 @@ def test_the_first_signal_saves_and_a_second_is_not_needed(signum, to):
 
 
 def test_a_second_signal_ends_the_program_at_once_with_the_last_good_checkpoint():
-    Path("slow.py").write_text(SLOW.format(seconds=3))
+    Path("slow.py").write_text(
+        SLOW.format(seconds=3).replace("        time", "        open('stepped', 'w')\n        time")
+    )
     with started(*WORKERS) as process:
-        wait_for(lambda: len(descendants(process.pid)) >= 2)
+        wait_for(Path("stepped").exists)  # the first rollout has begun; it takes a minute
         workers = descendants(process.pid)
-        time.sleep(3)  # the first rollout has begun; it takes a minute
+        assert len(workers) >= 2
         os.killpg(process.pid, signal.SIGINT)
         assert any(line.startswith("SIGINT: stopping") for line in process.stderr)  # as soon as it is said
         time.sleep(0.5)
