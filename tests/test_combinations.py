@@ -101,7 +101,8 @@ def test_it_trains_on_policy_and_plays(combination):
 
 @sample
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(combination, tmp_path: Path):
-    options = {"data": data_options(combination), "model": model_options(combination) | {"num_minibatches": 2}}
+    passes = {"num_epochs": 1, "num_minibatches": 2}
+    options = {"data": data_options(combination), "model": model_options(combination) | passes}
     assert_resumes_from((2,), "discrete", 4, tmp_path, **options)
 
 

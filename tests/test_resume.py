@@ -76,7 +76,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "toy_text": ({"env_id": "Taxi-v4"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
-    "minigrid": ({"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]}, {}),
+    "minigrid": (
+        {"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]},
+        {"num_epochs": 1},
+    ),
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
@@ -156,11 +159,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
     "dict_with_image": (
         {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
-        {"normalize_observations": True, "critic_only": ["answer"]},
+        {"normalize_observations": True, "critic_only": ["answer"], "num_epochs": 1},
     ),
     "tuple": (
         {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
-        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
+        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True, "num_epochs": 1},
     ),
     "wrapper_options": (
         {
@@ -186,7 +189,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "previous_action": True,
             "previous_reward": True,
         },
-        {},
+        {"num_epochs": 1},
     ),
     "masked": (
         # A length that leaves episodes, of three steps, in their middle.
@@ -197,7 +200,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_envs": 4,
             "rollout_length": 25,
         },
-        {},
+        {"num_epochs": 1},
     ),
     "conditional_masks": (
         {
