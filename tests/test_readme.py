@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from lightning_rl import (
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
+from tests import programs
 from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
@@ -78,9 +78,8 @@ def test_there_is_something_to_check():
 
 
 def test_the_training_command_and_the_scripts_of_the_readme_run():
-    command = [sys.executable, "-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2])]
     short = ["--max_env_steps=2048", "--data.eval_episodes=2"]
-    done = subprocess.run([*command, *short], capture_output=True, text=True, timeout=120)
+    done = programs.run("-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2]), *short)
     assert done.returncode == 0, done.stderr
     assert "Done: 2048 environment steps" in done.stdout
     # The promised output has the same form.
