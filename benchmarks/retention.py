@@ -16,10 +16,9 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 from gymnasium import spaces
-from lightning.pytorch import Trainer, seed_everything
-from record import RESULTS, hardware, source, versions, write_json
+from lightning.pytorch import seed_everything
+from short_runs import quiet_trainer, write_result
 
 from lightning_rl import CLEAR, IMPALA, RolloutDataModule
 from lightning_rl.callbacks import EnvStepLimit
@@ -79,27 +78,15 @@ def scores(algorithm: type[IMPALA], seed: int) -> list[list[float]]:
     model = algorithm(tasks[0].observation_space, tasks[0].action_space, **SETTINGS)
     rows = []
     for number, task in enumerate(tasks):
-        trainer(EnvStepLimit((number + 1) * STEPS)).fit(model, task)
-        rows.append([trainer().validate(model, each, verbose=False)[0]["val/episode_return"] for each in tasks])
+        limit = EnvStepLimit((number + 1) * STEPS)
+        quiet_trainer(limit, max_epochs=-1, check_val_every_n_epoch=10**9).fit(model, task)
+        rows.append([quiet_trainer().validate(model, each, verbose=False)[0]["val/episode_return"] for each in tasks])
     return rows
-
-
-def trainer(*callbacks: Any) -> Trainer:  # noqa: ANN401
-    """Return a Trainer that validates when it is asked to, and says nothing."""
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=-1,
-        num_sanity_val_steps=0,
-        check_val_every_n_epoch=10**9,
-        callbacks=list(callbacks),
-        **dict.fromkeys(quiet, False),
-    )
 
 
 def compare(seeds: int) -> dict[str, Any]:
     """Return the scores of both algorithms with every seed, and what is left of the first task's."""
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"steps_of_each_task": STEPS, "settings": SETTINGS, "data": DATA}
     for algorithm in (IMPALA, CLEAR):
         runs = [scores(algorithm, seed) for seed in range(seeds)]
         retention = [run[-1][0] / run[0][0] for run in runs]
@@ -115,15 +102,5 @@ def compare(seeds: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    torch.set_num_threads(1)
-    provenance = source()
-    content = {
-        "steps_of_each_task": STEPS,
-        "settings": SETTINGS,
-        "data": DATA,
-        **compare(parser.parse_args().seeds),
-        "source": provenance,
-        "versions": versions(),
-        "hardware": hardware(),
-    }
-    write_json(RESULTS / "retention" / "mappings.json", content)
+    seeds = parser.parse_args().seeds
+    write_result("retention/mappings", lambda: compare(seeds))
