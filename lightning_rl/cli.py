@@ -23,7 +23,16 @@ from lightning_rl.callbacks import EnvStepLimit
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
-from lightning_rl.cli_parts import CONFIG, EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
+from lightning_rl.cli_parts import (
+    CONFIG,
+    EpisodeLines,
+    SaveConfig,
+    chooses_data_class,
+    default_checkpoints,
+    has,
+    relative,
+    say,
+)
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -98,7 +107,9 @@ class OnPolicyCLI(LightningCLI):
         """
         fitting, config = self.config.subcommand == "fit", self.config[self.config.subcommand]
         quiet.command_line(evaluating=not fitting)
-        root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
+        data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
+        env_id = (data.init_args if self.subclass_mode_data else data).get("env_id", "environment")
+        root = run_root(config.trainer.default_root_dir, algorithm, env_id)
         name = path = config.get("ckpt_path")
         if name in ("last", "best"):
             path = find_checkpoint(root, name, resumable=fitting)
@@ -248,6 +259,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             OnPolicyAlgorithm,
             RolloutDataModule,
             subclass_mode_model=True,
+            subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
             parser_class=OneErrorParser,
             parser_kwargs=parser_options,
             save_config_callback=SaveConfig,

@@ -38,7 +38,7 @@ _NOISE = re.compile(
     rf"(- )?({_UNION}|Subtypes: |Errors:|Expected a <class 'NoneType'>|Given value type: |Given value: \w+\()"
 )
 # The options of such a class are not among those of `--help`.
-_OF_CLASS = re.compile(r"(model|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
+_OF_CLASS = re.compile(r"(model|data|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 

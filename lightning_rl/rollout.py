@@ -306,6 +306,13 @@ class Batch:
         return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
 
 
+def on_grid(rows: Tensor, places: Tensor, elsewhere: Tensor) -> Tensor:
+    """Return a copy of `elsewhere`, `[T, B, ...]`, that has `rows`, `[N, ...]`, at the places t · B + b, `[N]`."""
+    grid = elsewhere.clone(memory_format=torch.contiguous_format)
+    grid.view(-1, *grid.shape[2:])[places] = rows.to(grid.dtype)
+    return grid
+
+
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:
     """Raise unless a rollout can be cut into equal minibatches.
 

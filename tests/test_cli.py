@@ -29,6 +29,7 @@ from lightning_rl import (
     shipped_configs,
 )
 from lightning_rl.cli import main
+from lightning_rl.cli_parts import chooses_data_class
 from lightning_rl.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
 from tests import programs
@@ -197,6 +198,33 @@ def test_a_wheel_brings_the_configurations_inside_the_package():
 def test_model_options_have_a_short_form(capsys):
     config = configuration(capsys, "fit", "--config", CARTPOLE, "--model.gamma", "0.9")
     assert config["model"]["init_args"]["gamma"] == 0.9
+
+
+def test_the_class_of_the_data_can_be_chosen(capsys):
+    """By a file or an argument; where nothing does, `data` has the options of the default itself."""
+    named = "class_path: RecordedEpisodes\ninit_args:\n  env_id: CartPole-v1\n  episodes: some.pt\n"
+    Path("piece.yaml").write_text(named)
+    Path("data.yaml").write_text(yaml.safe_dump({"data": yaml.safe_load(named)}))
+    Path("of_fit.yaml").write_text(yaml.safe_dump({"fit": {"data": yaml.safe_load(named)}}))
+    for arguments in (
+        ["fit", "--config", "data.yaml"],
+        ["--config=of_fit.yaml", "fit"],
+        ["fit", "-c", "data.yaml"],
+        ["fit", "--data=piece.yaml"],
+        ["fit", "--data", "RecordedEpisodes", "--data.env_id=CartPole-v1", "--data.episodes", "some.pt"],
+        ["fit", "--data.class_path=RecordedEpisodes", "--data.env_id=CartPole-v1", "--data.episodes=some.pt"],
+    ):
+        data = configuration(capsys, *arguments, "--model=BehaviourCloning", "--data.num_envs=3")["data"]
+        assert data["class_path"] == "lightning_rl.RecordedEpisodes", arguments
+        chosen = {name: data["init_args"][name] for name in ("env_id", "episodes", "num_envs")}
+        assert chosen == {"env_id": "CartPole-v1", "episodes": "some.pt", "num_envs": 3}
+    Path("empty.yaml").write_text("")
+    Path("broken.yaml").write_text("data: [")
+    for file in (CARTPOLE, "empty.yaml", "broken.yaml", "missing.yaml", "."):
+        assert not chooses_data_class(["fit", "--config", file, "--data.num_envs=3"])
+    assert not chooses_data_class(["fit", "--data={env_id: CartPole-v1}", "--model.class_path=PPO", "--config"])
+    message = refused(capsys, "fit", "--config", "data.yaml", "--model=BehaviourCloning", "--data.episode=x", status=2)
+    assert "did you mean episodes" in message
 
 
 def test_a_printed_configuration_is_a_configuration(capsys):
