@@ -54,15 +54,15 @@ def load_algorithm(path: str | Path) -> OnPolicyAlgorithm:
     Raises:
         ConfigurationError: It is no checkpoint of this package, or its class is not known.
     """
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, "path")
     options = checkpoint["hyper_parameters"]
     name = options.get("_class_path") or checkpoint[CHECKPOINT_KEY]["algorithm"]
     found: Any = None
     if name is not None:
-        found = import_class("ckpt_path", name) if "." in name else getattr(algorithms, name, None)
+        found = import_class("path", name) if "." in name else getattr(algorithms, name, None)
     if found is None:
         raise ConfigurationError(
-            f"ckpt_path={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
+            f"path={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
             "command line trained; load it by its own class's load_from_checkpoint"
         )
     return found.load_from_checkpoint(path, map_location="cpu")  # type: ignore[no-any-return]
@@ -88,7 +88,7 @@ def load_data(path: str | Path, config: str | Path | None = None) -> RolloutData
     config = config_of(path) if config is None else config
     if config is not None:
         return _from_config(Path(config))
-    stored = read_checkpoint(path).get(RolloutDataModule.__qualname__, {}).get("settings", {})
+    stored = read_checkpoint(path, "path").get(RolloutDataModule.__qualname__, {}).get("settings", {})
     if "env_id" not in stored:
         raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
     return RolloutDataModule(**stored)

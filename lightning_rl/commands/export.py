@@ -25,7 +25,7 @@ def parser() -> ArgumentParser:
         help=f"One of {', '.join(get_args(ExportFormat))}: for any runtime of ONNX, or for PyTorch.",
     )
     made.add_argument(
-        "--output", type=str | None, default=None, help="The folder; by default `policies/step=…` beside checkpoints."
+        "--output", type=str | None, default=None, help="The folder; by default in `policies` beside checkpoints."
     )
     made.add_argument(
         "--programs",
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
     beside = Path(options.ckpt_path).absolute().parent.parent / "policies"
     folder = export_policy(
         model,
-        options.output or beside / f"{FOLDER_PATTERN.format(model.env_steps)}-{options.format}",
+        options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}",
         data.spec.env_id,
         format=options.format,
         programs=options.programs,
