@@ -3,8 +3,8 @@
     python examples/play_onnx.py
 
 after `lightning-rl fit --config configs/ppo/cartpole.yaml` and `lightning-rl export --ckpt_path … --output policy`.
-Names, dtypes and shapes of what goes in and comes out are in the model's own metadata. A memory is zero where an episode
-begins, and `memory.…` of the next step is `next_memory.…` of this one.
+Names, dtypes and shapes of what goes in and comes out are in the model's own metadata. A memory is zero where an
+episode begins, and `memory.…` of the next step is `next_memory.…` of this one.
 """
 
 import json

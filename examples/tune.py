@@ -3,8 +3,8 @@
     python examples/tune.py
 
 A trial reports the return of every validation at its environment steps, and is stopped where others did better there.
-Trials are kept in a file: started again, or started twice at once, this goes on with the same study. What it writes runs
-as it is: `lightning-rl fit --config best.yaml`.
+Trials are kept in a file: started again, or started twice at once, this goes on with the same study. What it writes
+runs as it is: `lightning-rl fit --config best.yaml`.
 """
 
 from pathlib import Path

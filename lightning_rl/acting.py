@@ -76,9 +76,7 @@ def _part(observation: Nested, path: str) -> Any:  # noqa: ANN401
     try:
         return part_at(observation, path)
     except (KeyError, IndexError, TypeError) as error:
-        raise ConfigurationError(
-            f"observation: there is no {path!r} in it: expected what the policy acts on"
-        ) from error
+        raise ConfigurationError(f"observation has no {path!r}: expected every part that the policy acts on") from error
 
 
 def _is_single(space: spaces.Space[Any], parts: dict[str, Any]) -> bool:

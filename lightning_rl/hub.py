@@ -1,7 +1,8 @@
 """Checkpoints on the Hugging Face Hub, with what is needed to use and to judge them.
 
-A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Checkpoints are data:
-reading one that somebody else wrote executes nothing. A configuration names classes that are imported, so look at it.
+A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Checkpoints are
+data: reading one that somebody else wrote executes nothing. A configuration names classes that are imported, so look at
+it first.
 """
 
 from __future__ import annotations

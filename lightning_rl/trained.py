@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 
 from lightning_rl import algorithms
@@ -103,7 +103,11 @@ def _from_config(path: Path) -> RolloutDataModule:
         raise ConfigurationError(f"config={str(path)!r} has no data: expected the configuration of a run")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(RolloutDataModule, "data", fail_untyped=False)
-    return parser.instantiate_classes(parser.parse_object({"data": data})).data  # type: ignore[no-any-return]
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # older releases call it so
+    try:
+        return instantiate(parser.parse_object({"data": data})).data  # type: ignore[no-any-return]
+    except ArgumentError as error:
+        raise ConfigurationError(f"config={str(path)!r}: {error}") from error
 
 
 def play_episodes(

@@ -10,12 +10,12 @@ from lightning_rl.validation import ConfigurationError
 _REASONS = {
     LearningRateFinder: (
         "it picks a rate by how fast a loss falls, and the loss of a policy gradient does not measure the policy; it "
-        "would also train on while the rate grows: expected runs that are compared by their return, as examples/tune.py "
-        "makes them, or adaptive_learning_rate"
+        "would also train on while the rate grows: expected runs compared by their return, as in examples/tune.py, or "
+        "adaptive_learning_rate"
     ),
     BatchSizeFinder: (
-        "a batch is a rollout, whose size is part of the algorithm and not what fits into memory: expected num_envs and "
-        "rollout_length as the task needs them, and more minibatches where memory is short"
+        "a batch is a rollout, whose size is part of the algorithm, not whatever fits into memory: expected num_envs "
+        "and rollout_length as the task needs them, and more minibatches where memory is short"
     ),
 }
 
