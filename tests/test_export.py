@@ -177,7 +177,7 @@ def test_the_description_says_what_the_programs_take(tmp_path):
     inside: dict[str, Any] = {"policy.json": ""}
     torch.export.load(folder / "greedy.pt2", extra_files=inside)
     assert json.loads(inside["policy.json"]) == found
-    memory = export_policy(make("lstm"), tmp_path / "lstm") / "policy.json"
+    memory = export_policy(make("lstm"), tmp_path / "lstm", programs=["greedy"]) / "policy.json"
     state = {"dtype": "float32", "shape": [2, 8]}
     assert json.loads(memory.read_text())["memory"] == {"actor": [state, state]}
 
@@ -198,7 +198,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
     model = make("beta")
     for env_steps in (1, 2):
         model.env_steps = env_steps
-        export_policy(model, tmp_path / "policy")
+        export_policy(model, tmp_path / "policy", programs=["greedy"])
     assert json.loads((tmp_path / "policy" / "policy.json").read_text())["env_steps"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     (tmp_path / "mine").mkdir()

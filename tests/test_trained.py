@@ -1,6 +1,7 @@
 """What a checkpoint is good for: its algorithm, its environments, its score, the Hub."""
 
 import json
+import re
 from pathlib import Path
 
 import huggingface_hub
@@ -15,6 +16,7 @@ from lightning_rl.trained import Score, config_of, load_algorithm, load_data, pl
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 
+SHARING = Path(__file__).parents[1] / "docs/sharing.md"
 PARTIAL = {"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}
 SCORE = Score(mean=123.456, std=7.0, episodes=4, deterministic=True)
 
@@ -127,7 +129,8 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
         return "https://hub/me/cart/commit/1"
 
     def snapshot_download(repo_id, *, revision, local_dir, allow_patterns):
-        assert (repo_id, revision, set(allow_patterns)) == ("me/cart", "main", set(FILES))
+        sent["asked"] = (repo_id, revision, set(allow_patterns))
+        local_dir = local_dir or tmp_path / "cache"
         Path(local_dir).mkdir()
         for name, content in sent["files"].items():
             Path(local_dir, name).write_bytes(content)
@@ -142,10 +145,20 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
     assert json.loads(sent["files"]["score.json"])["score"]["episodes"] == 2
     folder = tmp_path / "pulled"
     assert run_command(["pull", "me/cart", "--revision=main", f"--folder={folder}"])
+    assert sent["asked"] == ("me/cart", "main", set(FILES))
     printed = capsys.readouterr().out
     assert "Done: https://hub/me/cart/commit/1" in printed
     assert str(folder / "model.ckpt") in printed
     assert load_algorithm(folder / "model.ckpt").env_steps == 32
+
+    # As the guide has it.
+    monkeypatch.chdir(tmp_path)
+    Path("cartpole.ckpt").write_bytes(checkpoint.read_bytes())
+    namespace: dict = {}
+    (script,) = re.findall(r"^```python\n(.*?)^```$", SHARING.read_text(), re.MULTILINE | re.DOTALL)
+    exec(script, namespace)
+    assert sent["created"] == ("me/ppo-cartpole", {"private": False, "exist_ok": True})
+    assert namespace["model"].env_steps == 32
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: tmp_path)
     with pytest.raises(ConfigurationError, match=r"repo_id='me/cart' is not valid: expected a repository with a model"):

@@ -12,7 +12,7 @@ COMMANDS = {
     "pull": "Fetch a checkpoint from the Hugging Face Hub.",
     "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
 }
-"""What each command is for. Its module is called as it is, and has a `run(arguments)`."""
+"""What each command is for. Its module is called as it is, and has a `parser()` and a `run(arguments)`."""
 
 
 def run_command(arguments: list[str]) -> bool:
