@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from lightning_rl.algorithms.warm_start import Part
 from lightning_rl.callbacks import EnvStepLimit
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
-from lightning_rl.cli_errors import OneErrorParser, error_message
+from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
     EpisodeLines,
@@ -33,6 +32,7 @@ from lightning_rl.cli_parts import (
     relative,
     say,
 )
+from lightning_rl.commands import overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -253,7 +253,8 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             with 1 where a setting or an environment is at fault.
     """
     quiet.command_line()
-    parser_options = {"prog": "lightning-rl", "description": "On-policy reinforcement learning for PyTorch Lightning."}
+    about = f"On-policy reinforcement learning for PyTorch Lightning. {overview()}"
+    parser_options = {"prog": "lightning-rl", "description": about}
     try:
         return OnPolicyCLI(
             OnPolicyAlgorithm,
@@ -271,7 +272,5 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             args=args,
         )
     except Exception as error:
-        if (message := error_message(error)) is None:
-            raise
-        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        end_with_message(error)
+        raise

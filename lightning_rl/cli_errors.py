@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl import algorithms, callbacks, checkpoints, progress
 from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
 from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.validation import ConfigurationError
@@ -31,6 +32,7 @@ _OURS = (
     FloatingPointError,
     MisconfigurationException,
     RankFailure,
+    RoundTripError,
 )
 _UNION = "Does not validate against any of the Union subtypes"
 # What the parser says about each type of a union that an option could have had.
@@ -95,6 +97,13 @@ def error_message(error: BaseException) -> str | None:
             return str(cause) + (_place(cause.__cause__) if isinstance(cause, EnvironmentFailure) else "")
         cause = cause.__cause__ or cause.__context__
     return _brief(str(error)) if _UNION in str(error) else None
+
+
+def end_with_message(error: BaseException) -> None:
+    """End the process with one message and status 1; return where only a traceback would help."""
+    if (message := error_message(error)) is not None:
+        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def _place(cause: BaseException | None) -> str:

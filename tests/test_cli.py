@@ -454,6 +454,7 @@ def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
         (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
         (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
         (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True is not valid: .* with an end"),
+        (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

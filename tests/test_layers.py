@@ -38,14 +38,18 @@ LAYERS = [
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},
     {"interruption", "runs", "trunk"},
     {"policy", "environments", "metrics"},
-    {"estimates", "export"},
+    {"acting", "estimates"},
+    {"export"},
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "restoring"},
     {"sampler"},
     {"actors"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress", "recorded_episodes"},
+    {"trained"},
+    {"hub"},
     {"cli_errors", "cli_parts"},
+    {"commands"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -139,3 +143,11 @@ def test_the_functional_core_imports_torch_alone():
 def test_the_checks_would_notice_a_wrong_import():
     tree = ast.parse("def f():\n    from lightning_rl.cli import main\n    from lightning_rl import datamodule")
     assert own_imports(tree) == {"cli", "datamodule"}
+
+
+def test_what_few_need_is_imported_by_those_alone():
+    """Neither `import lightning_rl` nor `--help` waits for these: nothing imports them where a module begins."""
+    rare = {"onnx", "onnxruntime", "onnxscript", "optuna", "huggingface_hub"}
+    for module, tree in MODULES.items():
+        at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not rare & {name.partition(".")[0] for node in at_once for name in imported(node)}, module

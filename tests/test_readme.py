@@ -27,6 +27,7 @@ from lightning_rl import (
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
+from lightning_rl.commands import COMMANDS as COMMANDS_OF_THEIR_OWN
 from tests import programs
 from tests.vectors.load import load
 
@@ -43,6 +44,10 @@ def as_in_a_checkout(in_tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
     Path("configs").symlink_to(ROOT / "configs")
     Path("mine.yaml").write_text("data: {num_envs: 4}\n")
+    # What other commands and scripts of the guide leave behind.
+    Path("pulled").mkdir()
+    for path in ("best.yaml", "pulled/config.yaml"):
+        Path(path).symlink_to(ROOT / "configs/ppo/cartpole.yaml")
     monkeypatch.syspath_prepend(str(in_tmp_path))
 
 
@@ -129,6 +134,7 @@ def test_the_scripts_about_exporting_and_logging_run():
             exec(script, namespace)
     assert namespace["actions"].shape == (3,)
     assert namespace["memory"]["actor"].abs().sum() > 0
+    assert namespace["action"] in namespace["env"].action_space
     assert sorted(path.name for path in Path("policies").iterdir()) == ["final", "step=1024", "step=512"]
     described = set(re.findall(r"`(\w+)`", (ROOT / "docs/export.md").read_text()))
     assert set(json.loads(Path("policies/final/policy.json").read_text())) <= described
@@ -179,6 +185,10 @@ def test_own_network_environment_and_algorithm_work_as_described():
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
+    if command[0] in COMMANDS_OF_THEIR_OWN:
+        module = importlib.import_module(f"lightning_rl.commands.{command[0]}")
+        assert module.parser().parse_args(command[1:])
+        return
     asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]
     with pytest.raises(SystemExit) as exit_:
         main(command if any(option in command for option in asks) else [*command, "--print_config"])

@@ -17,6 +17,7 @@ from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
+from lightning_rl.algorithms.tuners import refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -74,7 +75,12 @@ class Hooks(Reports):
         return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
+        """Guard every Trainer against interruptions; what overrides it adds to what it returns.
+
+        Raises:
+            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size.
+        """
+        refuse_tuners(self.trainer)  # before anything else: the Tuner's own checks say something else
         present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if present else [InterruptionGuard()]
 
@@ -90,6 +96,7 @@ class Hooks(Reports):
         """
         has_step = type(self).training_step is not LightningModule.training_step
         check(has_step, "model", type(self).__name__, "an algorithm, a class that has a training_step")
+        refuse_tuners(trainer)
         # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
         on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
