@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.environments import Backend
 from lightning_rl.rollout import Rollout
+from lightning_rl.validation import ClassSpec
 
 # The other backends want the newer name; no sticky actions makes it the same game.
 _ATARI_ID = "ALE/Pong-v5"
@@ -34,9 +35,16 @@ def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutD
         workload["num_steps"],
         workload["rollouts"],
         backend=backend,
+        wrappers=_wrappers(workload),
         atari=atari,
         seed=seed,
     )
+
+
+def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
+    if "shown" not in workload:
+        return None
+    return [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": workload["shown"]}}]
 
 
 def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] = PPO) -> PPO:
@@ -59,6 +67,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         activation=workload["activation"],
         normalize_observations=workload["normalize"],
         normalize_rewards=workload["normalize"],
+        memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
 
 
