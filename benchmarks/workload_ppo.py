@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch_cartpole
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,12 +19,15 @@ from lightning_rl.validation import ClassSpec
 
 # The other backends want the newer name; no sticky actions makes it the same game.
 _ATARI_ID = "ALE/Pong-v5"
+_IN_TORCH = {"CartPole-v1": torch_cartpole.ID}
 
 
 def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutDataModule:
     """Return the environments of a workload."""
     env_id: str = workload["env_id"]
     atari = None
+    if backend == "torch":
+        env_id = _IN_TORCH[env_id]
     if "NoFrameskip" in env_id:
         env_id = env_id if backend == "sync" else _ATARI_ID
         atari = AtariPreprocessing(
@@ -67,6 +71,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         activation=workload["activation"],
         normalize_observations=workload["normalize"],
         normalize_rewards=workload["normalize"],
+        compile_loss=workload.get("compiled", False),
         memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
 
