@@ -33,9 +33,10 @@ PEERS = {
     "rsl_rl": (("W1", "W2"), "rsl_rl_ppo.py"),
     "sheeprl": (("W1", "W2", "W3"), "sheeprl_ppo.py"),
     "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
+    "ding": (("W5",), "ding_ppg.py"),
 }
 # Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
-STEPS = {"W1": 100_000, "W2": 24_576, "W3": 6_144, "W4": 16_384}
+STEPS = {"W1": 100_000, "W2": 24_576, "W3": 6_144, "W4": 16_384, "W5": 65_536}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Comparison:
         compiled: Whether ours compiles its losses.
         pairs: How many runs of either side, in alternation.
         steps: Of each run; None: those of `STEPS`.
+        folder: Where the result is kept.
     """
 
     workload: str
@@ -57,6 +59,7 @@ class Comparison:
     compiled: bool = False
     pairs: int = 5
     steps: int | None = None
+    folder: Path = RESULTS / "throughput"
 
     @property
     def variant(self) -> str:
@@ -65,9 +68,9 @@ class Comparison:
 
     @property
     def path(self) -> Path:
-        """Where the result is kept."""
+        """The file of the result."""
         name = "-".join(part for part in (self.workload, self.peer, self.variant) if part)
-        return RESULTS / "throughput" / f"{name}.json"
+        return self.folder / f"{name}.json"
 
     def commands(self, seed: int, python: str) -> tuple[list[str], list[str]]:
         """Return the command lines of ours and theirs."""
@@ -142,8 +145,6 @@ def summary(comparison: Comparison, runs: list[dict[str, Any]]) -> dict[str, Any
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(ratio, 3) for ratio in ratios],
         }
-    for unit in ("peak_rss_mb", "startup_s"):
-        result[unit] = {"ours": min(one[unit] for one in ours), "theirs": min(one[unit] for one in theirs)}
     return result | {"runs": runs}
 
 

@@ -1,7 +1,7 @@
 """Run every comparison of `benchmarks/README.md`, one after another: `python benchmarks/compare_all.py`.
 
-The two fastest peers of a workload meet ours in five pairs, the others in one. What is kept already of the package as it
-is now is not run again, so that an interrupted run goes on where it was; a pair that fails is told of and left out.
+The two fastest peers of a workload meet ours in five pairs, the others in one. What is kept already of the package as
+it is now is not run again, so that an interrupted run goes on where it was; a pair that fails is told of and left out.
 
     python benchmarks/compare_all.py --list             what would be run, and what is kept
     python benchmarks/compare_all.py --workloads W1 W4  some workloads only
@@ -15,12 +15,19 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from compare import PEERS, STEPS, Comparison, compare, done_before, interpreter
-from record import source
+from record import RESULTS, source
 
 # The two that have been seen to be the fastest, per workload; and what else ours are run with against these.
-FASTEST = {"W1": ("skrl", "sb3"), "W2": ("sb3", "skrl"), "W3": ("rl_games", "skrl"), "W4": ("sb3_contrib",)}
+FASTEST = {
+    "W1": ("skrl", "sb3"),
+    "W2": ("sb3", "skrl"),
+    "W3": ("rl_games", "skrl"),
+    "W4": ("sb3_contrib",),
+    "W5": ("ding",),
+}
 OTHERWISE = {
     "W1": [{"backend": "native"}, {"backend": "torch"}, {"backend": "envpool"}],
     "W2": [{"backend": "envpool"}],
@@ -52,13 +59,14 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", choices=sorted(PEERS), default=sorted(PEERS))
     parser.add_argument("--pairs", type=int, default=5, help="against the fastest peers")
     parser.add_argument("--steps", type=int, help="environment steps of each run")
+    parser.add_argument("--out", type=Path, default=RESULTS / "throughput", help="folder of the results")
     parser.add_argument("--list", action="store_true", help="run nothing")
     args = parser.parse_args()
     digest, failed = source()["package_sha256"], False
     for comparison in plan(args.workloads, args.pairs):
         if comparison.peer not in args.peers:
             continue
-        comparison = dataclasses.replace(comparison, steps=args.steps)
+        comparison = dataclasses.replace(comparison, steps=args.steps, folder=args.out)
         kept = len(done_before(comparison, digest)) // 2
         print(f"{comparison.path.stem}: {kept} of {comparison.pairs} pairs are there", flush=True)
         if args.list or kept == comparison.pairs:
@@ -73,7 +81,9 @@ def main() -> int:
             print(f"{comparison.path.stem}: {error}", file=sys.stderr)
             failed = True
             continue
-        print(f"{comparison.path.stem}: {found['sps_cpu']['ratio']} of CPU, {found['sps']['ratio']} of wall", flush=True)
+        print(
+            f"{comparison.path.stem}: {found['sps_cpu']['ratio']} of CPU, {found['sps']['ratio']} of wall", flush=True
+        )
     return int(failed)
 
 

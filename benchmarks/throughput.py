@@ -170,7 +170,10 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
     parser.add_argument("--save", action="store_true", help="keep the result of --share")
-    return parser.parse_args(args)
+    parsed = parser.parse_args(args)
+    if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
+        parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
+    return parsed
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def advance(state: Tensor, actions: Tensor) -> Tensor:
         state: Position, velocity, angle and angular velocity, `[B, 4]`.
         actions: 0 or 1, `[B]`.
     """
-    x, x_dot, theta, theta_dot = state.unbind(1)
+    _, x_dot, theta, theta_dot = state.unbind(1)
     force = (actions * 2 - 1) * _FORCE
     cos, sin = torch.cos(theta), torch.sin(theta)
     pole = _POLE_MASS * _HALF_LENGTH

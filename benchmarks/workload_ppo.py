@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl import PPG, PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.environments import Backend
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ClassSpec
@@ -51,11 +51,23 @@ def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
     return [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": workload["shown"]}}]
 
 
-def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] = PPO) -> PPO:
-    """Return the PPO of a workload; its parameters come from torch's global generator."""
-    return kind(
+def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] | None = None) -> PPO:
+    """Return the algorithm of a workload; its parameters come from torch's global generator.
+
+    Args:
+        workload: From `workloads.json`.
+        data: Its environments.
+        kind: A subclass of the algorithm; None: the algorithm itself.
+    """
+    phases: dict[str, Any] = {}
+    if workload.get("algorithm") == "ppg":
+        names = {"num_policy_iterations": "policy_iterations", "num_aux_epochs": "aux_epochs"}
+        phases = {name: workload[key] for name, key in names.items()}
+    made = kind or (PPG if phases else PPO)
+    return made(
         data.observation_space,
         data.action_space,
+        **phases,
         num_epochs=workload["epochs"],
         num_minibatches=workload["minibatches"],
         learning_rate=workload["lr"],

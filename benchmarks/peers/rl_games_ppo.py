@@ -49,7 +49,12 @@ class Environments(IVecEnv):  # type: ignore[misc]
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
         observations, rewards, terminated, truncated, _ = self.env.step(actions)
-        return self._observed(observations), rewards.astype(np.float32), terminated | truncated, {"time_outs": truncated}
+        return (
+            self._observed(observations),
+            rewards.astype(np.float32),
+            terminated | truncated,
+            {"time_outs": truncated},
+        )
 
     def get_env_info(self) -> dict[str, Any]:
         observed = self.env.single_observation_space

@@ -1,7 +1,7 @@
 """rsl_rl's PPO and runner on a workload, over Gymnasium's `SyncVectorEnv`.
 
-It has continuous actions only: on CartPole the sign of one Gaussian chooses, so that its policy there is another one. No
-workload with images. Observations are normalised by Gymnasium's wrappers, as for the others.
+It has continuous actions only: on CartPole the sign of one Gaussian chooses, so that its policy there is another one.
+No workload with images. Observations are normalised by Gymnasium's wrappers, as for the others.
 """
 
 from __future__ import annotations
