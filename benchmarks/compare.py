@@ -1,11 +1,14 @@
 """Time this package and a peer in alternation on one thread, and keep every pair.
 
     python benchmarks/compare.py W1 sb3
+    python benchmarks/compare.py W1 sb3 --backend native
 
 Ours, theirs, ours, theirs …: what else the machine does meanwhile meets both. Each run is a process of its own; the
 ratio of each pair is ours / theirs, and the median over pairs is what is reported. The peer runs in the virtual
 environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`), which has `benchmarks/peers/requirements-<peer>.txt`
-installed. The result goes to `benchmarks/results/throughput/<workload>-<peer>.json`.
+installed, on Gymnasium's synchronous environments; `--backend` is what ours run on. The result goes to
+`benchmarks/results/throughput/<workload>-<peer>[-<backend>].json`, a pair at a time: started again, it goes on where it
+was, unless the package has changed since.
 """
 
 from __future__ import annotations
@@ -16,66 +19,147 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from record import RESULTS, ROOT, hardware, source, versions, write_json
 
-PEERS = ("sb3", "skrl")
+# What each peer has a driver for: the workloads that it can do, and the script.
+PEERS = {
+    "sb3": (("W1", "W2", "W3"), "sb3_ppo.py"),
+    "skrl": (("W1", "W2", "W3"), "skrl_ppo.py"),
+    "rl_games": (("W1", "W2", "W3"), "rl_games_ppo.py"),
+    "rsl_rl": (("W1", "W2"), "rsl_rl_ppo.py"),
+    "sheeprl": (("W1", "W2", "W3"), "sheeprl_ppo.py"),
+    "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
+    "ding": (("W5",), "ding_ppg.py"),
+}
 # Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
-STEPS = {"W1": 100_000, "W2": 24_576, "W3": 4_096}
+STEPS = {"W1": 100_000, "W2": 24_576, "W3": 6_144, "W4": 16_384, "W5": 65_536}
 
 
-def run(python: str, script: str, workload: str, steps: int, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared.
+
+    Attributes:
+        workload: Of `workloads.json`.
+        peer: Against whom.
+        backend: What our environments are stepped by; the peer's are Gymnasium's synchronous ones.
+        compiled: Whether ours compiles its losses.
+        pairs: How many runs of either side, in alternation.
+        steps: Of each run; None: those of `STEPS`.
+        folder: Where the result is kept.
+    """
+
+    workload: str
+    peer: str
+    backend: str = "sync"
+    compiled: bool = False
+    pairs: int = 5
+    steps: int | None = None
+    folder: Path = RESULTS / "throughput"
+
+    @property
+    def variant(self) -> str:
+        """How ours differs from the plain one, in a word; empty where it does not."""
+        return "-".join(([] if self.backend == "sync" else [self.backend]) + ["compiled"] * self.compiled)
+
+    @property
+    def path(self) -> Path:
+        """The file of the result."""
+        name = "-".join(part for part in (self.workload, self.peer, self.variant) if part)
+        return self.folder / f"{name}.json"
+
+    def commands(self, seed: int, python: str) -> tuple[list[str], list[str]]:
+        """Return the command lines of ours and theirs."""
+        here = ROOT / "benchmarks"
+        common = [self.workload, "--steps", str(self.steps or STEPS[self.workload]), "--seed", str(seed)]
+        ours = [sys.executable, str(here / "throughput.py"), *common, "--backend", self.backend]
+        theirs = [python, str(here / "peers" / PEERS[self.peer][1]), *common]
+        return ours + ["--compiled"] * self.compiled, theirs
+
+
+def interpreter(peer: str) -> Path:
+    """Return the Python of a peer's virtual environment, which may not exist."""
+    return Path(os.environ.get("PEERS_VENVS", Path.home() / "peers-venvs")) / peer / "bin" / "python"
+
+
+def run(command: list[str]) -> dict[str, Any]:
     """Run a driver on one thread and return its last line.
 
     Raises:
         RuntimeError: It failed; with what it wrote.
     """
-    command = [python, str(ROOT / "benchmarks" / script), workload, "--steps", str(steps), "--seed", str(seed)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
-        raise RuntimeError(f"{script} {workload} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(command[1:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def compare(workload: str, peer: str, steps: int, pairs: int, python: str) -> dict[str, Any]:
-    """Run the pairs, with seeds 1, 2, …, and return everything."""
+def done_before(comparison: Comparison, digest: str) -> list[dict[str, Any]]:
+    """Return the runs that are kept of the package as it is now, ours and theirs in alternation."""
+    if not comparison.path.exists():
+        return []
+    kept = json.loads(comparison.path.read_text())
+    same = kept["source"]["package_sha256"] == digest
+    steps = comparison.steps or STEPS[comparison.workload]
+    same = same and kept.get("steps") == steps
+    return list(kept["runs"][: 2 * comparison.pairs]) if same else []
+
+
+def compare(comparison: Comparison) -> dict[str, Any]:
+    """Run the pairs that are missing, with seeds 1, 2, …, keep each at once, and return everything."""
     provenance = source()
-    results = []
-    for seed in range(1, pairs + 1):
-        ours = run(sys.executable, "throughput.py", workload, steps, seed)
-        theirs = run(python, f"peers/{peer}_ppo.py", workload, steps, seed)
-        results.append({"ours": ours, "theirs": theirs})
-        print(f"{workload} {peer} seed {seed}: {ours['sps_cpu']} / {theirs['sps_cpu']}", file=sys.stderr)
-    summary: dict[str, Any] = {"workload": workload, "peer": peer, "peer_version": results[0]["theirs"]["version"]}
+    runs = done_before(comparison, provenance["package_sha256"])
+    python = str(interpreter(comparison.peer))
+    for seed in range(len(runs) // 2 + 1, comparison.pairs + 1):
+        pair = [run(command) for command in comparison.commands(seed, python)]
+        print(f"{comparison.path.stem} seed {seed}: {pair[0]['sps_cpu']} / {pair[1]['sps_cpu']}", file=sys.stderr)
+        runs += pair
+        result = summary(comparison, runs)
+        result |= {"source": provenance, "versions": versions(), "hardware": hardware()}
+        write_json(comparison.path, result)
+    kept: dict[str, Any] = json.loads(comparison.path.read_text())
+    return kept
+
+
+def summary(comparison: Comparison, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians and ratios of runs, ours and theirs in alternation."""
+    ours, theirs = runs[::2], runs[1::2]
+    result: dict[str, Any] = {
+        "workload": comparison.workload,
+        "peer": comparison.peer,
+        "peer_version": theirs[0]["version"],
+        "variant": comparison.variant,
+        "steps": comparison.steps or STEPS[comparison.workload],
+    }
     for unit in ("sps_cpu", "sps"):
-        ratios = [pair["ours"][unit] / pair["theirs"][unit] for pair in results]
-        summary[unit] = {
-            "ours": statistics.median(pair["ours"][unit] for pair in results),
-            "theirs": statistics.median(pair["theirs"][unit] for pair in results),
+        ratios = [mine[unit] / other[unit] for mine, other in zip(ours, theirs, strict=True)]
+        result[unit] = {
+            "ours": statistics.median(one[unit] for one in ours),
+            "theirs": statistics.median(one[unit] for one in theirs),
             "ratio": round(statistics.median(ratios), 3),
             "ratios": [round(ratio, 3) for ratio in ratios],
         }
-    runs = [pair[side] for pair in results for side in ("ours", "theirs")]
-    return summary | {"runs": runs, "source": provenance, "versions": versions(), "hardware": hardware()}
+    return result | {"runs": runs}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=sorted(STEPS))
-    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("peer", choices=sorted(PEERS))
+    parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
+    parser.add_argument("--compiled", action="store_true", help="compile our losses")
     parser.add_argument("--steps", type=int, help="environment steps of each run")
     parser.add_argument("--pairs", type=int, default=5)
-    args = parser.parse_args()
-    folder = Path(os.environ.get("PEERS_VENVS", Path.home() / "peers-venvs"))
-    interpreter = folder / args.peer / "bin" / "python"
-    if not interpreter.exists():
-        parser.error(
-            f"peer={args.peer!r}: expected a virtual environment with {interpreter.name} in {folder / args.peer}"
-        )
-    result = compare(args.workload, args.peer, args.steps or STEPS[args.workload], args.pairs, str(interpreter))
-    write_json(RESULTS / "throughput" / f"{args.workload}-{args.peer}.json", result)
-    print(json.dumps({key: result[key] for key in ("workload", "peer", "sps_cpu", "sps")}))
+    asked = Comparison(**vars(parser.parse_args()))
+    if asked.workload not in PEERS[asked.peer][0]:
+        parser.error(f"peer={asked.peer!r} has no driver for {asked.workload}: expected one of {PEERS[asked.peer][0]}")
+    if not interpreter(asked.peer).exists():
+        parser.error(f"peer={asked.peer!r}: expected a virtual environment with {interpreter(asked.peer)}")
+    found = compare(asked)
+    print(json.dumps({key: found[key] for key in ("workload", "peer", "variant", "sps_cpu", "sps")}))

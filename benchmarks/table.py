@@ -12,6 +12,7 @@ import json
 import statistics
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,61 @@ def throughput(results: Path = RESULTS) -> str:
             [
                 found["workload"],
                 f"{found['peer']} {found['peer_version']}",
+                (found.get("variant") or "sync").replace("-", ", "),
                 f"{per_cpu['ours']:,.0f}",
                 f"{per_cpu['theirs']:,.0f}",
                 f"**{per_cpu['ratio']:.2f}**",
                 f"{min(per_cpu['ratios']):.2f} – {max(per_cpu['ratios']):.2f}",
                 f"{per_wall['ratio']:.2f}",
+                " / ".join(str(min(run["peak_rss_mb"] for run in found["runs"][side::2])) for side in (0, 1)),
                 _commit(found["source"]),
             ]
         )
-    head = ["workload", "peer", "ours", "theirs", "ratio", "pairs", "ratio (wall)", "commit"]
+    head = ["workload", "peer", "ours with", "ours", "theirs", "ratio", "pairs", "ratio (wall)", "MB", "commit"]
     return _markdown(head, rows)
+
+
+def start_up(results: Path = RESULTS) -> str:
+    """Return the table of CPU seconds until things begin."""
+    rows = []
+    for path in results.glob("start_up.json"):
+        found = json.loads(path.read_text())
+        commit = _commit(found["source"])
+        rows += [[name, f"{seconds:.2f}", commit] for name, seconds in found["median_cpu_seconds"].items()]
+        rows += [[f"ratio: {name}", f"**{ratio:.2f}**", commit] for name, ratio in found["ratios"].items()]
+    return _markdown(["what", "CPU seconds", "commit"], rows)
+
+
+def memory(results: Path = RESULTS) -> str:
+    """Return the table of memory of long runs and of images."""
+    rows = []
+    for path in results.glob("memory/growth.json"):
+        found = json.loads(path.read_text())
+        commit = _commit(found["source"])
+        rows.append(
+            [f"growth for each of {found['rollouts']:,} rollouts", f"{found['bytes_per_rollout']:.0f} B", commit]
+        )
+    for path in results.glob("memory/images.json"):
+        found = json.loads(path.read_text())
+        commit = _commit(found["source"])
+        size = f"{found['num_envs']} Pong environments × {found['rollout_length']} steps"
+        for name, key in (("data", "data_mib"), ("storage", "rollout_mib"), ("process at its peak", "peak_mib")):
+            rows.append([f"{size}: {name}", f"{found[key]:,.0f} MiB", commit])
+    return _markdown(["what", "memory", "commit"], rows)
+
+
+def scaling(results: Path = RESULTS) -> str:
+    """Return the table of cost by the number of environments, and the gain of a second process."""
+    rows = []
+    for path in sorted(results.glob("scaling/environments-*.json")):
+        found = json.loads(path.read_text())
+        costs = ", ".join(f"{count}: {cost:.1f}" for count, cost in found["cpu_microseconds_per_step"].items())
+        rows.append([f"{found['backend']}: µs of CPU a step, by environments", costs, _commit(found["source"])])
+    for path in results.glob("scaling/processes.json"):
+        found = json.loads(path.read_text())
+        what = f"two processes over one, {found['num_envs']} environments ({found['backend']})"
+        rows.append([what, f"**{found['speed_up']:.2f}**", _commit(found["source"])])
+    return _markdown(["what", "found", "commit"], rows)
 
 
 def lightning_share(results: Path = RESULTS) -> str:
@@ -110,9 +156,20 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
+TABLES: dict[str, Callable[[Path], str]] = {
+    "scores": scores,
+    "throughput": throughput,
+    "lightning share": lightning_share,
+    "start-up": start_up,
+    "memory": memory,
+    "scaling": scaling,
+}
+"""What makes each table of the README, by the name in the comments around it."""
+
+
 def filled(text: str, results: Path = RESULTS) -> str:
     """Return the README with the tables of `results`."""
-    for name, table in (("scores", scores), ("throughput", throughput), ("lightning share", lightning_share)):
+    for name, table in TABLES.items():
         body = table(results)
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->")

@@ -165,17 +165,21 @@ def _share(seconds: list[tuple[float, float]]) -> float:
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     measure.add_arguments(parser)
-    parser.add_argument("--backend", choices=["sync", "native", "envpool"], default="sync")
+    parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
+    parser.add_argument("--compiled", action="store_true", help="compile what can be")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
     parser.add_argument("--save", action="store_true", help="keep the result of --share")
-    return parser.parse_args(args)
+    parsed = parser.parse_args(args)
+    if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
+        parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
+    return parsed
 
 
 if __name__ == "__main__":
     arguments = parse()
     torch.set_num_threads(measure.THREADS)
-    chosen = measure.workload(arguments)
+    chosen = measure.workload(arguments) | {"compiled": arguments.compiled}
     if arguments.share:
         kind = "full" if arguments.full else "logged"
         result = share(arguments, chosen, kind)
@@ -185,5 +189,6 @@ if __name__ == "__main__":
         print("\n" + json.dumps(result), flush=True)
         sys.exit()
     ticks, _ = fit(arguments, chosen, clock, "full" if arguments.full else "plain")
-    variant = arguments.backend + (", full" if arguments.full else "")
+    parts = [arguments.backend, "compiled" if arguments.compiled else "", "full" if arguments.full else ""]
+    variant = ", ".join(part for part in parts if part)
     measure.report("lightning_rl", lightning_rl.__version__, arguments, clock, ticks.returns, variant)

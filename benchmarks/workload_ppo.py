@@ -7,22 +7,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch_cartpole
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl import PPG, PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.environments import Backend
 from lightning_rl.rollout import Rollout
+from lightning_rl.validation import ClassSpec
 
 # The other backends want the newer name; no sticky actions makes it the same game.
 _ATARI_ID = "ALE/Pong-v5"
+_IN_TORCH = {"CartPole-v1": torch_cartpole.ID}
 
 
 def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutDataModule:
     """Return the environments of a workload."""
     env_id: str = workload["env_id"]
     atari = None
+    if backend == "torch":
+        env_id = _IN_TORCH[env_id]
     if "NoFrameskip" in env_id:
         env_id = env_id if backend == "sync" else _ATARI_ID
         atari = AtariPreprocessing(
@@ -34,16 +39,35 @@ def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutD
         workload["num_steps"],
         workload["rollouts"],
         backend=backend,
+        wrappers=_wrappers(workload),
         atari=atari,
         seed=seed,
     )
 
 
-def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] = PPO) -> PPO:
-    """Return the PPO of a workload; its parameters come from torch's global generator."""
-    return kind(
+def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
+    if "shown" not in workload:
+        return None
+    return [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": workload["shown"]}}]
+
+
+def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] | None = None) -> PPO:
+    """Return the algorithm of a workload; its parameters come from torch's global generator.
+
+    Args:
+        workload: From `workloads.json`.
+        data: Its environments.
+        kind: A subclass of the algorithm; None: the algorithm itself.
+    """
+    phases: dict[str, Any] = {}
+    if workload.get("algorithm") == "ppg":
+        names = {"num_policy_iterations": "policy_iterations", "num_aux_epochs": "aux_epochs"}
+        phases = {name: workload[key] for name, key in names.items()}
+    made = kind or (PPG if phases else PPO)
+    return made(
         data.observation_space,
         data.action_space,
+        **phases,
         num_epochs=workload["epochs"],
         num_minibatches=workload["minibatches"],
         learning_rate=workload["lr"],
@@ -59,6 +83,8 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         activation=workload["activation"],
         normalize_observations=workload["normalize"],
         normalize_rewards=workload["normalize"],
+        compile_loss=workload.get("compiled", False),
+        memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
 
 

@@ -5,7 +5,10 @@ import os
 import sys
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 
 from tests import programs
 
@@ -13,9 +16,15 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
+import compare  # noqa: E402
+import compare_all  # noqa: E402
 import curves  # noqa: E402
+import gpu  # noqa: E402
 import reproduce  # noqa: E402
+import scaling  # noqa: E402
+import start_up  # noqa: E402
 import table  # noqa: E402
+import torch_cartpole  # noqa: E402
 
 
 def run(script, *args):
@@ -182,3 +191,88 @@ def test_shipped_results_were_made_with_the_shipped_configurations():
                 assert {key: settings[part][key] for key in given} == given
             given = shipped["model"]["init_args"]
             assert {key: settings["model"]["init_args"][key] for key in given} == given
+
+
+def test_cartpole_in_torch_is_gymnasiums():
+    env = gymnasium.make("CartPole-v1").unwrapped
+    random = np.random.default_rng(0)
+    for seed in range(5):
+        observation, _ = env.reset(seed=seed)
+        ours = torch_cartpole.TorchCartPole(2)
+        ours.reset(seed=0)
+        ours.state = torch.from_numpy(observation).repeat(2, 1)
+        terminated = False
+        while not terminated:
+            action = int(random.integers(2))
+            observation, reward, terminated, _, _ = env.step(action)
+            _, rewards, ends, limits, infos = ours.step(torch.tensor([action, action]))
+            np.testing.assert_allclose(infos["final_obs"], np.tile(observation, (2, 1)), atol=1e-5)
+            assert rewards.tolist() == [reward] * 2 and ends.tolist() == [terminated] * 2 and not limits.any()
+        assert (ours.state.abs() <= 0.05).all() and ours.steps.tolist() == [0, 0]
+    ours.state, ours.steps = torch.zeros(2, 4), torch.tensor([498, 499])
+    assert ours.step(torch.tensor([0, 1]))[3].tolist() == [False, True]
+
+
+RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "peak_rss_mb": 300}
+
+
+def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
+    asked = compare.Comparison("W1", "sb3", pairs=3, folder=tmp_path)
+    digest, done = ["a"], []
+
+    def run(command):
+        done.append(command)
+        if len(done) == 4:
+            raise RuntimeError("the second pair fails")
+        return RUN | {"sps_cpu": 30.0 if "throughput.py" in command[1] else 20.0}
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "source", lambda: {"package_sha256": digest[0], "commit": None, "dirty": None})
+    with pytest.raises(RuntimeError, match="second pair"):
+        compare.compare(asked)
+    assert len(json.loads(asked.path.read_text())["runs"]) == 2
+    found = compare.compare(asked)
+    assert found["sps_cpu"] == {"ours": 30.0, "theirs": 20.0, "ratio": 1.5, "ratios": [1.5] * 3}
+    assert [command[-1 if "--backend" not in command else -3] for command in done] == list("11222233"), done
+    compare.compare(asked)
+    assert len(done) == 8, "nothing was missing"
+    digest[0] = "b"
+    compare.compare(asked)
+    assert len(done) == 14, "the package has changed since"
+
+
+def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
+    planned = compare_all.plan(sorted(compare.STEPS), pairs=5)
+    assert {comparison.peer for comparison in planned} == set(compare.PEERS)
+    assert len({comparison.path for comparison in planned}) == len(planned)
+    for comparison in planned:
+        workloads, script = compare.PEERS[comparison.peer]
+        assert comparison.workload in workloads
+        assert (BENCHMARKS / "peers" / script).is_file()
+        lines = (BENCHMARKS / "peers" / f"requirements-{comparison.peer}.txt").read_text().splitlines()
+        assert "torch==2.13.0" in lines and all("==" in line for line in lines)
+        assert comparison.pairs == (5 if comparison.peer in compare_all.FASTEST[comparison.workload] else 1)
+
+
+def test_start_up_compares_whole_processes(monkeypatch):
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    monkeypatch.setattr(start_up, "SCRIPTS", {"idle": "", "busy": busy})
+    monkeypatch.setattr(start_up, "RATIOS", {"both": ("busy", "idle")})
+    found = start_up.measure_all(1)
+    assert found["median_cpu_seconds"]["busy"] >= 0.3
+    assert found["ratios"]["both"] > 1
+
+
+def test_scaling_times_as_many_steps_whatever_the_number_of_environments(monkeypatch):
+    monkeypatch.setattr(scaling, "ROWS", 64)
+    assert scaling.train(8, "torch", 3)[0] == scaling.train(16, "torch", 3)[0] == 3 * 64
+    assert set(scaling.environments("torch", 1, (8, 16))["cpu_microseconds_per_step"]) == {"8", "16"}
+
+
+def test_measurements_for_the_gpu_run_on_the_cpu():
+    args = "--num_envs 8 --rollout_length 4 --rollouts 1 --repeats 1 --eager --device cpu"
+    found = gpu.measure_all(gpu.parse(args.split()))
+    assert found["microseconds"]["minibatch_rows"] == 8
+    assert min(found["microseconds"].values()) > 0
+    assert set(found["microseconds"]) == {"minibatch_rows", "gradient_step_eager", "act_and_step_eager"}
+    assert found["training_steps_per_second"]["eager"] > 0

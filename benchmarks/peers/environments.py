@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium import wrappers
+from gymnasium import spaces, wrappers
 
 EPISODE_RETURNS: list[float] = []
 """Raw returns of the training episodes that finished in this process."""
@@ -30,6 +30,13 @@ class KeepReturns(gymnasium.Wrapper):  # type: ignore[type-arg]
         if result[2] or result[3]:
             EPISODE_RETURNS.append(self._sum)
         return result
+
+
+def _show(env: gymnasium.Env[Any, Any], entries: list[int]) -> gymnasium.Env[Any, Any]:
+    space = env.observation_space
+    assert isinstance(space, spaces.Box)
+    shown = spaces.Box(space.low[entries], space.high[entries], dtype=np.float32)
+    return wrappers.TransformObservation(env, lambda observation: observation[entries], shown)
 
 
 def _clip_observation(observation: Any) -> Any:  # noqa: ANN401
@@ -57,6 +64,8 @@ def factories(workload: dict[str, Any], *, own_normalization: bool) -> list[Call
             env = KeepReturns(gymnasium.make(workload["env_id"], disable_env_checker=True))
             return wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 4)
         env = KeepReturns(gymnasium.make(workload["env_id"], disable_env_checker=True))
+        if "shown" in workload:
+            return _show(env, workload["shown"])
         if not workload["normalize"] or own_normalization:
             return env
         normalized = wrappers.NormalizeObservation(wrappers.ClipAction(env))

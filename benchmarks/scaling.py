@@ -1,0 +1,150 @@
+"""Measure how cost scales: with the number of environments, and with processes.
+
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py environments --backend torch --save
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --save
+
+`environments` trains PPO on CartPole in 8 to 1,024 environments, with as many environment steps in each rollout and as
+many minibatches whatever their number, and gives CPU microseconds per environment step. `processes` compares two DDP
+processes on a core each, with half of the environments each, with one process on one core, by wall time: it needs two
+cores that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import measure
+import torch
+import torch_cartpole
+from lightning.pytorch import Callback, LightningModule, Trainer
+from record import RESULTS, hardware, source, versions, write_json
+
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.environments import Backend
+from lightning_rl.rollout import Rollout
+
+COUNTS = (8, 32, 128, 512, 1024)
+ROWS = 8192
+"""Environment steps in a rollout of all processes, whatever the number of environments."""
+
+
+class Ticks(Callback):
+    """Tells the clock of each rollout that this process has learned from."""
+
+    def __init__(self) -> None:
+        self.clock = measure.Clock()
+        self.steps = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Rollout, batch_idx: int
+    ) -> None:
+        self.steps += batch.num_steps
+        self.clock.tick(self.steps)
+
+
+def train(num_envs: int, backend: Backend, rollouts: int, processes: int = 1) -> tuple[int, float, float]:
+    """Train on `num_envs` environments in all; return this process's environment steps, wall and CPU seconds."""
+    env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
+    length = ROWS // num_envs
+    total = rollouts + measure.WARM_UP
+    data = RolloutDataModule(env_id, num_envs // processes, length, total, backend=backend, seed=0)
+    torch.manual_seed(0)
+    ticks = Ticks()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=processes,
+        strategy="ddp" if processes > 1 else "auto",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[ticks],
+    )
+    trainer.fit(PPO(data.observation_space, data.action_space), data)
+    return ticks.clock.interval()
+
+
+def environments(backend: Backend, rollouts: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    """Return the cost of an environment step by the number of environments, in rising order and back again."""
+    costs: dict[int, list[float]] = {count: [] for count in counts}
+    for count in (*counts, *reversed(counts)):
+        steps, _, cpu_seconds = train(count, backend, rollouts)
+        costs[count].append(round(1e6 * cpu_seconds / steps, 2))
+    return {"backend": backend, "cpu_microseconds_per_step": {str(count): min(costs[count]) for count in counts}}
+
+
+def processes(num_envs: int, backend: Backend, rollouts: int, repeats: int) -> dict[str, Any]:
+    """Return the wall time of one process over that of two, in alternation."""
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(repeats):
+        for number, taken in seconds.items():
+            command = [sys.executable, str(Path(__file__).resolve()), "one", "--processes", str(number)]
+            command += ["--num_envs", str(num_envs), "--backend", backend, "--rollouts", str(rollouts)]
+            done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+            if done.returncode:
+                raise RuntimeError(
+                    f"{' '.join(command[2:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}"
+                )
+            taken.append(json.loads(done.stdout.splitlines()[-1])["seconds"])
+    ratios = [one / two for one, two in zip(seconds[1], seconds[2], strict=True)]
+    return {
+        "backend": backend,
+        "num_envs": num_envs,
+        "speed_up": round(statistics.median(ratios), 3),
+        "speed_ups": [round(ratio, 3) for ratio in ratios],
+        "seconds": {str(number): [round(value, 3) for value in taken] for number, taken in seconds.items()},
+    }
+
+
+def one(num_envs: int, backend: Backend, rollouts: int, number: int) -> dict[str, Any] | None:
+    """Train in one process or as one of several, each on a core of its own; the first returns what that took."""
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    cores = sorted(os.sched_getaffinity(0))
+    # A process that the first one starts inherits its one core.
+    os.sched_setaffinity(0, {int(os.environ.setdefault("BENCHMARK_CORES", ",".join(map(str, cores))).split(",")[rank])})
+    steps, seconds, _ = train(num_envs, backend, rollouts, number)
+    return {"env_steps": steps * number, "seconds": seconds} if rank == 0 else None
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["environments", "processes", "one"])
+    parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="native")
+    parser.add_argument("--rollouts", type=int, default=8, help="that are timed, in each run")
+    parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="of environments")
+    parser.add_argument("--num_envs", type=int, default=64, help="in all, for processes")
+    parser.add_argument("--processes", type=int, default=1, help="for one, which runs a single measurement")
+    parser.add_argument("--repeats", type=int, default=5, help="for processes")
+    parser.add_argument("--save", action="store_true", help="keep the result")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(measure.THREADS)
+    result: dict[str, Any] | None
+    name = args.what
+    if args.what == "environments":
+        result = environments(args.backend, args.rollouts, tuple(args.counts))
+        name = f"environments-{args.backend}"
+    elif args.what == "processes":
+        result = processes(args.num_envs, args.backend, args.rollouts, args.repeats)
+    else:
+        result = one(args.num_envs, args.backend, args.rollouts, args.processes)
+    if result is not None and args.save:
+        kept = result | {"source": source(), "versions": versions(), "hardware": hardware()}
+        write_json(RESULTS / "scaling" / f"{name}.json", kept)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(parse())
