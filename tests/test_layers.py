@@ -22,7 +22,7 @@ LAYERS = [
         "rank_errors",
         "quiet",
     },
-    {"masks", "sequences", "episode_memory"},
+    {"masks", "sequences", "episode_memory", "video"},
     {
         "spaces",
         "networks",
@@ -39,7 +39,7 @@ LAYERS = [
     {"policy", "environments", "metrics"},
     {"estimates", "export"},
     {"collector", "tensor_collector", "evaluation"},
-    {"loaders", "evaluator", "restoring"},
+    {"loaders", "evaluator", "minari_data", "restoring"},
     {"sampler"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress", "recorded_episodes"},
