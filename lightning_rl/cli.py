@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits
 from lightning_rl.algorithms.warm_start import Part
-from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
+from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
@@ -98,6 +100,14 @@ class OnPolicyCLI(LightningCLI):
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = _CKPT_PATH_HELP.get(subcommand, _CKPT_PATH_HELP["validate"])
+        if subcommand == "predict":
+            parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
+            parser.add_argument(
+                "--record_as",
+                type=list[RecordAs],
+                default=["video", "minari"],
+                help="As what: video (one file for each), minari (a data set), or both.",
+            )
         return parser
 
     def _parse_ckpt_path(self) -> None:
@@ -174,6 +184,8 @@ class OnPolicyCLI(LightningCLI):
         if config.enable_progress_bar is not False and not has(given, ProgressBar):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
+            if (folder := self._get(self.config_init, "record")) is not None:
+                added.append(EpisodeRecorder(folder, self._get(self.config_init, "record_as")))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)

@@ -18,12 +18,14 @@ from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
     EnvironmentSpec,
+    FilmMaker,
     OnEnvFailure,
     RewardClip,
     WrapperOptions,
+    check_filmable,
     spaces_of,
 )
-from lightning_rl.environments.seeding import EVALUATION, TESTING
+from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
@@ -198,6 +200,7 @@ class RolloutDataModule(LightningDataModule):
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
         self._source: BoundedLag | None = None
+        self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._seed_given = seed is not None
         self._told_of_failure = False
         self._missing_infos: set[str] | None = set(self.info_keys) or None
@@ -259,6 +262,8 @@ class RolloutDataModule(LightningDataModule):
         self._sampler.remember(in_between=not self.rollout_pending)
         self._sampler.close()
         self._evaluator.close()
+        if self._filming is not None:
+            self._filming[0].close()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -369,20 +374,65 @@ class RolloutDataModule(LightningDataModule):
             record: Keep observations, actions and rewards.
         """
         assert self.trainer is not None
+        evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
+        shares = [
+            len(range(rank, self.eval_episodes, self.trainer.world_size)) for rank in range(self.trainer.world_size)
+        ]
+        first = sum(shares[: self._rank])
+        return self._play(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
+
+    def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
+        """Take one picture of an environment.
+
+        Args:
+            env_kwargs: More arguments of its constructor: the size of the picture, a camera of the simulation.
+
+        Raises:
+            ConfigurationError: Its backend has no pictures, or they cannot be made on this machine.
+        """
+        spec = self.eval_spec.for_filming(env_kwargs)
+        check_filmable(spec)
+        if self.spec.backend == "native" and (found := spaces_of(spec)) != self._probe():
+            raise ConfigurationError(
+                f"backend='native': single environments of {spec.env_id}, which are filmed, have other spaces: "
+                f"expected {self._probe()}, found {found}"
+            )
+
+    def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:
+        """Play episodes with the current policy, and film them: the same ones each time, unlike those of evaluation.
+
+        Args:
+            films: Takes the frames of each episode, numbered from 0.
+            num_episodes: How many, on this rank.
+            env_kwargs: As in `check_filmable`.
+        """
+        evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
+        try:
+            return self._play(evaluator, num_episodes, FILMING, films=films)
+        finally:
+            evaluator.close()
+
+    def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
+        """Film the episodes of `predict` from now on, in which nothing else changes.
+
+        Args:
+            films: Takes the frames of each episode, numbered from 0 over all ranks; None: film no more.
+            env_kwargs: As in `check_filmable`.
+        """
+        if self._filming is not None:
+            self._filming[0].close()
+        spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
+        self._filming = None if films is None else (Evaluator(spec, self.num_eval_envs), films)
+
+    def _play(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
+        assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
+        options = {"record": False, "deterministic": self.eval_deterministic} | options
         with self.trainer.precision_plugin.forward_context():
-            episodes = self._evaluator.play(
-                policy,
-                self._probe(),
-                len(range(self._rank, self.eval_episodes, self.trainer.world_size)),
-                (seed, role, self._rank),
-                device,
-                dtype,
-                deterministic=self.eval_deterministic,
-                record=record,
-            )
-        self._tell_of(take_failures(self._evaluator.environments))
+            path = (seed, role, self._rank)
+            episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
+        self._tell_of(take_failures(evaluator.environments))
         return episodes
 
     @property

@@ -458,7 +458,7 @@ def test_the_number_of_exports_to_keep_is_checked(keep):
 def test_what_policies_are_exported_as_is_checked_when_the_callback_is_made():
     with pytest.raises(ConfigurationError, match="format='pb' is not valid: expected one of torch_export, onnx"):
         PolicyExport(10, format="pb")
-    with pytest.raises(ConfigurationError, match="programs=.'best'. is not valid: expected a list of greedy, sampled"):
+    with pytest.raises(ConfigurationError, match=r"programs=.'best'. is not valid: expected a list of greedy, sampled"):
         PolicyExport(10, programs=["best"])
 
 

@@ -23,7 +23,7 @@ LAYERS = [
         "quiet",
         "shipped_configs",
     },
-    {"masks", "sequences", "episode_memory"},
+    {"masks", "sequences", "episode_memory", "video"},
     {
         "spaces",
         "networks",
@@ -41,7 +41,7 @@ LAYERS = [
     {"acting", "estimates"},
     {"export"},
     {"collector", "tensor_collector", "evaluation"},
-    {"loaders", "evaluator", "restoring"},
+    {"loaders", "evaluator", "minari_data", "restoring"},
     {"sampler"},
     {"actors"},
     {"datamodule", "algorithms.base"},

@@ -193,7 +193,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
     with pytest.raises(ConfigurationError, match="minari:other' cannot be loaded"):
         recorded("minari:other")
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match="needs Minari: pip install minari"):
+    with pytest.raises(ConfigurationError, match="needs Minari: pip install 'lightning-rl"):
         recorded("minari:aim")
 
 
