@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonargparse
-import yaml  # type: ignore[import-untyped]
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback

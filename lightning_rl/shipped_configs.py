@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 from pathlib import Path
+from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
 _SUFFIX = ".yaml"
 
@@ -39,19 +40,13 @@ def resolve(given: str) -> str:
     return str(folder() / f"{given}{_SUFFIX}")
 
 
-class ActionConfig(ActionConfigFile):  # type: ignore[misc]
+class ActionConfig(ActionConfigFile):
     """An option that takes a file or the name of a shipped configuration."""
 
-    def __call__(
-        self,
-        parser: ArgumentParser,
-        cfg: Namespace,
-        values: str,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
         """Parse it, and add what it sets."""
         try:
             resolved = resolve(values)
         except FileNotFoundError as error:
             raise argparse.ArgumentError(None, str(error)) from error
-        super().__call__(parser, cfg, resolved, option_string)
+        super().__call__(parser, cfg, resolved, option_string)  # type: ignore[no-untyped-call]
