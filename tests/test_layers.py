@@ -101,6 +101,7 @@ def layer_of(module: str) -> str:
             "ppo_kl",
             "ppo_settings",
             "tf_agents",
+            "vmpo",
         )
         return "algorithms" if name in own else "algorithms.base"
     return package

@@ -11,6 +11,7 @@ from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.algorithms.tf_agents import TFAgentsPPO
+from lightning_rl.algorithms.vmpo import VMPO
 
 __all__ = [
     "A2C",
@@ -18,6 +19,7 @@ __all__ = [
     "IMPALA",
     "PPG",
     "PPO",
+    "VMPO",
     "BehaviourCloning",
     "CriticPretraining",
     "OffPolicyPPG",

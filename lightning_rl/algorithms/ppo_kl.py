@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,18 +10,19 @@ from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
+from lightning_rl.algorithms.acting_distribution import ActingDistribution
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
 from lightning_rl.estimates import in_chunks
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check_number
 
 
-class PPOKLPenalty(PPO):
+class PPOKLPenalty(ActingDistribution, PPO):
     """Proximal policy optimisation whose updates are held back by the KL divergence instead of by clipping.
 
     The loss is that of `PPO`, without clipping unless `clip_range` is given, plus
@@ -92,24 +92,6 @@ class PPOKLPenalty(PPO):
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, kl, target, tolerance))
         return {"losses": self.losses}
 
-    @torch.no_grad()
-    def acting_distribution(self, rollout: Rollout) -> Nested:
-        """Return the parameters of the distributions that a rollout's actions were drawn from, `[T, B, ...]`.
-
-        Called before anything is updated: the current policy is the one that acted.
-        """
-        observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
-        return in_chunks(lambda x: self.policy(x)[0].parameters(), observations, lead=2)
-
-    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return a rollout's steps with what to learn, the distributions of its actions among it."""
-        if rollout.memory is None:
-            return super().targets(rollout, acting_distribution=self.acting_distribution(rollout), **per_step)
-        with torch.no_grad():  # before the normalisers may take the rollout in
-            # Copies: what is the same for all observations is a view of a parameter, which the updates change.
-            acting = map_leaves(torch.clone, self.evaluate(rollout.flatten())[0].parameters())
-        return super().targets(rollout, **per_step).replace(acting_distribution=acting)
-
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
         """Return the penalties on the divergence over a minibatch that are wanted."""
         kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
@@ -123,10 +105,6 @@ class PPOKLPenalty(PPO):
         if terms:
             self.diagnostics.add(kl_penalty=torch.stack(terms).sum())
         return terms
-
-    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return KL(old ‖ new) of each row, `[N]`, in nats."""
-        return distribution.with_parameters(batch.acting_distribution).kl(distribution)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take state back; where the run had no adaptive penalty, β begins now."""

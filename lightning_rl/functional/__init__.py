@@ -30,6 +30,7 @@ from lightning_rl.functional.returns import (
     td_lambda_returns,
     vtrace,
 )
+from lightning_rl.functional.vmpo import lagrangian, vmpo_policy_loss, vmpo_temperature_loss
 
 __all__ = [
     "VTraceReturns",
@@ -46,6 +47,7 @@ __all__ = [
     "gae",
     "huber_value_loss",
     "kl_cutoff_penalty",
+    "lagrangian",
     "normalize",
     "policy_gradient_loss",
     "reverse_scan",
@@ -53,6 +55,8 @@ __all__ = [
     "td_lambda_returns",
     "value_cloning_loss",
     "value_loss",
+    "vmpo_policy_loss",
+    "vmpo_temperature_loss",
     "vtrace",
     "weighted_mean",
 ]

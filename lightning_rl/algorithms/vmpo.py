@@ -1,0 +1,122 @@
+"""On-policy maximum a posteriori policy optimisation (Song et al. 2020)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from lightning_rl import functional as rl
+from lightning_rl.algorithms.acting_distribution import ActingDistribution
+from lightning_rl.algorithms.updates import StepOutput
+from lightning_rl.policy import ActorCritic
+from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.schedules import Scheduled
+from lightning_rl.spaces import SpaceDict
+from lightning_rl.validation import check_number, check_positive_int
+
+
+class VMPO(ActingDistribution):
+    """V-MPO: the policy is fitted to the better half of its own actions, weighted by exp(advantage / η).
+
+    Each gradient step is on (equations 3 to 6)
+
+        -Σ ψ log π + η ε_η + η log mean exp(A / η) + α (ε_α - sg[KL]) + sg[α] KL + value_coef · value loss
+
+    with ψ = softmax(A / η) over the half of the minibatch with the larger advantages, and KL the mean divergence
+    KL(old ‖ new) from the policy that acted, exact and over whole actions. The temperature η and the coefficient α are
+    learned with the weights; with several ranks each takes the better half of its own rows.
+
+    Args:
+        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
+        action_space: Of one environment, likewise.
+        learning_rate: Step size of the optimiser, Adam by default; η and α have that of the group `dual` if
+            `parameter_groups` names it.
+        num_epochs: Passes over each rollout.
+        num_minibatches: Parts of each pass.
+        gae_lambda: λ of the advantage estimates. May be a schedule.
+        temperature_epsilon: ε_η: how far, in nats, the weights may be from uniform.
+        kl_epsilon: ε_α: bound of the divergence, in nats.
+        initial_temperature: η to begin with.
+        initial_kl_coef: α to begin with.
+        value_coef: Weight of the value loss ½(V - return)².
+        **kwargs: Those of `OnPolicyAlgorithm`.
+
+    Raises:
+        ConfigurationError: A value is out of range; names field, value and what was expected.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | SpaceDict,
+        action_space: spaces.Space[Any] | SpaceDict,
+        *,
+        learning_rate: Scheduled = 1e-3,
+        num_epochs: int = 4,
+        num_minibatches: int = 1,
+        gae_lambda: Scheduled = 0.95,
+        temperature_epsilon: float = 0.1,
+        kl_epsilon: float = 0.01,
+        initial_temperature: float = 1.0,
+        initial_kl_coef: float = 5.0,
+        value_coef: float = 0.5,
+        **kwargs: Any,  # noqa: ANN401 - those of the base class
+    ) -> None:
+        check_number("initial_temperature", initial_temperature, above=0)
+        check_number("initial_kl_coef", initial_kl_coef, above=0)
+        super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
+        check_positive_int("num_epochs", num_epochs)
+        check_positive_int("num_minibatches", num_minibatches)
+        check_number("temperature_epsilon", temperature_epsilon, above=0)
+        check_number("kl_epsilon", kl_epsilon, above=0)
+        check_number("value_coef", value_coef, at_least=0)
+        self.num_epochs, self.num_minibatches = num_epochs, num_minibatches
+        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        self.temperature_epsilon, self.kl_epsilon = temperature_epsilon, kl_epsilon
+        self.value_coef = value_coef
+
+    def make_policy(self) -> ActorCritic:
+        """Return the policy, with the duals η and α beside its weights, for the optimiser to have them all."""
+        policy = super().make_policy()
+        initial = torch.tensor([self.hparams["initial_temperature"], self.hparams["initial_kl_coef"]])
+        policy.dual = nn.Parameter(initial + (-(-initial).expm1()).log())  # softplus of it is `initial`
+        return policy
+
+    @property
+    def duals(self) -> tuple[Tensor, Tensor]:
+        """The temperature η and the coefficient α, both above 0."""
+        temperature, kl_coef = softplus(self.policy.dual).unbind()
+        return temperature, kl_coef
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+        """Learn from one rollout, and return the losses."""
+        with self.learning(rollout):
+            batch = self.targets(rollout)
+            for _ in range(self.num_epochs):
+                for minibatch in self.minibatches(batch, self.num_minibatches):
+                    self.optimize(self.loss(minibatch))
+            self.log_histograms(batch, "update")
+        return {"losses": self.losses}
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss over a minibatch."""
+        distribution, values = self.evaluate(batch)
+        log_probs = distribution.log_prob(batch.actions)
+        temperature, kl_coef = self.duals
+        counted = batch.advantages if "weights" not in batch.fields else batch.advantages[batch.weights != 0]
+        best = batch.advantages >= counted.median() if len(counted) else batch.advantages > torch.inf
+        advantages = batch.advantages[best]
+        policy_loss = rl.vmpo_policy_loss(log_probs[best], advantages, temperature)
+        temperature_loss = rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon)
+        kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
+        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
+        self.diagnostics.add(policy_loss=policy_loss, temperature_loss=temperature_loss, value_loss=value_loss)
+        self.diagnostics.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)
+        self.entropy(distribution, batch)
+        self.observe_first_ratios(log_probs - batch.log_probs)
+        return self.total(
+            policy_loss, temperature_loss, rl.lagrangian(kl, kl_coef, self.kl_epsilon), self.value_coef * value_loss
+        )
