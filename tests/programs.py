@@ -81,16 +81,17 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
-        """Return what it writes to its output and as errors until it ends."""
+        """Return what it and the processes that it leaves behind write to its output and as errors."""
+        files = [self.stdout] if self.stderr is self.stdout else [self.stdout, self.stderr]
         with ThreadPoolExecutor() as pool:
-            texts = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+            texts = [pool.submit(file.read) for file in files]
             try:
                 self.wait(timeout)
-                return texts[0].result(timeout), texts[1].result(timeout)
-            except TimeoutError as error:
-                raise subprocess.TimeoutExpired(self.args, timeout) from error
-            finally:
+                out, *err = [text.result(timeout) for text in texts]
+            except (subprocess.TimeoutExpired, TimeoutError):
                 self.kill()
+                raise
+        return out, "".join(err)
 
     def __del__(self) -> None:
         for file in (self._status, self.stdout, self.stderr):

@@ -1,6 +1,7 @@
 """Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -317,7 +318,7 @@ def test_failure_in_training_leaves_no_worker_behind():
 def children_of(pid):
     """Processes that were forked from this one and still run."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    workers = [int(child) for child in children if "resource_tracker" not in command_of(child)]
+    workers = [int(child) for child in children if not re.search("resource_tracker|tests.programs", command_of(child))]
     return [worker for worker in workers if not gone([worker], 2.0)]
 
 
