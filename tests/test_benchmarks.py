@@ -14,6 +14,7 @@ sys.path.append(str(BENCHMARKS))
 
 import curves  # noqa: E402
 import reproduce  # noqa: E402
+import retention  # noqa: E402
 import table  # noqa: E402
 
 
@@ -182,3 +183,14 @@ def test_shipped_results_were_made_with_the_shipped_configurations():
                 assert {key: settings[part][key] for key in given} == given
             given = shipped["model"]["init_args"]
             assert {key: settings["model"]["init_args"][key] for key in given} == given
+
+
+def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
+    found = json.loads((BENCHMARKS / "results/retention/mappings.json").read_text())
+    assert min(found["CLEAR"]["retention_of_each_seed"]) >= 0.8
+    assert max(found["IMPALA"]["retention_of_each_seed"]) < 0.5
+    assert min(found["CLEAR"]["learned"] + found["IMPALA"]["learned"]) > 0.9  # there was something to forget
+    monkeypatch.setattr(retention, "STEPS", 128)
+    monkeypatch.setitem(retention.DATA, "eval_episodes", 1)
+    rows = retention.scores(retention.CLEAR, seed=0)
+    assert len(rows) == 3 and all(len(row) == 3 and 0 <= min(row) <= max(row) <= 1 for row in rows)
