@@ -194,3 +194,10 @@ def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
     monkeypatch.setitem(retention.DATA, "eval_episodes", 1)
     rows = retention.scores(retention.CLEAR, seed=0)
     assert len(rows) == 3 and all(len(row) == 3 and 0 <= min(row) <= max(row) <= 1 for row in rows)
+
+
+def test_learned_repeats_take_fewer_decisions_to_the_goal():
+    found = json.loads((BENCHMARKS / "results/repeats/acrobot.json").read_text())
+    each, held = found["each_step"], found["up_to_4_steps"]
+    assert min(each["final_score"], held["final_score"]) >= found["goal"]
+    assert held["final_decisions_of_an_episode"] < 0.5 * each["final_decisions_of_an_episode"]
