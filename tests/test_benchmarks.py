@@ -21,6 +21,7 @@ import compare_all  # noqa: E402
 import curves  # noqa: E402
 import gpu  # noqa: E402
 import reproduce  # noqa: E402
+import retention  # noqa: E402
 import scaling  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
@@ -276,3 +277,21 @@ def test_measurements_for_the_gpu_run_on_the_cpu():
     assert min(found["microseconds"].values()) > 0
     assert set(found["microseconds"]) == {"minibatch_rows", "gradient_step_eager", "act_and_step_eager"}
     assert found["training_steps_per_second"]["eager"] > 0
+
+
+def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
+    found = json.loads((BENCHMARKS / "results/retention/mappings.json").read_text())
+    assert min(found["CLEAR"]["retention_of_each_seed"]) >= 0.8
+    assert max(found["IMPALA"]["retention_of_each_seed"]) < 0.5
+    assert min(found["CLEAR"]["learned"] + found["IMPALA"]["learned"]) > 0.9  # there was something to forget
+    monkeypatch.setattr(retention, "STEPS", 128)
+    monkeypatch.setitem(retention.DATA, "eval_episodes", 1)
+    rows = retention.scores(retention.CLEAR, seed=0)
+    assert len(rows) == 3 and all(len(row) == 3 and 0 <= min(row) <= max(row) <= 1 for row in rows)
+
+
+def test_learned_repeats_take_fewer_decisions_to_the_goal():
+    found = json.loads((BENCHMARKS / "results/repeats/acrobot.json").read_text())
+    each, held = found["each_step"], found["up_to_4_steps"]
+    assert min(each["final_score"], held["final_score"]) >= found["goal"]
+    assert held["final_decisions_of_an_episode"] < 0.5 * each["final_decisions_of_an_episode"]
