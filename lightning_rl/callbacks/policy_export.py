@@ -49,6 +49,7 @@ class PolicyExport(EnvStepInterval):
         self.format: ExportFormat = format
         self.programs = tuple(programs)
         self._observations: Sequence[Nested] | None = None
+        self._score: dict[str, Any] | None = None
 
     def on_train_batch_end(
         self,
@@ -75,17 +76,17 @@ class PolicyExport(EnvStepInterval):
             format=self.format,
             programs=self.programs,
             observations=self._observations,
-            score=self._score(trainer),
+            score=self._score,
         )
         if self.keep > 0:
             for old in self._exports(folder)[: -self.keep]:
                 shutil.rmtree(old)
 
-    @staticmethod
-    def _score(trainer: Trainer) -> dict[str, Any] | None:
-        """Return the result of the last validation, if there has been one."""
-        found = trainer.callback_metrics.get("val/episode_return")
-        return None if found is None else {"metric": "val/episode_return", "mean": float(found)}
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the result, with the environment steps that it is of."""
+        if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
+            steps = int(pl_module.env_steps)  # type: ignore[arg-type]
+            self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last one too, unless it has just been written."""
