@@ -13,6 +13,7 @@ from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
 from lightning_rl.export.folder import check_options, first_steps
 from lightning_rl.nested import Nested
+from lightning_rl.rollout import Rollout
 from lightning_rl.validation import check, check_positive_int, is_int
 
 
@@ -60,7 +61,8 @@ class PolicyExport(EnvStepInterval):
         batch_idx: int,
     ) -> None:
         """Keep some observations of the rollout, and look at the clock."""
-        self._observations = first_steps(getattr(batch, "observations", None))
+        if isinstance(batch, Rollout):
+            self._observations = first_steps(batch.observations)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
