@@ -400,7 +400,8 @@ def test_policies_are_exported_at_intervals_and_at_the_end_the_newest_kept(tmp_p
     assert exports_of(tmp_path / "some") == [128, 160]
     description = json.loads((tmp_path / "some" / "step=160" / "policy.json").read_text())
     assert (description["env_id"], description["algorithm"]) == ("CartPole-v1", "PPO")
-    assert description["score"] is None
+    score = description["score"]
+    assert (score["metric"], score["env_steps"], score["mean"] > 0) == ("val/episode_return", 160, True)
     program = torch.export.load(tmp_path / "some" / "step=160" / "greedy.pt2").module()
     observations = torch.randn(50, 4)
     assert torch.equal(program(observations), model(observations))

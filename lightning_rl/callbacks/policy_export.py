@@ -13,6 +13,7 @@ from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
 from lightning_rl.export.folder import check_options, first_steps
 from lightning_rl.nested import Nested
+from lightning_rl.rollout import Rollout
 from lightning_rl.validation import check, check_positive_int, is_int
 
 
@@ -49,6 +50,7 @@ class PolicyExport(EnvStepInterval):
         self.format: ExportFormat = format
         self.programs = tuple(programs)
         self._observations: Sequence[Nested] | None = None
+        self._score: dict[str, Any] | None = None
 
     def on_train_batch_end(
         self,
@@ -59,7 +61,8 @@ class PolicyExport(EnvStepInterval):
         batch_idx: int,
     ) -> None:
         """Keep some observations of the rollout, and look at the clock."""
-        self._observations = first_steps(getattr(batch, "observations", None))
+        if isinstance(batch, Rollout):
+            self._observations = first_steps(batch.observations)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,17 +78,17 @@ class PolicyExport(EnvStepInterval):
             format=self.format,
             programs=self.programs,
             observations=self._observations,
-            score=self._score(trainer),
+            score=self._score,
         )
         if self.keep > 0:
             for old in self._exports(folder)[: -self.keep]:
                 shutil.rmtree(old)
 
-    @staticmethod
-    def _score(trainer: Trainer) -> dict[str, Any] | None:
-        """Return the result of the last validation, if there has been one."""
-        found = trainer.callback_metrics.get("val/episode_return")
-        return None if found is None else {"metric": "val/episode_return", "mean": float(found)}
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the result, with the environment steps that it is of."""
+        if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
+            steps = int(pl_module.env_steps)  # type: ignore[arg-type]
+            self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last one too, unless it has just been written."""

@@ -108,10 +108,8 @@ def export_policy(
     return folder
 
 
-def first_steps(observations: Nested | None) -> list[Nested] | None:
-    """Return a copy of what `export_policy` looks at of observations `[T, B, *shape]`; None if there are none."""
-    if observations is None:
-        return None
+def first_steps(observations: Nested) -> list[Nested]:
+    """Return a copy of what `export_policy` looks at of observations `[T, B, *shape]`."""
     few = map_leaves(lambda x: x[:_MOST_STEPS, :_MOST_ROWS].clone(), observations)
     return [map_leaves(lambda x: x[step], few) for step in range(len(next(leaves(few))))]  # noqa: B023 - called at once
 
