@@ -25,6 +25,7 @@ from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, error_message
 from lightning_rl.cli_parts import CONFIG, EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
+from lightning_rl.commands import COMMANDS
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -252,7 +253,9 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             with 1 where a setting or an environment is at fault.
     """
     quiet.command_line()
-    parser_options = {"prog": "lightning-rl", "description": "On-policy reinforcement learning for PyTorch Lightning."}
+    beside = ", ".join(f"`lightning-rl {name} --help`" for name in COMMANDS)
+    description = f"On-policy reinforcement learning for PyTorch Lightning. Commands beside those below: {beside}."
+    parser_options = {"prog": "lightning-rl", "description": description}
     try:
         return OnPolicyCLI(
             OnPolicyAlgorithm,

@@ -28,6 +28,7 @@ from lightning_rl import (
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
+from lightning_rl.commands import COMMANDS as OWN_COMMANDS
 from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-COMMANDS = [(name(page), command) for page in PAGES for command in commands(page)]
+COMMANDS = [(name(page), command) for page in PAGES for command in commands(page) if command[0] not in OWN_COMMANDS]
 CONFIGURATIONS = [(name(page), block) for page in PAGES for block in blocks(page, "yaml")]
 
 
