@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py
 
-writes `docs/figures/curves.svg`. Needs matplotlib.
+writes `docs/figures/curves.svg` and `docs/figures/compared.svg`. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning_rl import plots
 from lightning_rl.curves import Series
 
 FIGURE = HERE.parent / "docs/figures/curves.svg"
+COMPARED = HERE.parent / "docs/figures/compared.svg"
 CURVES = {
     "rollout/episode_return": "training, sampled actions",
     "val/episode_return": "evaluation, mode of the policy",
@@ -29,6 +30,16 @@ def draw(path: Path = FIGURE, results: Path = RESULTS) -> None:
     goals: dict[str, float] = json.loads(GOALS.read_text())
     panels = [panel(name, runs, goals.get(name)) for name, runs in sorted(load_scores(results).items())]
     plots.draw(panels, [path], statistic="iqm", shared_legend=True)
+
+
+def compare(path: Path = COMPARED, results: Path = RESULTS) -> None:
+    """Write a figure of two algorithms on one environment, as `lightning-rl plot` draws it of their logs."""
+    scores, key = load_scores(results), "rollout/episode_return"
+    compared = [
+        plots.Curve(name, [Series(*np.array(run["curve"][key], float).T) for run in scores[f"{name.lower()}/cartpole"]])
+        for name in ("PPO", "A2C")
+    ]
+    plots.draw([plots.Panel("CartPole-v1", compared, "episode return (training)")], [path])
 
 
 def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Panel:
@@ -45,3 +56,4 @@ def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Pa
 
 if __name__ == "__main__":
     draw()
+    compare()

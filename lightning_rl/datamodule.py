@@ -285,7 +285,7 @@ class RolloutDataModule(LightningDataModule):
         if not self._sampler.started:
             self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
         assert self.trainer is not None
-        with self.trainer.precision_plugin.forward_context():
+        with self.trainer.profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():  # type: ignore[attr-defined]
             rollout = self._sampler.collect(policy, version)
         self._look_for_infos(rollout)
         if self.spec.on_env_failure == "restart":

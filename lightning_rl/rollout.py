@@ -57,6 +57,7 @@ class Rollout:
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
         frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
         seconds: Wall time of collecting.
+        parts_of_seconds: What of it went where: `env`, `policy` and `transfer` between their devices.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Rollout:
         self.failures: list[str] | None = None
         self.frames: int | None = None
         self.seconds = seconds
+        self.parts_of_seconds: dict[str, float] = {}
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""
 

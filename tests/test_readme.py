@@ -141,6 +141,12 @@ def test_the_scripts_about_exporting_and_logging_run():
     assert "train/weight_norm" in trainer.callback_metrics
 
 
+def test_the_script_about_videos_runs():
+    (script,) = blocks(ROOT / "docs/watching.md", "python")
+    exec(script, {})
+    assert sorted(path.name for path in Path("videos").iterdir()) == [f"step={n}-episode=0.mp4" for n in (1024, 2048)]
+
+
 def write_own_package() -> None:
     """What docs/custom.md says, as the module that configurations name."""
     Path("my_package.py").write_text("\n\n".join(blocks(ROOT / "docs/custom.md", "python")))

@@ -82,6 +82,7 @@ class Reports(Updates):
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
+        scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         if rollout.failures is not None:
             self.env_restarts = Total().to(self.device) if self.env_restarts is None else self.env_restarts
             self.env_restarts.update(len(rollout.failures))
