@@ -100,23 +100,30 @@ class Collector:
         taken_times: list[Tensor] = []
         self._valid.fill(True)
         self._lost.fill(False)
+        clock, in_env, in_policy, in_transfer = time.perf_counter, 0.0, 0.0, 0.0
         recurrent = as_recurrent(policy)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
         with torch.inference_mode():
             for t in range(self.length):
-                row = self._rows[t]
+                begun, row = clock(), self._rows[t]
                 row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
+                moved = clock()
                 if recurrent is None:
                     output = policy.act(row, self.generator)
                 else:
                     output = recurrent.act(row, self.generator, memory=self._memory.before(t))
+                acted = clock()
                 actions.append(output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.append(output.log_prob)
                     values.append(output.value)
                 taken = map_leaves(_to_numpy, output.environment_action)
+                taken_at = clock()
                 step = self.environments.step(to_environment(self.action_space, taken))
+                in_env += clock() - taken_at
+                in_policy += acted - moved
+                in_transfer += taken_at - acted + moved - begun
                 self._store(t, step)
                 if recurrent is not None:
                     truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
@@ -135,7 +142,9 @@ class Collector:
         episodes = self._finished_episodes()
         if self._lost.any():
             finals += self._cut_off_episodes()
+        evaluated = clock()
         rollout = self._evaluate(policy, actions, log_probs, values, finals)
+        in_policy += clock() - evaluated
         rollout.starts = torch.from_numpy(starts)
         if recurrent is not None:
             rollout.memory = map_stacked(torch.stack, self._memory.stored)
@@ -146,6 +155,7 @@ class Collector:
         rollout.infos = infos
         rollout.frames = frames if repeats else None
         rollout.seconds = time.perf_counter() - start
+        rollout.parts_of_seconds = {"env": in_env, "policy": in_policy, "transfer": in_transfer}
         return rollout
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
@@ -315,7 +316,8 @@ class RolloutDataModule(LightningDataModule):
             if not self._sampler.started:
                 self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
             assert self.trainer is not None
-            with self.trainer.precision_plugin.forward_context():
+            profiler: Profiler = self.trainer.profiler  # type: ignore[attr-defined]
+            with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
                 rollout = self._sampler.collect(policy, version)
         self._look_for_infos(rollout)
         self._tell_of(rollout.failures)

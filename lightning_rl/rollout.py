@@ -61,6 +61,7 @@ class Rollout:
             how much they are larger, `[T, B]`; None elsewhere.
         dropped: How many rollouts before it were too old to learn from, with asynchronous actors.
         seconds: Wall time of collecting, with asynchronous actors that of waiting for it.
+        parts_of_seconds: What of it went where: `env`, `policy` and `transfer` between their devices.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Rollout:
         self.log_rhos: Tensor | None = None
         self.dropped = 0
         self.seconds = seconds
+        self.parts_of_seconds: dict[str, float] = {}
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""
 

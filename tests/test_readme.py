@@ -27,7 +27,7 @@ from lightning_rl import (
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
-from lightning_rl.commands import COMMANDS as COMMANDS_OF_THEIR_OWN
+from lightning_rl.commands import COMMANDS as OWN_COMMANDS
 from tests import programs
 from tests.vectors.load import load
 
@@ -145,6 +145,12 @@ def test_the_scripts_about_exporting_and_logging_run():
     assert "train/weight_norm" in trainer.callback_metrics
 
 
+def test_the_script_about_videos_runs():
+    (script,) = blocks(ROOT / "docs/watching.md", "python")
+    exec(script, {})
+    assert sorted(path.name for path in Path("videos").iterdir()) == [f"step={n}-episode=0.mp4" for n in (1024, 2048)]
+
+
 def write_own_package() -> None:
     """What docs/custom.md says, as the module that configurations name."""
     Path("my_package.py").write_text("\n\n".join(blocks(ROOT / "docs/custom.md", "python")))
@@ -185,7 +191,7 @@ def test_own_network_environment_and_algorithm_work_as_described():
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
-    if command[0] in COMMANDS_OF_THEIR_OWN:
+    if command[0] in OWN_COMMANDS:
         module = importlib.import_module(f"lightning_rl.commands.{command[0]}")
         assert module.parser().parse_args(command[1:])
         return

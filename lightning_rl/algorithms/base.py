@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.acting import act
-from lightning_rl.algorithms.failures import skip_or_raise
+from lightning_rl.algorithms.failures import explained_anomaly, skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
 from lightning_rl.algorithms.parameter_groups import ParameterGroups, check_optimizers, set_learning_rate
 from lightning_rl.algorithms.saturation import SaturationWatch
@@ -310,7 +310,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.diagnostics.observe(action_saturation=share)
         for replay in self.replays.values():
             replay.begin()
-        with suppress(NotFiniteError):
+        with suppress(NotFiniteError), self.trainer.profiler.profile("update"), explained_anomaly():  # type: ignore[attr-defined]
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,12 @@ from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError, import_class
+
+WHAT_TO_TRY = (
+    "Look at the rewards and observations (normalize_rewards, normalize_observations bound them), lower learning_rate, "
+    "or max_grad_norm"
+)
+_ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 
 
 class FailedUpdate:
@@ -126,6 +134,24 @@ class FailedUpdate:
         raise RuntimeError(f"training_step made {reached} updates, and did not come to the one after {self.number}")
 
 
+@contextmanager
+def explained_anomaly() -> Iterator[None]:
+    """Say what to try where `detect_anomaly` has found the operation whose gradient is not a number.
+
+    Raises:
+        FloatingPointError: It has; names the operation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _ANOMALY.search(str(error))) is None:
+            raise
+        raise FloatingPointError(
+            f"the gradient of {found[1]} is not a number: detect_anomaly printed above where it was computed. "
+            f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and make it again (FailedUpdate)"
+        ) from error
+
+
 class _Reached(Exception):
     """The update to look at has been made."""
 
@@ -160,8 +186,9 @@ def skip_or_raise(module: Updates, rollout: Rollout, terms: Mapping[str, float],
         path = save_failed_update(module, rollout, terms, generator_state)
         saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
         mine = (
-            f"{what}; the parameters were left as they were before that minibatch. Look at the rewards and "
-            f"observations, or lower learning_rate; check_numerics=True stops at the very minibatch; {saved}"
+            f"{what}; the parameters were left as they were before that minibatch. {WHAT_TO_TRY}; "
+            "check_numerics=True stops at the very minibatch, the Trainer's detect_anomaly=True names the operation; "
+            f"{saved}"
         )
     raise FloatingPointError(gather_ranks(mine)[culprit])
 

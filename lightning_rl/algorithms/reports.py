@@ -88,6 +88,7 @@ class Reports(Updates):
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
+        scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         for name, count in self._counts_of(rollout).items():
             if name not in self.counts:
                 self.counts[name] = _COUNTS[name]().to(self.device)

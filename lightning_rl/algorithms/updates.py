@@ -342,7 +342,12 @@ class Updates(LightningModule):
 
 
 def not_finite_throughout(loss: Tensor) -> Tensor:
-    """Return `loss`, with a gradient of NaN where it is not finite: so every rank gets to know."""
+    """Return `loss`, with a gradient of NaN where it is not finite: so every rank gets to know.
+
+    Not where `detect_anomaly` looks for the operation that NaN comes from, which would find this one.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return loss
     return loss * (1 + 0 * loss.detach())
 
 

@@ -9,6 +9,7 @@ from lightning_rl.cli_errors import end_with_message
 
 COMMANDS = {
     "export": "Write the policy of a checkpoint as programs that act without this package.",
+    "plot": "Draw learning curves of runs.",
     "pull": "Fetch a checkpoint from the Hugging Face Hub.",
     "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
 }

@@ -1,0 +1,209 @@
+"""Learning curves: read from the logs of runs, put together by what was run, and summed up over seeds."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+
+from lightning_rl.validation import ConfigurationError, check
+
+Array = np.ndarray[Any, Any]
+Statistic = Literal["iqm", "mean"]
+EVENTS, ROWS = "events.out.tfevents*", "metrics.csv"
+_CONFIG = "config.yaml"
+# What does not make another experiment of a run.
+_NOT_SETTINGS = (
+    "seed_everything",
+    "ckpt_path",
+    "num_threads",
+    "data.seed",
+    "trainer.logger",
+    "trainer.callbacks",
+    "trainer.default_root_dir",
+    "trainer.enable_progress_bar",
+    "trainer.profiler",
+)
+_RESAMPLES = 1000
+_MOST_POINTS = 400
+
+
+class Series(NamedTuple):
+    """What one run logged: values against environment steps, both `[N]`."""
+
+    steps: Array
+    values: Array
+
+
+class Summary(NamedTuple):
+    """What several runs logged, as one curve: `[N]` each; no interval of one run."""
+
+    steps: Array
+    center: Array
+    low: Array | None
+    high: Array | None
+
+
+@dataclass
+class Log:
+    """The log of one run.
+
+    Attributes:
+        folder: Where it is.
+        settings: What was run, without the seed; empty where there is no configuration beside it.
+        scalars: Everything that was logged, by key.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    scalars: dict[str, Series] = field(default_factory=dict)
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm; that of the folder where it is not known."""
+        return str(self.settings.get("model.class_path", self.folder.name)).rpartition(".")[2]
+
+    @property
+    def environment(self) -> str:
+        """Id of the environment, where it is known."""
+        return str(self.settings.get("data.env_id", ""))
+
+
+def find_logs(path: str | Path) -> list[Log]:
+    """Read all logs in a folder and those in it: TensorBoard's event files, or else the rows of `CSVLogger`.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    root = Path(path)
+    folders = sorted({found.parent for kind in (EVENTS, ROWS) for found in root.rglob(kind)})
+    if not folders:
+        raise ConfigurationError(f"{str(path)!r} has no log: expected a folder with {EVENTS} or {ROWS} in it or below")
+    return [Log(folder, _settings(folder, root), _read(folder)) for folder in folders]
+
+
+def by_experiment(logs: Iterable[Log]) -> dict[str, list[Log]]:
+    """Put together what differs by nothing but its seed, under names that tell the experiments apart.
+
+    Runs without a configuration are one experiment for each folder that they are in.
+    """
+    groups: dict[str, list[Log]] = {}
+    for log in logs:
+        groups.setdefault(json.dumps(log.settings or str(log.folder.parent), sort_keys=True, default=str), []).append(
+            log
+        )
+    firsts = [found[0] for found in groups.values()]
+    return dict(zip(_names(firsts), groups.values(), strict=True))
+
+
+def summarize(runs: Sequence[Series], statistic: Statistic = "iqm", confidence: float = 0.95) -> Summary:
+    """Return the mean or interquartile mean of runs at each step, with a bootstrap interval over the runs.
+
+    Where runs did not log at the same steps, they are interpolated. The curve is as long as every run is there.
+
+    Args:
+        runs: One of each seed.
+        statistic: `iqm` leaves out the quarter of the runs that is lowest at a step, and that which is highest (Agarwal
+            et al. 2021); of fewer than four runs it is the mean.
+        confidence: Of the interval: percentiles of the statistic of runs drawn anew, with replacement.
+
+    Raises:
+        ConfigurationError: There is no step at which all of them are.
+    """
+    check(statistic in ("iqm", "mean"), "statistic", statistic, "iqm or mean")
+    check(0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
+    steps = _common_steps(runs)
+    values = np.stack([np.interp(steps, *run) for run in runs])
+    trim = len(runs) // 4 if statistic == "iqm" else 0
+    center = _trimmed_mean(values, trim)
+    if len(runs) == 1:
+        return Summary(steps, center, None, None)
+    drawn = np.random.default_rng(0).integers(len(runs), size=(_RESAMPLES, len(runs)))
+    bounds = [(1 - confidence) / 2, (1 + confidence) / 2]
+    # A step at a time: all of them at once would be gigabytes.
+    at_steps = [np.quantile(_trimmed_mean(column[drawn].T, trim), bounds) for column in values.T]
+    low, high = np.array(at_steps).T
+    return Summary(steps, center, low, high)
+
+
+def _trimmed_mean(values: Array, trim: int) -> Array:
+    """Return the mean over the first dimension, without so many of the lowest and of the highest."""
+    kept = np.sort(values, axis=0)[trim : len(values) - trim] if trim else values
+    return np.asarray(kept.mean(axis=0))
+
+
+def _common_steps(runs: Sequence[Series]) -> Array:
+    if all(np.array_equal(run.steps, runs[0].steps) for run in runs):
+        return runs[0].steps
+    first, last = max(run.steps[0] for run in runs), min(run.steps[-1] for run in runs)
+    steps = np.unique(np.concatenate([run.steps for run in runs]))
+    steps = steps[(steps >= first) & (steps <= last)]
+    check(len(steps) > 0, "runs", f"{len(runs)} runs", "such as have environment steps in common")
+    return steps if len(steps) <= _MOST_POINTS else np.linspace(first, last, _MOST_POINTS)
+
+
+def _read(folder: Path) -> dict[str, Series]:
+    points: dict[str, list[tuple[float, float]]] = {}
+    rows = _events(folder) if any(folder.glob(EVENTS)) else _rows(folder / ROWS)
+    for key, step, value in rows:
+        points.setdefault(key, []).append((step, value))
+    # A run that goes on from a checkpoint logs some steps again: what it logged last counts.
+    return {key: Series(*np.array(sorted(dict(found).items())).T) for key, found in points.items()}
+
+
+def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    everything, nothing = {"scalars": 0}, dict.fromkeys(("images", "audio", "histograms", "tensors"), 1)
+    log = EventAccumulator(str(folder), everything | nothing).Reload()
+    for key in log.Tags()["scalars"]:
+        for event in log.Scalars(key):
+            yield key, float(event.step), float(event.value)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for key, value in row.items():
+                if key not in ("step", "epoch") and value:
+                    yield key, float(row["step"]), float(value)
+
+
+def _settings(folder: Path, root: Path) -> dict[str, Any]:
+    """Return the settings in the configuration beside a log or in a folder around it, down from `root`."""
+    for place in (folder, *folder.parents):
+        if (path := place / _CONFIG).is_file():
+            flat = dict(_flat(yaml.safe_load(path.read_text()) or {}))
+            return {key: value for key, value in flat.items() if not key.startswith(_NOT_SETTINGS)}
+        if place == root:
+            break
+    return {}
+
+
+def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
+    if isinstance(settings, dict):
+        for key, value in settings.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, settings
+
+
+def _names(logs: Sequence[Log]) -> list[str]:
+    """Return a name for each: algorithm and environment, and with equal ones, the settings that differ."""
+    names = []
+    for log in logs:
+        alike = [other for other in logs if (other.algorithm, other.environment) == (log.algorithm, log.environment)]
+        keys = sorted({key for other in alike for key in {**log.settings, **other.settings}})
+        differing = [key for key in keys if len({str(other.settings.get(key)) for other in alike}) > 1]
+        own = [f"{key.rpartition('.')[2]}={log.settings.get(key)}" for key in differing]
+        if log.settings:
+            names.append(", ".join([log.algorithm, *own]) + f" ({log.environment})")
+        else:
+            names.append(str(log.folder.parent))
+    return names

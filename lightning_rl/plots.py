@@ -1,0 +1,151 @@
+"""Figures of learning curves, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_rl.curves import Series, Statistic, summarize
+from lightning_rl.validation import ConfigurationError
+
+# Of Okabe and Ito: told apart by readers who do not see all colours.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_GOAL = "#555555"
+_INSTALL = "pip install 'lightning-rl[plot]'"
+_MOST_SINGLE_RUNS = 10
+
+
+@dataclass
+class Curve:
+    """One line of a panel: runs of the same, with different seeds.
+
+    Attributes:
+        label: Its name.
+        runs: What each of them logged.
+    """
+
+    label: str
+    runs: Sequence[Series]
+
+
+@dataclass
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: What is compared.
+        curves: What to compare.
+        ylabel: What the values are.
+        goal: A value to be reached; None: there is none.
+    """
+
+    title: str
+    curves: Sequence[Curve]
+    ylabel: str = "episode return"
+    goal: float | None = None
+
+
+def draw(
+    panels: Sequence[Panel],
+    paths: Sequence[Path],
+    *,
+    statistic: Statistic = "iqm",
+    confidence: float = 0.95,
+    columns: int = 4,
+    shared_legend: bool = False,
+) -> None:
+    """Write a figure of learning curves: the same files from the same runs.
+
+    A line is the statistic over the seeds of a curve and a band its bootstrap interval; each seed is a thin line, where
+    there are no more than ten. One seed has no band. See `lightning_rl.curves.summarize`.
+
+    Args:
+        panels: What to draw.
+        paths: Files, whose suffixes say what they are: `.png`, `.svg`, `.pdf`.
+        statistic: `iqm` or `mean`.
+        confidence: Of the interval.
+        columns: Panels side by side at the most.
+        shared_legend: One legend for all panels, which have the same curves, in the place of one with numbers of seeds
+            in each.
+
+    Raises:
+        ConfigurationError: Matplotlib is not installed, or the seeds of a curve have no steps in common.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigurationError(f"plots need matplotlib, which is not installed: {_INSTALL}") from error
+    settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
+    for path in paths:
+        with mpl.rc_context(settings):
+            # One for each file: a layout begins with that of the file before.
+            figure = _figure(panels, min(columns, len(panels)), shared_legend, statistic, confidence)
+            names = _names(figure) if shared_legend else {}
+            title = _caption(panels, statistic, confidence)
+            below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(names)), "title": title}
+            figure.legend(list(names.values()), list(names), **below)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+
+
+def _figure(panels: Sequence[Panel], columns: int, shared_legend: bool, statistic: Statistic, confidence: float) -> Any:  # noqa: ANN401 - matplotlib is imported where it is used
+    from matplotlib.figure import Figure
+
+    rows = -(-len(panels) // columns)
+    width, height = (3.0, 2.3) if columns > 2 else (5.0, 3.4)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
+        _draw_panel(axis, panel, statistic, confidence, counts=not shared_legend)
+        if number >= len(panels) - columns:
+            axis.set_xlabel("environment steps")
+        if number % columns == 0 or panel.ylabel != panels[number - 1].ylabel:
+            axis.set_ylabel(panel.ylabel)
+        if not shared_legend:
+            axis.legend(frameon=False, fontsize=7)
+    return figure
+
+
+def _names(figure: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the lines of all panels by their names."""
+    return {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+
+
+def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -> str:
+    """Say what lines and bands are, as far as there are such."""
+    counts = {len(curve.runs) for panel in panels for curve in panel.curves} - {1}
+    if not counts:
+        return "one seed each: no interval"
+    what = "interquartile mean" if statistic == "iqm" and max(counts) >= 4 else "mean"
+    few = " (mean of fewer than four)" if what != "mean" and min(counts) < 4 else ""
+    return f"line: {what} over seeds{few}; band: its {confidence:.0%} bootstrap interval; thin: each seed"
+
+
+def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:  # noqa: ANN401
+    for number, curve in enumerate(panel.curves):
+        color = COLORS[number % len(COLORS)]
+        found = summarize(curve.runs, statistic, confidence)
+        seeds = "1 seed" if len(curve.runs) == 1 else f"{len(curve.runs)} seeds"
+        label = f"{curve.label}, {seeds}" if counts else curve.label
+        marker = "o" if len(found.steps) == 1 else None  # a line needs two
+        axis.plot(found.steps, found.center, color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
+        if found.low is None:
+            continue
+        axis.fill_between(found.steps, found.low, found.high, color=color, alpha=0.2, linewidth=0)
+        for run in curve.runs if len(curve.runs) <= _MOST_SINGLE_RUNS else ():
+            axis.plot(*run, color=color, alpha=0.4, linewidth=0.5)
+    if panel.goal is not None:
+        axis.axhline(panel.goal, color=_GOAL, linestyle=":", linewidth=1, label="goal")
+    axis.set_title(panel.title, fontsize=8)
+    axis.xaxis.set_major_formatter(_thousands)
+    axis.locator_params(nbins=5)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _thousands(steps: float, _: object) -> str:
+    """Write a number of steps as 500, 20k or 1.5M."""
+    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"

@@ -1,0 +1,154 @@
+"""Learning curves: what is read from logs, what belongs together, how seeds are summed up, and the figures of that."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import imageio.v3
+import numpy as np
+import pytest
+import yaml
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.tensorboard import SummaryWriter
+
+from lightning_rl import __main__ as program
+from lightning_rl import plots
+from lightning_rl.curves import Series, by_experiment, find_logs, summarize
+from lightning_rl.validation import ConfigurationError
+
+RETURN = "rollout/episode_return"
+
+
+def series(values, steps=None):
+    steps = range(10, 10 * len(values) + 1, 10) if steps is None else steps
+    return Series(np.array(list(steps), float), np.array(values, float))
+
+
+def write_run(folder, values, seed=0, env_id="CartPole-v1", first=10, **settings):
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"seed_everything": seed, "model": {"class_path": "lightning_rl.PPO", "init_args": settings}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"data": {"env_id": env_id, "seed": seed}}))
+    writer = SummaryWriter(folder)
+    for number, value in enumerate(values):
+        writer.add_scalar(RETURN, value, first + 10 * number)
+    writer.close()
+
+
+def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end():
+    runs = [series([value, 1.0]) for value in (100, 1, 2, -50, 3, 4, 5, 1000)]
+    found = summarize(runs, "iqm")
+    assert found.steps.tolist() == [10, 20]
+    assert found.center.tolist() == [(2 + 3 + 4 + 5) / 4, 1]
+    assert summarize(runs, "mean").center[0] == (100 + 1 + 2 - 50 + 3 + 4 + 5 + 1000) / 8
+    assert summarize(runs[:3], "iqm").center[0] == (100 + 1 + 2) / 3  # of so few it is the mean
+
+
+def test_the_interval_is_that_of_runs_drawn_anew():
+    one = summarize([series([1, 2])])
+    assert one.low is None and one.high is None
+    same = summarize([series([1, 2])] * 3)
+    assert same.low.tolist() == same.high.tolist() == [1, 2]
+    # Of two runs each pair of draws has chances of a quarter, a half and a quarter.
+    two = summarize([series([0.0]), series([1.0])], confidence=0.95)
+    assert (two.low[0], two.center[0], two.high[0]) == (0, 0.5, 1)
+    assert summarize([series([0.0]), series([1.0])], confidence=0.4).low[0] == 0.5
+    many = summarize([series([value]) for value in np.random.default_rng(1).normal(size=400)], "mean")
+    # 1.96 standard errors of a mean of 400.
+    assert (many.high[0] - many.low[0]) / 2 == pytest.approx(1.96 / 20, rel=0.1)
+
+
+def test_runs_that_logged_at_other_steps_are_interpolated_where_all_of_them_are():
+    found = summarize([series([0, 10], [0, 10]), series([2, 6, 8], [5, 7, 20])], "mean")
+    assert found.steps.tolist() == [5, 7, 10]
+    assert found.center.tolist() == [(5 + 2) / 2, (7 + 6) / 2, (10 + 6 + 2 * 3 / 13) / 2]
+    assert len(summarize([series(range(3000)), series(range(2999))]).steps) == 400
+    with pytest.raises(ConfigurationError, match="environment steps in common"):
+        summarize([series([1], [5]), series([1], [6])])
+    with pytest.raises(ConfigurationError, match="confidence="):
+        summarize([series([1])], confidence=1.5)
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_curve(tmp_path):
+    for seed in range(3):
+        write_run(tmp_path / f"a/version_{seed}", [seed, seed], seed)
+    write_run(tmp_path / "a/version_3", [7], gamma=0.9, hidden={"sizes": [3]})
+    write_run(tmp_path / "b", [8], env_id="Acrobot-v1")
+    groups = by_experiment(find_logs(tmp_path))
+    assert {name: len(logs) for name, logs in groups.items()} == {
+        "PPO, gamma=None, sizes=None (CartPole-v1)": 3,
+        "PPO, gamma=0.9, sizes=[3] (CartPole-v1)": 1,
+        "PPO (Acrobot-v1)": 1,
+    }
+    with pytest.raises(ConfigurationError, match="has no log: expected a folder with events"):
+        find_logs(tmp_path / "c")
+
+
+def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
+    write_run(tmp_path, [1, 2, 3])
+    write_run(tmp_path, [30, 40], first=30)
+    (log,) = find_logs(tmp_path)
+    assert log.scalars[RETURN].steps.tolist() == [10, 20, 30, 40]
+    assert log.scalars[RETURN].values.tolist()[-1] == 40
+
+
+def test_rows_of_a_csv_logger_are_read(tmp_path):
+    logger = CSVLogger(tmp_path / "logs", name="mine")
+    logger.log_metrics({RETURN: 1.5, "train/loss": 2.0}, step=10)
+    logger.log_metrics({"val/episode_return": 3.0}, step=20)
+    logger.save()
+    (log,) = find_logs(tmp_path)
+    assert {key: (found.steps.tolist(), found.values.tolist()) for key, found in log.scalars.items()} == {
+        RETURN: ([10], [1.5]),
+        "train/loss": ([10], [2]),
+        "val/episode_return": ([20], [3]),
+    }
+    assert list(by_experiment([log])) == [str(tmp_path / "logs/mine")]
+
+
+def plot(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", "plot", *map(str, arguments)])
+    program.run()
+
+
+def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch, capsys):
+    for seed in range(4):
+        write_run(Path(f"runs/ppo/version_{seed}"), [seed, seed + 1], seed)
+        write_run(Path(f"other/version_{seed}"), [seed + 2], seed, gamma=0.5)
+    write_run(Path("runs/acrobot"), [-500, -80], env_id="Acrobot-v1")
+    plot(monkeypatch, "runs", "mine=other")
+    assert capsys.readouterr().out.split() == ["curves.png", "curves.svg"]
+    height, width, _ = imageio.v3.imread("curves.png").shape
+    assert width > height > 500
+    text = re.findall(r">([^<>\n]+)</text>", Path("curves.svg").read_text())
+    assert {"CartPole-v1", "Acrobot-v1", "environment steps", "episode return (training)"} <= set(text)
+    assert {"PPO, 4 seeds", "mine, 4 seeds", "PPO, 1 seed"} <= set(text)
+    assert any("interquartile mean over seeds; band: its 95% bootstrap interval" in line for line in text)
+    before = Path("curves.svg").read_bytes()
+    plot(monkeypatch, "runs", "mine=other", "--out=curves.svg")
+    assert Path("curves.svg").read_bytes() == before  # the same runs, the same file
+    plot(monkeypatch, "runs/acrobot", "--out=one.svg", "--statistic=mean", "--confidence=0.8")
+    assert "one seed each: no interval" in Path("one.svg").read_text() and not Path("one.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "'nowhere' has no log"),
+        (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
+        (["run", "--confidence=2"], "confidence=2.0 is not valid"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, arguments, message):
+    write_run(Path("run"), [1, 2])
+    with pytest.raises(SystemExit) as exit_:
+        plot(monkeypatch, *arguments)
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err.startswith(f"lightning-rl plot: error: {message}")
+
+
+def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    module = importlib.reload(plots)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-rl\[plot\]'"):
+        module.draw([module.Panel("a", [module.Curve("b", [series([1])])])], [tmp_path / "a.svg"])

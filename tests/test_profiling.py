@@ -1,0 +1,82 @@
+"""Where the time of a run goes, by its logs and by Lightning's profilers; what is said about NaN."""
+
+import time
+
+import gymnasium
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import SimpleProfiler
+
+from lightning_rl import collector
+from tests.helpers import make_data, make_model, make_trainer
+
+
+class Slow(gymnasium.Wrapper):
+    def step(self, action):
+        time.sleep(0.002)
+        return self.env.step(action)
+
+
+def test_seconds_in_environments_and_policy_are_logged():
+    data = make_data(wrappers=["tests.test_profiling.Slow"])
+    model = make_model(data)
+    trainer = make_trainer(log_every_n_steps=1)
+    trainer.fit(model, data)
+    logged = {key: float(value) for key, value in trainer.logged_metrics.items() if key.startswith("time/")}
+    parts = [logged[f"time/{part}_seconds"] for part in ("env", "policy", "transfer")]
+    assert parts[0] > 0.9 * 16 * 2 * 0.002  # 16 steps in two environments
+    assert parts[1] > 0 and 0 <= parts[2] < parts[0]
+    assert sum(parts) <= logged["time/rollout_seconds"]
+
+
+def test_the_clock_is_read_five_times_a_step(monkeypatch):
+    """A reading takes less than 0.1 µs, a step of the smallest environments and policies at least 100."""
+    reads = []
+    real = time.perf_counter
+
+    class Counted:
+        @staticmethod
+        def perf_counter():
+            reads.append(1)
+            return real()
+
+    data = make_data()
+    monkeypatch.setattr(collector, "time", Counted)
+    make_trainer(limit_train_batches=1).fit(make_model(data), data)
+    assert len(reads) == 5 * 16 + 4
+
+
+def test_profilers_show_rollouts_and_updates_by_name():
+    profiler = SimpleProfiler()
+    data = make_data()
+    make_trainer(profiler=profiler).fit(make_model(data), data)
+    assert len(profiler.recorded_durations["rollout"]) == len(profiler.recorded_durations["update"]) == 2
+
+
+class Poison(Callback):
+    """Has a gradient that is no number, of a loss that is one."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        evaluate = module.evaluate
+
+        def poisoned(batch):
+            distribution, value = evaluate(batch)
+            return distribution, value + (0 * value).sqrt() * 0
+
+        module.evaluate = poisoned
+
+
+@pytest.mark.parametrize(
+    ("detect", "message"),
+    [
+        (True, "the gradient of SqrtBackward0 is not a number.*lower learning_rate"),
+        (False, "grad_norm is nan.*detect_anomaly=True names the operation"),
+    ],
+)
+def test_a_gradient_of_nan_says_what_to_try(detect, message, in_tmp_path):
+    data = make_data()
+    trainer = make_trainer(callbacks=[Poison()], detect_anomaly=detect)
+    with pytest.raises(FloatingPointError, match=message):
+        trainer.fit(make_model(data), data)
+    assert torch.is_anomaly_enabled() is False
