@@ -214,3 +214,20 @@ def test_the_returns_under_way_belong_to_a_rank_and_not_to_the_modules_state():
     normalizer = RewardNormalizer(0.9)
     normalizer.update(*reward_rollout())
     assert not [name for name in normalizer.state_dict() if "discounted_return" in name]
+
+
+def test_actors_that_take_turns_keep_discounted_returns_of_their_own():
+    """Two actors of two environments; a rollout that begins with new episodes forgets what was before."""
+    together, (one, other) = RewardNormalizer(0.5), (RewardNormalizer(0.5), RewardNormalizer(0.5))
+    rewards, ends, none = torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
+    for turn in range(3):
+        together.update(rewards, ends, first=2, starts=none)
+        other.update(rewards, ends)
+        if turn == 1:
+            together.update(3 * rewards, ends, first=0, starts=none)
+            one.update(3 * rewards, ends)
+    expected = torch.cat([one.discounted_return, other.discounted_return])
+    assert together.discounted_return.tolist() == expected.tolist() == [2.25, 2.25, 0.984375, 0.984375]
+    together.update(rewards, ends, first=2, starts=torch.tensor([True, False]))
+    assert together.discounted_return.tolist() == [2.25, 2.25, 0.75, 0.99609375]
+    assert together.moments.count == 4 * 4 + 4
