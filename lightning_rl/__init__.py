@@ -16,7 +16,15 @@ from lightning_rl.algorithms import (
     TFAgentsPPO,
 )
 from lightning_rl.algorithms.failures import FailedUpdate
-from lightning_rl.callbacks import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation, PolicyExport
+from lightning_rl.callbacks import (
+    EnvStepCheckpoint,
+    EnvStepInterval,
+    EnvStepLimit,
+    EnvStepValidation,
+    EpisodeRecorder,
+    PolicyExport,
+    VideoRecorder,
+)
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
@@ -43,6 +51,7 @@ __all__ = [
     "EnvStepProgressBar",
     "EnvStepRichProgressBar",
     "EnvStepValidation",
+    "EpisodeRecorder",
     "FailedUpdate",
     "LastCheckpoint",
     "OffPolicyPPG",
@@ -54,6 +63,7 @@ __all__ = [
     "Rollout",
     "RolloutDataModule",
     "TFAgentsPPO",
+    "VideoRecorder",
     "__version__",
     "functional",
     "load_episodes",

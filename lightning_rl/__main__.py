@@ -6,6 +6,7 @@ import sys
 import torch
 
 from lightning_rl.cli import main
+from lightning_rl.commands import run_command
 
 
 def run() -> None:
@@ -14,7 +15,8 @@ def run() -> None:
         # As `python -m` has it: modules beside the configurations can be named in them.
         sys.path.insert(0, os.getcwd())
     try:
-        main()
+        if not run_command(sys.argv[1:]):
+            main()
     finally:
         # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -19,11 +19,22 @@ from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits
 from lightning_rl.algorithms.warm_start import Part
-from lightning_rl.callbacks import EnvStepLimit
+from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
+from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
-from lightning_rl.cli_errors import OneErrorParser, error_message
-from lightning_rl.cli_parts import CONFIG, EpisodeLines, SaveConfig, default_checkpoints, has, relative, say
+from lightning_rl.cli_errors import OneErrorParser, end_with_message
+from lightning_rl.cli_parts import (
+    CONFIG,
+    EpisodeLines,
+    SaveConfig,
+    chooses_data_class,
+    default_checkpoints,
+    has,
+    relative,
+    say,
+)
+from lightning_rl.commands import overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -89,6 +100,14 @@ class OnPolicyCLI(LightningCLI):
         for action in parser._actions:
             if action.dest == "ckpt_path":
                 action.help = _CKPT_PATH_HELP.get(subcommand, _CKPT_PATH_HELP["validate"])
+        if subcommand == "predict":
+            parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
+            parser.add_argument(
+                "--record_as",
+                type=list[RecordAs],
+                default=["video", "minari"],
+                help="As what: video (one file for each), minari (a data set), or both.",
+            )
         return parser
 
     def _parse_ckpt_path(self) -> None:
@@ -98,7 +117,9 @@ class OnPolicyCLI(LightningCLI):
         """
         fitting, config = self.config.subcommand == "fit", self.config[self.config.subcommand]
         quiet.command_line(evaluating=not fitting)
-        root = run_root(config.trainer.default_root_dir, config.model.class_path.rpartition(".")[2], config.data.env_id)
+        data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
+        env_id = (data.init_args if self.subclass_mode_data else data).get("env_id", "environment")
+        root = run_root(config.trainer.default_root_dir, algorithm, env_id)
         name = path = config.get("ckpt_path")
         if name in ("last", "best"):
             path = find_checkpoint(root, name, resumable=fitting)
@@ -129,6 +150,7 @@ class OnPolicyCLI(LightningCLI):
             super().instantiate_classes()
             if self.subcommand == "fit":
                 self.model.check_run(self.trainer, self.datamodule.rollout_shape)
+                self.model.check_actors(self.datamodule.num_actors)
             if self.checkpoint is not None:
                 check_fits(self.checkpoint, self.model)
             elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
@@ -162,6 +184,8 @@ class OnPolicyCLI(LightningCLI):
         if config.enable_progress_bar is not False and not has(given, ProgressBar):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
+            if (folder := self._get(self.config_init, "record")) is not None:
+                added.append(EpisodeRecorder(folder, self._get(self.config_init, "record_as")))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
@@ -241,12 +265,14 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             with 1 where a setting or an environment is at fault.
     """
     quiet.command_line()
-    parser_options = {"prog": "lightning-rl", "description": "On-policy reinforcement learning for PyTorch Lightning."}
+    about = f"On-policy reinforcement learning for PyTorch Lightning. {overview()}"
+    parser_options = {"prog": "lightning-rl", "description": about}
     try:
         return OnPolicyCLI(
             OnPolicyAlgorithm,
             RolloutDataModule,
             subclass_mode_model=True,
+            subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
             parser_class=OneErrorParser,
             parser_kwargs=parser_options,
             save_config_callback=SaveConfig,
@@ -258,7 +284,5 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             args=args,
         )
     except Exception as error:
-        if (message := error_message(error)) is None:
-            raise
-        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        end_with_message(error)
+        raise

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
@@ -20,7 +20,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl import algorithms, callbacks, checkpoints, progress
 from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
+from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.validation import ConfigurationError
 
 _OURS = (
@@ -30,6 +32,7 @@ _OURS = (
     FloatingPointError,
     MisconfigurationException,
     RankFailure,
+    RoundTripError,
 )
 _UNION = "Does not validate against any of the Union subtypes"
 # What the parser says about each type of a union that an option could have had.
@@ -37,7 +40,7 @@ _NOISE = re.compile(
     rf"(- )?({_UNION}|Subtypes: |Errors:|Expected a <class 'NoneType'>|Given value type: |Given value: \w+\()"
 )
 # The options of such a class are not among those of `--help`.
-_OF_CLASS = re.compile(r"(model|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
+_OF_CLASS = re.compile(r"(model|data|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 
@@ -47,6 +50,12 @@ class OneErrorParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         # An option that lacks its end is misspelt, on the command line as in a file.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of argparse
+        """Add an option; one for files of settings takes the names of the shipped ones too."""
+        if kwargs.get("action") is ActionConfigFile:
+            kwargs |= {"action": ActionConfig, "help": "A file in YAML, or the name of a shipped one: ppo/cartpole."}
+        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message and exit with status 2."""
@@ -88,6 +97,13 @@ def error_message(error: BaseException) -> str | None:
             return str(cause) + (_place(cause.__cause__) if isinstance(cause, EnvironmentFailure) else "")
         cause = cause.__cause__ or cause.__context__
     return _brief(str(error)) if _UNION in str(error) else None
+
+
+def end_with_message(error: BaseException) -> None:
+    """End the process with one message and status 1; return where only a traceback would help."""
+    if (message := error_message(error)) is not None:
+        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def _place(cause: BaseException | None) -> str:

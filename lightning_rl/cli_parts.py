@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
@@ -66,6 +68,41 @@ class EpisodeLines(Callback):
         """Print those of all ranks, in their order."""
         for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
             say(f"episode {number}: {line}")
+
+
+def chooses_data_class(args: Sequence[str]) -> bool:
+    """Whether arguments, or a configuration that they name, say by a `class_path` which class the data are of.
+
+    Where none does, the options of `RolloutDataModule` are those of `data` itself.
+    """
+    for argument, following in pairwise([*args, ""]):
+        name, given, value = argument.partition("=")
+        value = value if given else following
+        if name == "--data.class_path" or name.startswith("--data.init_args"):
+            return True
+        if name == "--data" and _chooses(_content(value)):
+            return True
+        if name in ("-c", "--config") and any(_chooses(part.get("data")) for part in _parts(_content(value))):
+            return True
+    return False
+
+
+def _chooses(data: Any) -> bool:  # noqa: ANN401
+    """Whether what is given for `data` is the name of a class, or has one."""
+    return isinstance(data, str) or (isinstance(data, dict) and "class_path" in data)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    """Return a configuration, of a command or of the whole program, and those of commands in it."""
+    return [x for x in (content, *content.values()) if isinstance(x, dict)] if isinstance(content, dict) else []
+
+
+def _content(value: str) -> Any:  # noqa: ANN401 - whatever is in it
+    """Return what a file has, or an argument itself; nothing where the parser will say what is wrong with it."""
+    try:
+        return yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:

@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import nn
 
+from lightning_rl.actors import ActorOptions, ActorSetup, BoundedLag, ProcessActors, StartMethod
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
-    EnvironmentBatch,
     EnvironmentSpec,
+    FilmMaker,
     OnEnvFailure,
     RewardClip,
     WrapperOptions,
+    check_filmable,
     spaces_of,
 )
-from lightning_rl.environments.seeding import EVALUATION, TESTING
+from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.loaders import OnDemandLoader
@@ -30,7 +33,7 @@ from lightning_rl.policy import copy_to_cpu
 from lightning_rl.policy_interface import Policy
 from lightning_rl.restoring import plain_parts, say_changes
 from lightning_rl.rollout import Rollout
-from lightning_rl.sampler import Sampler
+from lightning_rl.sampler import Sampler, take_failures
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -92,6 +95,14 @@ class RolloutDataModule(LightningDataModule):
         action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
             `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
             draws its actions by, in training and evaluation. See the guide for their shapes.
+        num_actors: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy
+            each, which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
+            algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
+        actor_prefetch: Rollouts that each of them may have ready or under way before the learner takes them.
+        actor_start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
+        actor_timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
+        max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and
+            counted as `rollout/dropped`. None: any number.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -128,6 +139,11 @@ class RolloutDataModule(LightningDataModule):
         previous_action: bool = False,
         previous_reward: bool = False,
         action_mask: str | None = None,
+        num_actors: int = 0,
+        actor_prefetch: int = 1,
+        actor_start_method: StartMethod | None = None,
+        actor_timeout: float = 300.0,
+        max_policy_lag: int | None = None,
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
         eval_deterministic: bool = True,
@@ -170,6 +186,8 @@ class RolloutDataModule(LightningDataModule):
             imports=tuple(imports),
         )
         self.eval_spec = self.spec.for_evaluation(always)
+        self.actors = ActorOptions(num_actors, actor_prefetch, actor_start_method, actor_timeout, max_policy_lag)
+        self.actors.check_environments(self.spec)
         self.num_envs = num_envs
         self.rollout_length = rollout_length
         self.rollouts_per_epoch = rollouts_per_epoch
@@ -181,6 +199,8 @@ class RolloutDataModule(LightningDataModule):
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
+        self._source: BoundedLag | None = None
+        self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._seed_given = seed is not None
         self._told_of_failure = False
         self._missing_infos: set[str] | None = set(self.info_keys) or None
@@ -201,6 +221,11 @@ class RolloutDataModule(LightningDataModule):
     def rollout_shape(self) -> tuple[int, int]:
         """`(T, B)`: steps and environments of one rank's rollout."""
         return self.rollout_length, self.num_envs
+
+    @property
+    def num_actors(self) -> int:
+        """Asynchronous actors on each rank; 0 where the learner collects in step."""
+        return self.actors.count
 
     @property
     def rollout_pending(self) -> bool:
@@ -231,9 +256,14 @@ class RolloutDataModule(LightningDataModule):
         self._close()
 
     def _close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
         self._sampler.remember(in_between=not self.rollout_pending)
         self._sampler.close()
         self._evaluator.close()
+        if self._filming is not None:
+            self._filming[0].close()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -267,25 +297,54 @@ class RolloutDataModule(LightningDataModule):
     @property
     def _settings(self) -> dict[str, Any]:
         """What a resumed run may have changed, as far as it is plain data."""
-        own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed")}
+        own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed", "num_actors")}
         of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
         return plain_parts(of_environments | own | asdict(self.spec.options))
 
     def collect(self) -> Rollout:
-        """Collect one rollout with the current policy."""
+        """Collect one rollout with the current policy, or take one that actors have collected with an earlier one."""
         policy, version, dtype, device = self._policy()
         self._collected_version = version
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**63
-        if not self._sampler.started:
-            self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
-        assert self.trainer is not None
-        with self.trainer.precision_plugin.forward_context():
-            rollout = self._sampler.collect(policy, version)
+        if self.num_actors:
+            if self._source is None:
+                self._source = self._start_actors(policy, version, self.seed)
+            rollout = self._source.take()
+        else:
+            if not self._sampler.started:
+                self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
+            assert self.trainer is not None
+            with self.trainer.precision_plugin.forward_context():
+                rollout = self._sampler.collect(policy, version)
         self._look_for_infos(rollout)
-        if self.spec.on_env_failure == "restart":
-            rollout.failures = self._take_failures(self._sampler.environments)
+        self._tell_of(rollout.failures)
         return rollout
+
+    def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
+        if self._sampler.begin_anew():
+            rank_zero_warn(
+                f"num_actors={self.num_actors}: where the environments of actors are is not in checkpoints, so they "
+                "begin new episodes; weights, optimisers and counters go on from where they were"
+            )
+        setup = ActorSetup(
+            self.spec,
+            self.num_envs,
+            self.rollout_length,
+            tuple(self.info_keys),
+            self._probe(),
+            seed,
+            self._rank,
+            self._sampler.starts,
+        )
+        source = ProcessActors(self.actors, setup, cast(nn.Module, policy), version)
+        return BoundedLag(source, self.actors.max_policy_lag, version)
+
+    def publish_policy(self) -> None:
+        """Let asynchronous actors act with the policy as it is now; the algorithm calls it after each update."""
+        if self._source is not None:
+            policy, version, _, _ = self._policy()
+            self._source.publish(cast(nn.Module, policy), version)
 
     def _look_for_infos(self, rollout: Rollout) -> None:
         """Warn once if no `info` of an epoch had one of the keys that are to be logged."""
@@ -298,17 +357,14 @@ class RolloutDataModule(LightningDataModule):
                 rank_zero_warn(f"info_keys={key!r} was in no info of the first {self._rollouts} rollouts")
             self._missing_infos = None
 
-    def _take_failures(self, environments: object) -> list[str]:
-        """Return what happened to environments that were replaced, and tell of the first."""
-        # Those that speak tensors, or that are not there, replace none.
-        failures = environments.take_failures() if isinstance(environments, EnvironmentBatch) else []
+    def _tell_of(self, failures: Sequence[str] | None) -> None:
+        """Tell of the first environment that was replaced."""
         if failures and not self._told_of_failure:
             self._told_of_failure = True
             rank_zero_warn(
                 f"{failures[0]}. It was made anew and begins a new episode, as will others that fail "
                 "(on_env_failure='restart'); rollout/env_restarts counts them"
             )
-        return failures
 
     def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
@@ -318,20 +374,65 @@ class RolloutDataModule(LightningDataModule):
             record: Keep observations, actions and rewards.
         """
         assert self.trainer is not None
+        evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
+        shares = [
+            len(range(rank, self.eval_episodes, self.trainer.world_size)) for rank in range(self.trainer.world_size)
+        ]
+        first = sum(shares[: self._rank])
+        return self._play(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
+
+    def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
+        """Take one picture of an environment.
+
+        Args:
+            env_kwargs: More arguments of its constructor: the size of the picture, a camera of the simulation.
+
+        Raises:
+            ConfigurationError: Its backend has no pictures, or they cannot be made on this machine.
+        """
+        spec = self.eval_spec.for_filming(env_kwargs)
+        check_filmable(spec)
+        if self.spec.backend == "native" and (found := spaces_of(spec)) != self._probe():
+            raise ConfigurationError(
+                f"backend='native': single environments of {spec.env_id}, which are filmed, have other spaces: "
+                f"expected {self._probe()}, found {found}"
+            )
+
+    def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:
+        """Play episodes with the current policy, and film them: the same ones each time, unlike those of evaluation.
+
+        Args:
+            films: Takes the frames of each episode, numbered from 0.
+            num_episodes: How many, on this rank.
+            env_kwargs: As in `check_filmable`.
+        """
+        evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
+        try:
+            return self._play(evaluator, num_episodes, FILMING, films=films)
+        finally:
+            evaluator.close()
+
+    def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
+        """Film the episodes of `predict` from now on, in which nothing else changes.
+
+        Args:
+            films: Takes the frames of each episode, numbered from 0 over all ranks; None: film no more.
+            env_kwargs: As in `check_filmable`.
+        """
+        if self._filming is not None:
+            self._filming[0].close()
+        spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
+        self._filming = None if films is None else (Evaluator(spec, self.num_eval_envs), films)
+
+    def _play(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
+        assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
+        options = {"record": False, "deterministic": self.eval_deterministic} | options
         with self.trainer.precision_plugin.forward_context():
-            episodes = self._evaluator.play(
-                policy,
-                self._probe(),
-                len(range(self._rank, self.eval_episodes, self.trainer.world_size)),
-                (seed, role, self._rank),
-                device,
-                dtype,
-                deterministic=self.eval_deterministic,
-                record=record,
-            )
-        self._take_failures(self._evaluator.environments)
+            path = (seed, role, self._rank)
+            episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
+        self._tell_of(take_failures(evaluator.environments))
         return episodes
 
     @property

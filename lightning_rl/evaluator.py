@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from gymnasium import spaces
 
-from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
+from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, FilmMaker, cameras, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.evaluation import Episode, play
 from lightning_rl.policy_interface import Policy
@@ -40,6 +40,8 @@ class Evaluator:
         *,
         deterministic: bool,
         record: bool,
+        films: FilmMaker | None = None,
+        first_number: int = 0,
     ) -> list[Episode]:
         """Play episodes.
 
@@ -52,6 +54,8 @@ class Evaluator:
             dtype: Of its parameters.
             deterministic: Take the mode of the action distribution rather than a sample.
             record: Keep observations, actions and rewards.
+            films: Takes the frames of each episode, by its place among those that are returned; `spec` is then filmed.
+            first_number: What the first of them is counted as.
         """
         num_envs = min(num_episodes, self.num_envs or _MOST_ENVIRONMENTS)
         if not num_envs:
@@ -62,11 +66,17 @@ class Evaluator:
             self._made_for = path, num_envs
             seeds = [derive_seed(*path, index) for index in range(num_envs)]
             self.environments = cast(EnvironmentBatch, make_environments(self.spec, num_envs, seeds))
+        shares = [len(range(index, num_episodes, num_envs)) for index in range(num_envs)]
+        if films is not None:
+            number = first_number
+            for camera, share in zip(cameras(self.environments.env), shares, strict=True):
+                camera.begin(films, range(number, number + share))
+                number += share
         return play(
             self.environments,
             policy,
             *space_pair,
-            [len(range(index, num_episodes, num_envs)) for index in range(num_envs)],
+            shares,
             torch.Generator(device).manual_seed(derive_seed(*path)),
             dtype=dtype,
             deterministic=deterministic,

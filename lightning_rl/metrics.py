@@ -100,6 +100,24 @@ class Total(_Window):
         return float(self.total)
 
 
+class Largest(_Window):
+    """The largest of some numbers that are not negative, over all ranks."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("largest", torch.zeros((), dtype=torch.float64), "max")
+
+    def update(self, value: float) -> None:
+        """Take in a number."""
+        self.largest = self.largest.clamp(min=value)
+
+    def compute(self) -> float:
+        """Return the largest."""
+        return float(self.largest)
+
+
 class ScalarMeans(_Window):
     """Means of named scalars over all ranks; a name that nothing was reported for is left out.
 

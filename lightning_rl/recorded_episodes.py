@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.distributions import from_environment
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.evaluation import Episode
+from lightning_rl.minari_data import read_minari
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policy import observation_dtype
 from lightning_rl.rollout import Rollout
@@ -45,31 +46,19 @@ def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
 
 
 def load_episodes(source: str | Path) -> list[Episode]:
-    """Return the episodes of a file that `save_episodes` wrote, or of the Minari data set in `minari:<id>`.
+    """Return the episodes of a file that `save_episodes` wrote, or of a Minari data set.
+
+    Args:
+        source: The file, or `minari:<id>`, or `minari:<folder of the data set>`.
 
     Raises:
         ConfigurationError: There is no such file or data set, or Minari is not installed.
     """
     if str(source).startswith(MINARI):
-        return list(_from_minari(str(source).removeprefix(MINARI)))
+        return list(read_minari(str(source).removeprefix(MINARI), f"episodes={str(source)!r}"))
     content = load_plain(source, "episodes", "a file that save_episodes wrote")
     check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), "what save_episodes wrote")
     return [_episode(**fields) for fields in content["episodes"]]
-
-
-def _from_minari(dataset_id: str) -> Iterator[Episode]:
-    try:
-        import minari
-    except ImportError as error:
-        raise ConfigurationError(f"episodes={MINARI + dataset_id!r} needs Minari: pip install minari") from error
-    try:
-        dataset = minari.load_dataset(dataset_id)
-    except Exception as error:
-        raise ConfigurationError(f"episodes={MINARI + dataset_id!r} cannot be loaded: {error}") from error
-    for found in dataset.iterate_episodes():
-        rewards = np.asarray(found.rewards)
-        over = bool(np.any(found.terminations))
-        yield _episode(found.observations, found.actions, rewards, float(rewards.sum()), len(rewards), over)
 
 
 def _episode(
@@ -102,7 +91,7 @@ class RecordedEpisodes(RolloutDataModule):
     Args:
         env_id: Of the environment that they are of.
         episodes: Episodes as `Trainer.predict` returns them, the file that `save_episodes` wrote them to, or
-            `minari:<id of a data set>`.
+            `minari:` and the id of a data set or its folder.
         num_envs: With `rollout_length` the number of steps of a batch on each rank.
         rollout_length: See `num_envs`.
         rollouts_per_epoch: Batches of an epoch.

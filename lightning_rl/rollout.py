@@ -56,7 +56,11 @@ class Rollout:
         infos: For every requested key of `info`, the values seen.
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
         frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
-        seconds: Wall time of collecting.
+        actor: Which asynchronous actor collected it, of those of its rank; None: the learner itself.
+        log_rhos: Where an algorithm has put its own log-probabilities in the place of those of an earlier policy, by
+            how much they are larger, `[T, B]`; None elsewhere.
+        dropped: How many rollouts before it were too old to learn from, with asynchronous actors.
+        seconds: Wall time of collecting, with asynchronous actors that of waiting for it.
     """
 
     def __init__(
@@ -102,6 +106,9 @@ class Rollout:
         self.infos = dict(infos or {})
         self.failures: list[str] | None = None
         self.frames: int | None = None
+        self.actor: int | None = None
+        self.log_rhos: Tensor | None = None
+        self.dropped = 0
         self.seconds = seconds
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
         """Number of real environment steps."""
@@ -124,18 +131,19 @@ class Rollout:
         """
         of_finals = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
         stays = ("starts", *of_finals)
-        for name, value in self._tensors().items():
+        for name, value in self.tensors().items():
             if name not in stays:
                 setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
         return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""
-        copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self._tensors())
+        copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self.tensors())
         of_memory = {"burn_in": self.burn_in} if self.memory is not None else {}
         return {"valid": None, **copies, **of_memory, "policy_version": self.policy_version}
 
-    def _tensors(self) -> dict[str, Nested]:
+    def tensors(self) -> dict[str, Nested]:
+        """Return every field of tensors that it has, by name."""
         fields = {name: getattr(self, name) for name in _FIELDS}
         return {name: x for name, x in fields.items() if x is not None}
 
@@ -296,6 +304,13 @@ class Batch:
 
     def _of(self, rows: Tensor | slice, sequences: Sequences, weight: float | None = None) -> Batch:
         return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
+
+
+def on_grid(rows: Tensor, places: Tensor, elsewhere: Tensor) -> Tensor:
+    """Return a copy of `elsewhere`, `[T, B, ...]`, that has `rows`, `[N, ...]`, at the places t · B + b, `[N]`."""
+    grid = elsewhere.clone(memory_format=torch.contiguous_format)
+    grid.view(-1, *grid.shape[2:])[places] = rows.to(grid.dtype)
+    return grid
 
 
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:

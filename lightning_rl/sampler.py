@@ -92,7 +92,10 @@ class Sampler:
             policy_version: Number of updates it has seen.
         """
         assert self._collector is not None
-        return self._collector.collect(policy, policy_version)
+        rollout = self._collector.collect(policy, policy_version)
+        if self.spec.on_env_failure == "restart":
+            rollout.failures = take_failures(self.environments)
+        return rollout
 
     def remember(self, in_between: bool) -> None:
         """Keep where the environments are for a later checkpoint, unless they are about to be closed.
@@ -106,6 +109,12 @@ class Sampler:
         if in_between:
             with contextlib.suppress(EnvironmentFailure):
                 self._last_state = self._collector.state_dict()
+
+    def begin_anew(self) -> bool:
+        """Count a start with new episodes, wherever an earlier run was, and return whether there was one."""
+        self.starts += 1
+        resumed, self._restored, self._last_state = bool(self._restored), [], None
+        return resumed
 
     def close(self) -> None:
         """Close the environments, if there are any."""
@@ -121,3 +130,8 @@ class Sampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout."""
         self.starts, self._restored = state["starts"], state["ranks"]
+
+
+def take_failures(environments: EnvironmentBatch | TensorEnvironments | None) -> list[str]:
+    """Return what happened to environments that were replaced; those that speak tensors, or are not there, are not."""
+    return environments.take_failures() if isinstance(environments, EnvironmentBatch) else []

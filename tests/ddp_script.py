@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl import PPG, OffPolicyPPG
+from lightning_rl import CLEAR, PPG, OffPolicyPPG
 from tests.helpers import (
     FixedRollouts,
     MemoryLogger,
@@ -114,6 +114,31 @@ def train_in_phases() -> dict[str, Any]:
     return ends
 
 
+def train_with_replay(num_actors: int) -> dict[str, Any]:
+    """CLEAR, collected in step or by an actor of each rank: what each learned, saw and kept."""
+    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork")
+    torch.manual_seed(0)
+    model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=0.01)
+    firsts: list[torch.Tensor] = []
+
+    class Spy(Recorder):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            firsts.append(batch.observations[0].clone())
+
+    spy, logger = Spy("env_steps"), MemoryLogger()
+    trainer = make_trainer(callbacks=[spy], logger=logger, log_every_n_steps=5, **DDP)
+    trainer.fit(model, data)
+    return {
+        "parameters": parameters_of(model),
+        "firsts": firsts,
+        "env_steps": spy.column("env_steps"),
+        "kept": [unroll["fields"]["observations"].clone() for unroll in model.kept.state_dict()["kept"]],
+        "drawn": model.generator.get_state(),
+        "policy_lag": spy.column("policy_lag"),
+        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
@@ -122,7 +147,8 @@ def main(folder: Path) -> None:
     combinations = torch.load(folder / "combinations.pt", weights_only=False)
     combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
-    left = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
+    left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
+    left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 
 

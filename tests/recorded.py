@@ -15,7 +15,7 @@ from lightning_rl.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
 from tests.memory_probes import random_memory
 
-NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 10, 3, 4
+NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 7, 3, 4
 FEW_STEPS = {3: 2, 5: 0}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
 CASES.remove(("phases", "32-true"))
 UPDATES = dict.fromkeys(OPTIONS, ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS)
 UPDATES["unrolls"] = ROLLOUTS
-UPDATES["phases"] = ROLLOUTS * EPOCHS + 3 * 2
+UPDATES["phases"] = ROLLOUTS * EPOCHS + 2 * 2
 
 
 class Weighing(PPOKLPenalty):

@@ -97,7 +97,8 @@ def test_recorded_episodes_have_the_actions_that_the_environment_got(name: str) 
 @pytest.mark.filterwarnings("ignore:.* of the action components")
 @ALL
 def test_policy_learns_to_reach_nine_tenths_of_the_optimum(name: str) -> None:
-    model, data = make(name, num_epochs=8, rollouts_per_epoch=40, num_envs=8, eval_episodes=20)
+    rollouts = 40 if name == "gaussian" else 24  # a standard deviation that begins at 1 takes longest to shrink
+    model, data = make(name, num_epochs=8, rollouts_per_epoch=rollouts, num_envs=8, eval_episodes=20)
     trainer = make_trainer(limit_val_batches=1, check_val_every_n_epoch=1000)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)

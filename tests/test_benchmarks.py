@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -28,8 +29,7 @@ import torch_cartpole  # noqa: E402
 
 def run(script, *args):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    return programs.run(str(BENCHMARKS / script), *map(str, args), env=environment, cwd=ROOT)
 
 
 def last_line(done):

@@ -400,6 +400,7 @@ def test_policies_are_exported_at_intervals_and_at_the_end_the_newest_kept(tmp_p
     assert exports_of(tmp_path / "some") == [128, 160]
     description = json.loads((tmp_path / "some" / "step=160" / "policy.json").read_text())
     assert (description["env_id"], description["algorithm"]) == ("CartPole-v1", "PPO")
+    assert description["score"] is None
     program = torch.export.load(tmp_path / "some" / "step=160" / "greedy.pt2").module()
     observations = torch.randn(50, 4)
     assert torch.equal(program(observations), model(observations))
@@ -452,6 +453,13 @@ def test_nothing_is_exported_in_a_fast_dev_run(tmp_path):
 def test_the_number_of_exports_to_keep_is_checked(keep):
     with pytest.raises(ConfigurationError, match=f"keep={keep} is not valid: expected an integer of at least 1, or -1"):
         PolicyExport(10, keep=keep)
+
+
+def test_what_policies_are_exported_as_is_checked_when_the_callback_is_made():
+    with pytest.raises(ConfigurationError, match="format='pb' is not valid: expected one of torch_export, onnx"):
+        PolicyExport(10, format="pb")
+    with pytest.raises(ConfigurationError, match=r"programs=.'best'. is not valid: expected a list of greedy, sampled"):
+        PolicyExport(10, programs=["best"])
 
 
 # ---------------------------------------------------------------------- bad input, and what is not said

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +15,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.cli import main
 from lightning_rl.runs import find_checkpoint
+from tests import programs
 from tests.helpers import make_data, make_model, make_trainer
+from tests.programs import Program
 from tests.test_cli import SMALL
 
 BEFORE, AFTER = {"weights": torch.zeros(3)}, {"weights": torch.ones(100_000)}
@@ -92,12 +91,12 @@ def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write
         "os.fsync = lambda descriptor: (print('writing', flush=True), time.sleep(100))\n"
         f"AtomicCheckpointIO().save_checkpoint({{'weights': torch.ones(100_000)}}, {str(path)!r})\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = Program("-c", code)
     assert process.stdout.readline() == "writing\n"
     unfinished = path.with_name(f".unfinished-{process.pid}.tmp")
     AtomicCheckpointIO().save_checkpoint(BEFORE, path)
     assert unfinished.exists()  # it belongs to a process that still runs
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     assert unfinished.stat().st_size > 100_000
     assert torch.equal(stored(path), BEFORE["weights"])
@@ -122,9 +121,13 @@ def test_every_fit_writes_so_unless_the_trainer_has_a_way_of_its_own(tmp_path):
         assert type(trainer.strategy.checkpoint_io) is expected
 
 
-def limit_file_size() -> None:
-    # The kernel refuses to write more, as it does where a disk is full.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+# The kernel refuses to write more, as it does where a disk is full.
+LIMITED = (
+    "import resource\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    "from lightning_rl.__main__ import run\n"
+    "run()\n"
+)
 
 
 def test_the_command_line_says_in_one_line_that_a_checkpoint_cannot_be_written(in_tmp_path, monkeypatch):
@@ -134,10 +137,7 @@ def test_the_command_line_says_in_one_line_that_a_checkpoint_cannot_be_written(i
     last = Path("runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt")
     before = last.read_bytes()
     assert len(before) > 20_000
-    command = [sys.executable, "-m", "lightning_rl", "fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, preexec_fn=limit_file_size, cwd=in_tmp_path
-    )
+    done = programs.run("-c", LIMITED, "fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last")
     assert done.returncode == 1
     (message,) = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert message.startswith("lightning-rl: error: checkpoint '")

@@ -1,6 +1,5 @@
 """`--ckpt_path last`, typed in a new process, goes on with the run: clock, schedule, optimiser, folder, log."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rl.cli import main
 from lightning_rl.runs import RunLock
+from tests import programs
 from tests.test_cli import CARTPOLE, SMALL, unexpected
 
 RUN = Path("runs/ppo/CartPole-v1/version_0")
@@ -41,8 +41,7 @@ def test_a_shipped_configuration_goes_on_in_a_new_process():
         small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.rollouts_per_epoch=5"]
         small += ["--data.eval_episodes=2", "--model.num_minibatches=1", "--model.num_epochs=20", "--num_threads=1"]
         small += ["--model.learning_rate=1e-3", "--model.anneal_learning_rate=true", "--trainer.log_every_n_steps=1"]
-        command = [sys.executable, "-m", "lightning_rl", "fit", "--config", CARTPOLE, *small, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = programs.run("-m", "lightning_rl", "fit", "--config", CARTPOLE, *small, *arguments)
         assert done.returncode == 0, done.stderr
         assert unexpected(done.stderr) == []
         return done.stdout
@@ -98,7 +97,7 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
         f"RunLock().take(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
     )
     monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    other = programs.Program("-c", code)
     try:
         assert other.stdout.readline() == "taken\n"
         with pytest.raises(SystemExit) as exit_:
@@ -154,9 +153,9 @@ def test_an_interrupted_run_says_how_to_go_on():
         "        if module.env_steps == 96:\n"
         "            raise KeyboardInterrupt\n"
     )
-    code = "import sys; sys.path.insert(0, '.'); from lightning_rl.cli import main; main(sys.argv[1:])"
+    code = "import sys; from lightning_rl.cli import main; main(sys.argv[1:])"
     arguments = ["fit", *SMALL, "--max_env_steps=128", "--trainer.callbacks+=interrupt.Interrupt"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    done = programs.run("-c", code, *arguments)
     assert done.returncode == 1
     how = f"Stopped. Go on with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {RUN}/checkpoints/last.ckpt"
     assert done.stdout.splitlines()[-1] == how

@@ -7,11 +7,14 @@ import sys
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 import yaml
 
+from lightning_rl import save_episodes
 from lightning_rl.cli import main
+from lightning_rl.evaluation import Episode
 from lightning_rl.memory import MemoryOptions
 from lightning_rl.rollout import check_minibatches
 from tests.procgen import has_procgen
@@ -27,6 +30,11 @@ MODULES = {
     "HalfCheetah": "mujoco",
     "Hopper": "mujoco",
     "popgym": "popgym",
+}
+FOLDERS = {
+    "PPOKLPenalty": "ppo_kl",
+    "BehaviourCloning": "behaviour_cloning",
+    "CriticPretraining": "critic_pretraining",
 }
 
 
@@ -45,6 +53,18 @@ def parsed(path: Path) -> dict:
     return yaml.safe_load(output.getvalue())
 
 
+def options_of_data(config: dict) -> dict:
+    """The options of the data module, of whichever class."""
+    return config["data"].get("init_args", config["data"])
+
+
+def record_cartpole(path: Path) -> None:
+    """Write an episode of three steps."""
+    episode = Episode(3.0, 3, True)
+    episode.observations, episode.actions, episode.rewards = np.zeros((4, 4), np.float32), np.arange(3) % 2, np.ones(3)
+    save_episodes([episode], path)
+
+
 def need_extra(data: dict) -> None:
     for prefix, module in MODULES.items():
         if data["env_id"].startswith(prefix):
@@ -56,7 +76,7 @@ def need_extra(data: dict) -> None:
 
 
 def test_there_is_a_configuration_for_each_kind_of_environment():
-    given = [yaml.safe_load(path.read_text())["data"] for path in FILES]
+    given = [options_of_data(yaml.safe_load(path.read_text())) for path in FILES]
     ids = {data["env_id"] for data in given}
     for prefix in ("CartPole", "Acrobot", "Pendulum", "MountainCar", *MODULES):
         assert any(env_id.startswith(prefix) for env_id in ids), prefix
@@ -66,11 +86,9 @@ def test_there_is_a_configuration_for_each_kind_of_environment():
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_configuration_is_consistent_as_it_stands(path):
     config = parsed(path)
-    data, model = config["data"], config["model"]
+    data, model = options_of_data(config), config["model"]
     name = model["class_path"].rpartition(".")[2]
-    assert path.parent.name == {"PPOKLPenalty": "ppo_kl"}.get(
-        name, name.lower()
-    )  # configs/<algorithm>/<environment>.yaml
+    assert path.parent.name == FOLDERS.get(name, name.lower())  # configs/<algorithm>/<environment>.yaml
     assert path.read_text().startswith("# ")  # says what it is
     num_steps, options = data["num_envs"] * data["rollout_length"], model["init_args"]
     memory = MemoryOptions.parse(options.get("memory"))
@@ -87,7 +105,8 @@ def test_configuration_is_consistent_as_it_stands(path):
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_configuration_runs_for_two_rollouts(path):
     given = yaml.safe_load(path.read_text())
-    need_extra(given["data"])
+    data = options_of_data(given)
+    need_extra(data)
     if path.stem.endswith("_hard"):
         pytest.skip("that of the same game at its easy level runs")
     small = ["--data.num_envs=2", "--data.rollout_length=8", "--data.rollouts_per_epoch=2", "--data.eval_episodes=1"]
@@ -96,18 +115,21 @@ def test_configuration_runs_for_two_rollouts(path):
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]
     if given["model"]["class_path"] == "OffPolicyPPG":
         small += ["--model.batch_size=8"]
+    if "episodes" in data:
+        record_cartpole(Path("episodes.pt"))
+        small += ["--data.episodes=episodes.pt"]
     memory = given["model"]["init_args"].get("memory")
     if isinstance(memory, dict) and "sequence_length" in memory:
         small += [f"--model.memory={json.dumps(memory | {'sequence_length': 4})}"]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
-    if given["data"]["env_id"].startswith("ALE/"):
+    if data["env_id"].startswith("ALE/"):
         small += ["--trainer.limit_val_batches=0"]  # a game is long
     cli = main(["fit", "--config", str(path), *small])
     assert cli.model.policy_version == 2
     assert 24 <= cli.model.env_steps <= 32  # less where rows are lost to resets
     checkpoint = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["lightning_rl"]["env_steps"] == cli.model.env_steps
-    if given["data"]["env_id"].startswith("ALE/"):
+    if data["env_id"].startswith("ALE/"):
         assert cli.model.observation_space == gymnasium.spaces.Box(0, 255, (4, 84, 84), "uint8")
         assert type(cli.model.policy.actor_encoder).__name__ == "NatureEncoder"
         assert cli.model.policy.critic_encoder is None  # shared with the actor

@@ -1,10 +1,7 @@
 """Contract 6, on two processes of one machine: what `ddp_script` saw there."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 
 from lightning_rl import FailedUpdate
 from tests import recorded_combinations
+from tests.programs import run_ranks
 from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, UPDATES, learn_alone
 from tests.recorded_combinations import RANKED
 
@@ -45,19 +43,7 @@ def combined_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def ranks(folder: Path, alone: dict[Any, Any], combined_alone: dict[str, Any]) -> list[dict[str, Any]]:
     """What both ranks left."""
-    root = Path(__file__).parent.parent
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ddp_script", str(folder)],
-        cwd=root,
-        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks("-m", "tests.ddp_script", str(folder))
     return [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
 
 
@@ -134,7 +120,7 @@ def test_no_warning_that_a_user_cannot_act_on(ranks):
 
 @pytest.mark.parametrize(("option", "precision"), CASES)
 def test_two_ranks_take_the_steps_of_one_process_with_all_environments(ranks, alone, option, precision):
-    """Ten rollouts with normalisers, minibatches and another number of real steps on each rank."""
+    """Seven rollouts with normalisers, minibatches and another number of real steps on each rank."""
     one, tolerance = alone[option, precision], TOLERANCES[precision]
     for rank in ranks:
         learned = rank["learned"][option, precision]
@@ -198,3 +184,19 @@ def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
 def test_times_are_those_of_all_ranks_too(ranks):
     logged = ranks[0]["ran"]["logged"][0]
     assert all(math.isfinite(logged[name]) and logged[name] > 0 for name in OWN_TO_A_RANK)
+
+
+@pytest.mark.parametrize("num_actors", ["0", "1"])
+def test_ranks_replay_what_is_their_own_and_take_the_same_steps(ranks, num_actors):
+    """CLEAR, from rollouts in step and from those of an actor of each rank."""
+    first, second = (rank["replays"][num_actors] for rank in ranks)
+    assert same(first["parameters"], second["parameters"])
+    for one, other in zip(first["firsts"], second["firsts"], strict=True):
+        assert not (one == other).all(-1).any()
+    assert not torch.equal(first["drawn"], second["drawn"])
+    for run in (first, second):
+        assert run["env_steps"] == [64, 128, 192, 256, 320]
+        assert run["policy_lag"] == ([0, 0, 0, 0, 0] if num_actors == "0" else [0, 1, 1, 1, 1])
+    assert len(first["kept"]) == len(second["kept"]) == 10
+    assert not any(torch.equal(x, y) for x in first["kept"] for y in second["kept"])
+    assert first["logged"] == second["logged"] and first["logged"]["train/replay_unrolls"] == 6

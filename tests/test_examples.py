@@ -1,12 +1,24 @@
 """The example scripts run, shortened, and do what they say."""
 
 import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import gymnasium
+import numpy as np
+import optuna
 import pytest
 import torch
+import yaml
 
-from lightning_rl import PPO
+from lightning_rl import PPO, PolicyExport
+from lightning_rl.cli import main
+from lightning_rl.commands import run_command
+from tests.helpers import make_data, make_model, make_trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -65,6 +77,82 @@ def test_a_club_and_a_swing_are_learned_together(in_tmp_path):
     """At first nearly seven strokes are needed of the ten that there are."""
     assert example("hybrid_actions").main(max_env_steps=1024) > 4
     assert example("hybrid_actions").main(max_env_steps=24_576) < 3
+
+
+# Whatever imports PyTorch, or this package, fails.
+WITHOUT_TORCH = """
+import json, sys
+sys.modules |= dict.fromkeys(("torch", "lightning", "lightning_rl"))
+sys.path.insert(0, sys.argv[1])
+import play_onnx
+plain = play_onnx.main("plain/step=64/greedy.onnx", episodes=2)
+remembering = play_onnx.main("remembering/greedy.onnx", 2, play_onnx.positions)
+print(json.dumps([plain, remembering]))
+"""
+
+
+def played(model: PPO, see: Callable[[np.ndarray], np.ndarray]) -> list[float]:
+    """What the policy itself gets in the same episodes."""
+    env, returns = gymnasium.make("CartPole-v1"), []
+    for seed in range(2):
+        observation, over, memory, total = env.reset(seed=seed)[0], False, None, 0.0
+        while not over:
+            if model.policy.memory is None:
+                action = model.act(see(observation))
+            else:
+                action, memory = model.act(see(observation), memory=memory)
+            observation, reward, terminated, truncated, _ = env.step(action)
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    return returns
+
+
+def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, capsys):
+    """One written by the callback during a run, one by the command from the checkpoint of a run."""
+    wrappers = [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}]
+    data, hidden = make_data(), make_data(wrappers=wrappers)
+    plain = make_model(data, normalize_observations=True)
+    callbacks = [PolicyExport(64, "plain", format="onnx", programs=["greedy"])]
+    make_trainer(callbacks=callbacks).fit(plain, data)
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(make_model(hidden, memory="lstm", normalize_observations=True), hidden)
+    trainer.save_checkpoint("remembering.ckpt")
+    arguments = ["--ckpt_path=remembering.ckpt", "--output=remembering", "--programs=[greedy]", "--episodes=2"]
+    assert run_command(["export", *arguments])
+    assert "checked: actions within 1e-05 of the policy's on 8 steps" in capsys.readouterr().out
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(EXAMPLES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    module = example("play_onnx")
+    remembering = PPO.load_from_checkpoint("remembering.ckpt")
+    assert found == [played(plain, np.asarray), played(remembering, module.positions)]
+    about = json.loads(Path("remembering/policy.json").read_text())
+    assert about["score"]["episodes"] == 2
+    assert [about[name] for name in ("env_id", "env_steps")] == ["CartPole-v1", 64]
+
+
+def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_tmp_path, monkeypatch):
+    module = example("tune")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    monkeypatch.setattr(module, "DATA", module.DATA | {"eval_episodes": 2})
+    study = module.main(num_trials=2, seeds=(0, 1), max_env_steps=512)
+    for trial in study.trials:
+        # Two validations of each seed and a last one, at the environment steps of this seed after those of the first.
+        steps = sorted(trial.intermediate_values)
+        assert steps == [256, 512, 1280, 1536]
+        assert trial.value == (trial.intermediate_values[512] + trial.intermediate_values[1536]) / 2
+    assert len(module.main(num_trials=1, seeds=(0,), max_env_steps=256).trials) == 3, "the study goes on"
+    config = yaml.safe_load(Path("best.yaml").read_text())
+    assert config["model"]["init_args"]["learning_rate"] == study.best_params["learning_rate"]
+    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.eval_episodes=1"]
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    assert main(["fit", "--config=best.yaml", "--max_env_steps=256", *quiet]).model.env_steps == 256
+
+    trial = SimpleNamespace(report=lambda *_: None, should_prune=lambda: True)
+    with pytest.raises(optuna.TrialPruned):
+        trainer = SimpleNamespace(callback_metrics={module.RETURN: 1.0})
+        module.ReportReturn(trial, 0).on_validation_end(trainer, SimpleNamespace(env_steps=3))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from gymnasium import spaces
@@ -15,9 +16,9 @@ from torch import nn
 
 from lightning_rl import PPO, __version__
 from lightning_rl.distributions import to_environment
-from lightning_rl.export import export_policy, export_program
+from lightning_rl.export import RoundTripError, export_policy, export_program, folder
 from lightning_rl.masks import ActionMask
-from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space
+from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, part_at
 from lightning_rl.policy import observation_dtype
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ConfigurationError
@@ -167,7 +168,16 @@ def test_the_description_says_what_the_programs_take(tmp_path):
     assert space_from_dict(found["action_space"]) == HYBRID
     assert found["observations"]["place"] == {"dtype": "float32", "shape": [2]}
     assert found["programs"] == {"greedy": "greedy.pt2", "sampled": "sampled.pt2"}
-    memory = export_policy(make("lstm"), tmp_path / "lstm") / "policy.json"
+    assert (found["program_format"], found["score"]) == ("torch_export", None)
+    names = ["arm.0", "arm.1", "body.lamps", "body.wheels", "place"]
+    assert [part["name"] for part in found["inputs"]] == [f"observation.{name}" for name in names]
+    actions = [(part["name"], part["dtype"], part["shape"]) for part in found["outputs"]]
+    assert ("action.move", "int64", []) in actions
+    assert ("action.arm.0", "float32", [2]) in actions
+    inside: dict[str, Any] = {"policy.json": ""}
+    torch.export.load(folder / "greedy.pt2", extra_files=inside)
+    assert json.loads(inside["policy.json"]) == found
+    memory = export_policy(make("lstm"), tmp_path / "lstm", programs=["greedy"]) / "policy.json"
     state = {"dtype": "float32", "shape": [2, 8]}
     assert json.loads(memory.read_text())["memory"] == {"actor": [state, state]}
 
@@ -188,7 +198,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
     model = make("beta")
     for env_steps in (1, 2):
         model.env_steps = env_steps
-        export_policy(model, tmp_path / "policy")
+        export_policy(model, tmp_path / "policy", programs=["greedy"])
     assert json.loads((tmp_path / "policy" / "policy.json").read_text())["env_steps"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     (tmp_path / "mine").mkdir()
@@ -210,3 +220,85 @@ def test_a_policy_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path
     with pytest.raises(ConfigurationError, match=r"policy=ActorCritic cannot be exported: .* torch\.export can trace"):
         export_policy(model, tmp_path / "policy")
     assert not list(Path(tmp_path).iterdir())
+
+
+class Session:
+    """A model of ONNX that is called by names, as one does who has the file alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.about = json.loads(self.session.get_modelmeta().custom_metadata_map["policy"])
+
+    def __call__(self, example: tuple[Any, ...]) -> dict[str, np.ndarray]:
+        named = dict(zip(("observation", "memory"), example, strict=False))
+        names = [part["name"] for part in self.about["outputs"]]
+        feed = {part["name"]: part_at(named, part["name"]).numpy() for part in self.about["inputs"]}
+        return dict(zip(names, self.session.run(names, feed), strict=True))
+
+
+@pytest.mark.parametrize("case", ["lstm", "nested"])
+def test_onnx_models_act_as_the_policies_do_by_the_names_that_they_carry(case, tmp_path):
+    model = make(case)
+    folder = export_policy(model, tmp_path / case, "Probe-v0", format="onnx", programs=["greedy"], score={"mean": 7.0})
+    assert sorted(path.name for path in folder.iterdir()) == ["greedy.onnx", "policy.json"]
+    session = Session(folder / "greedy.onnx")
+    assert session.about == json.loads((folder / "policy.json").read_text())
+    assert (session.about["env_id"], session.about["score"]) == ("Probe-v0", {"mean": 7.0})
+    assert all(part.shape[0] == "batch" for part in [*session.session.get_inputs(), *session.session.get_outputs()])
+    for rows in (1, 4, 7):
+        example = inputs(model, rows)
+        found, expected = session(example), act(model, True, *example)
+        named = dict(zip(("action", "next_memory"), (expected,) if len(example) == 1 else expected, strict=False))
+        for part in session.about["outputs"]:
+            own = torch.from_numpy(np.asarray(found[part["name"]]))
+            assert_same(own, part_at(named, part["name"]))
+            assert (str(found[part["name"]].dtype), list(own.shape)) == (part["dtype"], [rows, *part["shape"]])
+
+
+def test_samples_of_onnx_models_obey_masks(tmp_path):
+    folder = export_policy(make("masks"), tmp_path / "masks", format="onnx", programs=["sampled"])
+    onnxruntime.set_seed(0)
+    allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.int8).repeat_interleave(200, 0)
+    actions = Session(folder / "sampled.onnx")(({"place": torch.randn(400, 3), "action_mask": allowed},))["action"]
+    assert allowed[torch.arange(400), torch.from_numpy(actions)].all()
+    assert set(actions.tolist()) == {0, 1, 2}
+
+
+def test_what_onnx_has_no_operator_for_is_named(tmp_path):
+    with pytest.raises(
+        ConfigurationError, match=r"no counterpart of aten\._standard_gamma \(in the actions of BetaHead"
+    ):
+        export_policy(make("beta"), tmp_path / "beta", format="onnx", programs=["sampled"])
+    model = make("beta").bfloat16()
+    with pytest.raises(ConfigurationError, match=r"the policy is in torch\.bfloat16: expected float32 or float64"):
+        export_policy(model, tmp_path / "beta", format="onnx", programs=["greedy"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_acts_otherwise_on_what_was_seen_is_not_written(tmp_path, monkeypatch):
+    """The two policies differ by what they make of the last number that they see."""
+    model, other = make("normalised_gaussian"), make("normalised_gaussian")
+    model.policy.observation_normalizer = other.policy.observation_normalizer = None
+    with torch.no_grad():
+        next(other.policy.actor_encoder.parameters())[:, 2] += 0.01
+    program = export_program(other.policy, other.observation_space, other.action_space)
+    monkeypatch.setattr(folder, "export_program", lambda *_: program)
+    unseen, seen = np.float32([[[1, 2, 0], [3, 1, 0]]] * 3), np.float32([[[1, 2, 1], [3, 1, 1]]] * 3)
+    export_policy(model, tmp_path / "policy", programs=["greedy"], observations=unseen)
+    with pytest.raises(RoundTripError, match=r"greedy\.pt2, step 0 of 3, \d rows: action 0 is not that of the policy"):
+        export_policy(model, tmp_path / "other", programs=["greedy"], observations=seen)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+
+
+def test_options_of_an_export_are_looked_at_first(tmp_path, monkeypatch):
+    for options, message in (
+        ({"format": "tflite"}, "format='tflite' is not valid: expected one of torch_export, onnx"),
+        ({"programs": []}, "programs=.* expected a list of greedy, sampled"),
+        ({"programs": "greedy"}, "programs='greedy' is not valid"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            export_policy(make("beta"), tmp_path / "policy", **options)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ConfigurationError, match=r"needs the package onnxscript: pip install 'lightning-rl\[onnx\]'"):
+        export_policy(make("beta"), tmp_path / "policy", format="onnx")
+    assert not list(tmp_path.iterdir())

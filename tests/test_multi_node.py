@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.programs import Program, communicate
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests/multi_node_script.py"
 
@@ -38,18 +40,10 @@ def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     processes = []
     for node in range(2):
         launcher, told = request.param(node, port)
-        command = [sys.executable, *launcher, str(SCRIPT), str(folder)]
         environment = kept | told | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        with (folder / f"output_{node}").open("w") as file:
-            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT))
-    try:
-        for process in processes:
-            process.wait(timeout=120)
-    finally:
-        for process in processes:
-            process.terminate()  # torchrun passes it on
-        output = [(folder / f"output_{node}").read_text() for node in range(2)]
-        print(*output)
+        processes.append(Program(*launcher, str(SCRIPT), str(folder), env=environment, join=True))
+    output = communicate(processes)
+    print(*output)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(output)
     ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
     return {"folder": folder, "output": output, "ranks": ranks}

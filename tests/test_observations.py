@@ -1,10 +1,6 @@
 """Observations of every kind, nested to any depth, from the environments to the update."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -26,6 +22,7 @@ from lightning_rl.policy_interface import PolicyOutput
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
+from tests.programs import run_ranks
 
 SENSORS_ID, PUZZLE = "tests.nested_probes:Probe/Sensors-v0", "tests.nested_probes:Probe/Puzzle-v0"
 SCRIPT = {"lengths": (5, 3, 4), "ends": ("terminated", "truncated", "both")}
@@ -311,7 +308,7 @@ def test_envpool_gives_dicts():
 
 
 def test_ranks_agree_on_nested_observations(tmp_path):
-    (tmp_path / "script.py").write_text(
+    code = (
         "import torch\n"
         "from tests.helpers import make_data, make_model, make_trainer\n"
         f"data = make_data({PUZZLE!r})\n"
@@ -320,11 +317,7 @@ def test_ranks_agree_on_nested_observations(tmp_path):
         "trainer.fit(model, data)\n"
         f"torch.save(model.state_dict(), {str(tmp_path)!r} + f'/{{trainer.global_rank}}.pt')\n"
     )
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_ranks("-c", code)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert equal(one, other)
     assert one["policy.observation_normalizer.leaves.:noise.moments.count"] == 2 * 2 * 2 * 16

@@ -3,12 +3,12 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[1]
 NOISE = r"Seed set to|\[rank: 1\] Seed set|[GTH]PU available|Initializing distributed|distributed_backend=|All dist|---"
@@ -18,22 +18,15 @@ def run(folder: Path, how: str, rank: int, *arguments: str) -> tuple[int, list[s
     """Exit status, and what was said besides Lightning's announcements; fails if a process outlives the first."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.failing_ranks", *arguments],
-        cwd=folder,
-        env=kept | {"PYTHONPATH": path, "FAIL": f"{how} {rank}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    environment = kept | {"PYTHONPATH": path, "FAIL": f"{how} {rank}"}
+    process = Program("-m", "tests.failing_ranks", *arguments, cwd=folder, env=environment, join=True)
+    output = process.stdout.read()
+    status = process.wait(60)
     try:
-        output, _ = process.communicate(timeout=60)
         assert ended_within(5, process.pid), "a process is left behind"
     finally:
-        if not ended_within(0, process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, [line for line in output.splitlines() if line.strip() and not re.match(NOISE, line)]
+        process.kill()
+    return status, [line for line in output.splitlines() if line.strip() and not re.match(NOISE, line)]
 
 
 def ended_within(seconds: float, group: int) -> bool:

@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,12 +27,14 @@ from lightning_rl import (
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
+from lightning_rl.commands import COMMANDS as COMMANDS_OF_THEIR_OWN
+from tests import programs
 from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
-TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config configs/ppo/cartpole.yaml"
+TRAIN = "pip install -c constraints.txt -e . && lightning-rl fit --config ppo/cartpole"
 TEST = 'pip install -c constraints.txt -e ".[test]" && pytest -n auto'
 
 
@@ -43,6 +44,10 @@ def as_in_a_checkout(in_tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
     Path("configs").symlink_to(ROOT / "configs")
     Path("mine.yaml").write_text("data: {num_envs: 4}\n")
+    # What other commands and scripts of the guide leave behind.
+    Path("pulled").mkdir()
+    for path in ("best.yaml", "pulled/config.yaml"):
+        Path(path).symlink_to(ROOT / "configs/ppo/cartpole.yaml")
     monkeypatch.syspath_prepend(str(in_tmp_path))
 
 
@@ -78,9 +83,8 @@ def test_there_is_something_to_check():
 
 
 def test_the_training_command_and_the_scripts_of_the_readme_run():
-    command = [sys.executable, "-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2])]
     short = ["--max_env_steps=2048", "--data.eval_episodes=2"]
-    done = subprocess.run([*command, *short], capture_output=True, text=True, timeout=120)
+    done = programs.run("-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2]), *short)
     assert done.returncode == 0, done.stderr
     assert "Done: 2048 environment steps" in done.stdout
     # The promised output has the same form.
@@ -130,6 +134,7 @@ def test_the_scripts_about_exporting_and_logging_run():
             exec(script, namespace)
     assert namespace["actions"].shape == (3,)
     assert namespace["memory"]["actor"].abs().sum() > 0
+    assert namespace["action"] in namespace["env"].action_space
     assert sorted(path.name for path in Path("policies").iterdir()) == ["final", "step=1024", "step=512"]
     described = set(re.findall(r"`(\w+)`", (ROOT / "docs/export.md").read_text()))
     assert set(json.loads(Path("policies/final/policy.json").read_text())) <= described
@@ -180,6 +185,10 @@ def test_own_network_environment_and_algorithm_work_as_described():
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
+    if command[0] in COMMANDS_OF_THEIR_OWN:
+        module = importlib.import_module(f"lightning_rl.commands.{command[0]}")
+        assert module.parser().parse_args(command[1:])
+        return
     asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]
     with pytest.raises(SystemExit) as exit_:
         main(command if any(option in command for option in asks) else [*command, "--print_config"])

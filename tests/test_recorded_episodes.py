@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
+from lightning_rl.cli import main
 from lightning_rl.distributions import from_environment, to_environment
 from lightning_rl.evaluation import Episode
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_trainer, parameters_of
 
+ROOT = Path(__file__).parents[1]
 AIM: dict[str, Any] = {"env_kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}
 SMALL: dict[str, Any] = {"num_envs": 8, "rollout_length": 16, "seed": 1, "eval_episodes": 4}
 
@@ -112,6 +115,31 @@ def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_
     assert first_losses["critic"] < 0.1 * first_losses["cloned"]
 
 
+def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
+    """Recorded steps, their values, and on with PPO: the shipped configurations, shortened, fit together."""
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    played = make_data("CartPole-v1", eval_episodes=2)
+    untrained = PPO(played.observation_space, played.action_space)
+    save_episodes([e for batch in make_trainer().predict(untrained, played) for e in batch], "episodes.pt")
+    small = ["--max_env_steps=64", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
+    small += ["--trainer.enable_model_summary=false", "--trainer.enable_progress_bar=false", "--model.num_epochs=1"]
+
+    def fit(algorithm: str, *arguments: str) -> dict[str, torch.Tensor]:
+        cli = main(["fit", "--config", str(ROOT / f"configs/{algorithm}/cartpole.yaml"), *small, *arguments])
+        assert cli.model.env_steps == 64
+        return parameters_of(cli.model)
+
+    cloned = fit("behaviour_cloning", "--data.episodes=episodes.pt")
+    last = "runs/{}/CartPole-v1/version_0/checkpoints/last.ckpt"
+    with_values = fit("critic_pretraining", "--init_from", last.format("behaviourcloning"))
+    learned = fit("ppo", "--init_from", last.format("criticpretraining"), "--model.learning_rate=1e-30")
+    for name, parameter in with_values.items():
+        of_critic = name.startswith(("policy.critic_", "policy.value_"))
+        assert torch.equal(parameter, cloned[name]) != of_critic, name
+        assert torch.equal(parameter, learned[name])
+
+
 def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
     played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
     model = PPO(played.observation_space, played.action_space, hidden_sizes=(4,))
@@ -165,7 +193,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
     with pytest.raises(ConfigurationError, match="minari:other' cannot be loaded"):
         recorded("minari:other")
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match="needs Minari: pip install minari"):
+    with pytest.raises(ConfigurationError, match="needs Minari: pip install 'lightning-rl"):
         recorded("minari:aim")
 
 

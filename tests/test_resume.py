@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ from lightning_rl import (
 )
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
+from tests import programs
 from tests.helpers import MemoryLogger
 from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
@@ -78,7 +76,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "toy_text": ({"env_id": "Taxi-v4"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
-    "minigrid": ({"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]}, {}),
+    "minigrid": (
+        {"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]},
+        {"num_epochs": 1},
+    ),
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
@@ -158,11 +159,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
     "dict_with_image": (
         {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
-        {"normalize_observations": True, "critic_only": ["answer"]},
+        {"normalize_observations": True, "critic_only": ["answer"], "num_epochs": 1},
     ),
     "tuple": (
         {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
-        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True},
+        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True, "num_epochs": 1},
     ),
     "wrapper_options": (
         {
@@ -188,7 +189,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "previous_action": True,
             "previous_reward": True,
         },
-        {},
+        {"num_epochs": 1},
     ),
     "masked": (
         # A length that leaves episodes, of three steps, in their middle.
@@ -199,7 +200,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_envs": 4,
             "rollout_length": 25,
         },
-        {},
+        {"num_epochs": 1},
     ),
     "conditional_masks": (
         {
@@ -235,15 +236,16 @@ def fit(
     ckpt_path: str | None = None,
     data: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    save_after: tuple[int, ...] = (),
     **trainer: Any,
 ) -> OnPolicyAlgorithm:
     """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch.
 
-    `data`, `model` and `trainer` are options in place of those of the setting.
+    There are more checkpoints at the end and in `save_after`. `data`, `model` and `trainer` are options in place of
+    those of the setting.
     """
-    return _fit(
-        folder, rollouts, ckpt_path, SETTINGS[name][0] | (data or {}), SETTINGS[name][1] | (model or {}), trainer
-    )
+    data, model = SETTINGS[name][0] | (data or {}), SETTINGS[name][1] | (model or {})
+    return _fit(folder, rollouts, ckpt_path, data, model, save_after, trainer)
 
 
 def _fit(
@@ -252,6 +254,7 @@ def _fit(
     ckpt_path: str | None,
     data_options: dict[str, Any],
     model_options: dict[str, Any],
+    save_after: tuple[int, ...],
     trainer: dict[str, Any],
 ) -> OnPolicyAlgorithm:
     seed_everything(3, verbose=False)
@@ -265,7 +268,7 @@ def _fit(
     trainer = {
         "max_epochs": 4,
         "max_steps": -1,
-        "callbacks": [_StopAfter(rollouts), ModelCheckpoint(folder, save_last=True)],
+        "callbacks": [_StopAfter(rollouts, save_after), ModelCheckpoint(folder, save_last=True)],
         "accelerator": "cpu",
         "logger": False,
         "enable_progress_bar": False,
@@ -281,16 +284,18 @@ def _fit(
 
 
 class _StopAfter(ModelCheckpoint):
-    """Stops with a checkpoint after a number of rollouts, wherever in an epoch that is."""
+    """Stops with a checkpoint after a number of rollouts, wherever in an epoch that is, and saves some before."""
 
-    def __init__(self, rollouts: int) -> None:
+    def __init__(self, rollouts: int, save_after: tuple[int, ...]) -> None:
         super().__init__(save_top_k=0)
         self.rollouts = rollouts
+        self.save_after = save_after
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if pl_module.policy_version == self.rollouts:
-            trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[1].dirpath) / f"after_{self.rollouts}.ckpt")
-            trainer.should_stop = True
+        done = pl_module.policy_version
+        if done in (*self.save_after, self.rollouts):
+            trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[1].dirpath) / f"after_{done}.ckpt")
+        trainer.should_stop |= done == self.rollouts
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
@@ -319,20 +324,26 @@ def run_state(path: Path) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("stop", [pytest.param(4, id="within_an_epoch"), pytest.param(3, id="at_an_epochs_end")])
+def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folder: Path, **options: Any) -> None:
+    """Each of some checkpoints of one run leads to the end of it."""
+    fit(name, folder / "whole", rollouts, save_after=places, **options)
+    whole = run_state(folder / f"whole/after_{rollouts}.ckpt")
+    for saved in places:
+        part = folder / f"from_{saved}"
+        resumed = fit(name, part, rollouts, ckpt_path=str(folder / f"whole/after_{saved}.ckpt"), **options)
+        assert resumed.policy_version == rollouts
+        assert differences(whole, run_state(part / f"after_{rollouts}.ckpt")) == [], f"from {saved}"
+
+
 @pytest.mark.parametrize("name", SETTINGS)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
-    fit(name, tmp_path / "whole", 8)
-    fit(name, tmp_path / "first", stop)
-    resumed = fit(name, tmp_path / "second", 8, ckpt_path=str(tmp_path / f"first/after_{stop}.ckpt"))
-    assert resumed.policy_version == 8
-    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """From the end of an epoch, and from the middle of the next one."""
+    assert_resumes_from((3, 4), name, 7, tmp_path)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 5])
 @pytest.mark.parametrize("name", ["ppg", "ppg_off_policy"])
-def test_a_run_goes_on_from_every_place_in_a_phase(name: str, stop: int, tmp_path: Path) -> None:
-    test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name, stop, tmp_path)
+def test_a_run_goes_on_from_every_place_in_a_phase(name: str, tmp_path: Path) -> None:
+    assert_resumes_from((1, 2, 5), name, 8, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts", "ppg"])
@@ -385,19 +396,8 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
         "from pathlib import Path; from tests.test_resume import fit; "
         f"fit('continuous', Path({str(tmp_path / 'second')!r}), 8, {str(tmp_path / 'first/after_4.ckpt')!r})"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1], timeout=120)
+    assert programs.run("-c", code).returncode == 0
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
-
-
-def run_script(path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Write a program and run it in a new process."""
-    path.write_text(code)
-    root = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(path)]
-    done = subprocess.run(command, cwd=path.parent, env=environment, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> Non
             "from pathlib import Path; from tests.test_resume import fit\n"
             f"fit('continuous', Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
         )
-        run_script(tmp_path / f"{folder}.py", code)
+        programs.run_ranks("-c", code)
 
     run("whole", 6)
     run("first", 4)

@@ -13,7 +13,8 @@ import torch
 from lightning_rl import PPO, RolloutDataModule, restoring
 from lightning_rl.checkpoint_format import FORMAT, upgrade
 from lightning_rl.validation import ConfigurationError
-from tests.test_resume import fit, run_script
+from tests.programs import run_ranks
+from tests.test_resume import fit
 
 
 @pytest.fixture
@@ -261,9 +262,9 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
         f"fit('continuous', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
         "devices=2, strategy='ddp')\n"
     )
-    done = run_script(tmp_path / "more.py", code)
-    assert done.stderr.count("Resuming with world_size=2 (before: 1); ranks that there were before go on") == 1
-    assert "could not be taken back" not in done.stderr
+    said = run_ranks("-c", code)
+    assert said.count("Resuming with world_size=2 (before: 1); ranks that there were before go on") == 1
+    assert "could not be taken back" not in said
     state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)
     assert state["lightning_rl"]["env_steps"] == (4 + 2 * 2) * 72
     episodes = [rank["environments"]["episodes"] for rank in state["RolloutDataModule"]["ranks"]]
@@ -280,12 +281,15 @@ def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first,
     after = {"data": {"on_env_failure": "raise"}, "model": {"max_skipped_updates": 0}, "log_every_n_steps": 1}
     for part, ranks, options, stop in (("first", first, before, 4), ("second", 3 - first, after, 6)):
         ckpt_path = None if part == "first" else str(tmp_path / "first/after_4.ckpt")
-        ddp = {"devices": ranks, "strategy": "ddp"} if ranks > 1 else {}
+        if ranks == 1:
+            fit("continuous", tmp_path / part, stop, ckpt_path, **options)
+            continue
+        ddp = {"devices": 2, "strategy": "ddp"}
         code = (
             "from pathlib import Path; from tests.test_resume import fit\n"
             f"fit('continuous', Path({str(tmp_path / part)!r}), {stop}, {ckpt_path!r}, **{options | ddp!r})\n"
         )
-        run_script(tmp_path / f"{part}.py", code)
+        run_ranks("-c", code)
     state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)["lightning_rl"]
     assert state["env_steps"] == 72 * (4 * first + 2 * (3 - first))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl import Batch, Rollout
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import check_minibatches
+from lightning_rl.rollout import check_minibatches, on_grid
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, random_rollout
 
@@ -139,6 +139,17 @@ def test_minibatches_must_divide_the_rollout():
     check_minibatches(1024, 4)
     with pytest.raises(ConfigurationError, match=r"num_minibatches=3 does not divide the 1024 steps of a rollout"):
         check_minibatches(1024, 3)
+
+
+def test_rows_are_put_back_where_they_were():
+    rollout = make_rollout()
+    places = torch.arange(6).view(3, 2)
+    rows = rollout.flatten(places=places, pairs=torch.arange(12.0).view(3, 2, 2)).ordered(torch.tensor([4, 0]))
+    elsewhere = torch.full((2, 3, 2), 9.0, dtype=torch.float64).transpose(0, 1)
+    expected = torch.full((3, 2, 2), 9.0, dtype=torch.float64)
+    expected[2, 0], expected[0, 0] = torch.tensor([8.0, 9.0]), torch.tensor([0.0, 1.0])
+    assert torch.equal(on_grid(rows.pairs, rows.places, elsewhere), expected)
+    assert elsewhere.eq(9).all()
 
 
 def test_nested_actions_are_flattened_shuffled_and_split_as_one():

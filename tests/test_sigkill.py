@@ -14,24 +14,21 @@ from typing import Any
 import pytest
 
 from benchmarks import record
+from lightning_rl.cli import main
+from tests.programs import Program
 from tests.test_cli import SMALL
 from tests.test_resume import differences, run_state
 
-ROOT = Path(__file__).parents[1]
+
+def line(epochs: int) -> list[str]:
+    """What a job script would start and restart a run by."""
+    more = ["--model.anneal_learning_rate=true", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
+    return ["fit", *SMALL, f"--trainer.max_epochs={epochs}", *more]
 
 
-def start(folder: Path, epochs: int) -> subprocess.Popen[bytes]:
-    """The line that a job script would start and restart a run by."""
-    command = [sys.executable, "-m", "lightning_rl", "fit", *SMALL, f"--trainer.max_epochs={epochs}"]
-    command += ["--model.anneal_learning_rate=true", "--ckpt_path=last"]
+def start(folder: Path, epochs: int) -> Program:
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    return Program("-m", "lightning_rl", *line(epochs), cwd=folder)
 
 
 def newest(folder: Path) -> Path | None:
@@ -40,7 +37,7 @@ def newest(folder: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def wait_for_checkpoint(folder: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_for_checkpoint(folder: Path, process: Program) -> None:
     while newest(folder) is None:
         assert process.poll() is None
         time.sleep(0.01)
@@ -77,7 +74,7 @@ def killed_run(folder: Path, epochs: int, moments: list[tuple[str, float]]) -> l
         try:
             status = process.wait(delay)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
             process.wait()
         else:
             assert status == 0
@@ -96,12 +93,15 @@ def compare(whole: Path, killed: Path) -> list[str]:
     return differences(run_state(paths[0]), run_state(paths[1]))
 
 
-def test_a_killed_run_ends_as_the_whole_one_does(tmp_path):
-    whole, killed, epochs = tmp_path / "whole", tmp_path / "killed", 50
-    whole_run(whole, epochs)
+def test_a_killed_run_ends_as_the_whole_one_does(tmp_path, monkeypatch):
+    whole, killed, epochs = tmp_path / "whole", tmp_path / "killed", 20
+    whole.mkdir()
+    monkeypatch.chdir(whole)
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    main(line(epochs))
     process = start(killed, epochs)
     wait_for_checkpoint(killed, process)
-    process.send_signal(signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert 0 < steps_saved(killed) < steps_saved(whole) == epochs * 2 * 32
     assert start(killed, epochs).wait(300) == 0
@@ -133,7 +133,7 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
         {
             "what": "kill -9 at random moments, started again with --ckpt_path last: final checkpoint bit for bit "
             "that of the run that was left alone (weights, optimiser, counters, generators, environments)",
-            "command": " ".join(["lightning-rl fit", *SMALL, f"--trainer.max_epochs={epochs}", "--ckpt_path=last"]),
+            "command": " ".join(["lightning-rl", *line(epochs)]),
             "source": record.source(),
             "versions": record.versions(),
             "hardware": record.hardware(),

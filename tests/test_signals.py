@@ -14,19 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.programs import Program
 from tests.test_cli import SMALL
 from tests.test_resume import differences, run_state
 
 ROOT = Path(__file__).parents[1]
 RUN = Path("runs/ppo/CartPole-v1/version_0")
 LAST = RUN / "checkpoints/last.ckpt"
-# As in a terminal, whatever the tests were started from.
-PROGRAM = (
-    "import signal\n"
-    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    "from lightning_rl.cli import main\n"
-    "main()\n"
-)
+PROGRAM = "from lightning_rl.cli import main\nmain()\n"
 # One rollout takes more than a second, so that a signal comes while one is collected.
 SLOW = "import time, gymnasium\nclass Slow(gymnasium.Wrapper):\n    def step(self, action):\n"
 SLOW += "        time.sleep({seconds})\n        return super().step(action)\n"
@@ -40,19 +35,16 @@ def in_folder(in_tmp_path):
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen]:
+def started(*arguments: str) -> Iterator[Program]:
     """The command line as the leader of a group of processes, as a shell starts it."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
-    command = [sys.executable, "program.py", "fit", *SMALL, *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
+    program = Program("program.py", "fit", *SMALL, *arguments, env=environment)
     try:
-        yield process
+        yield program
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        if program.poll() is None:
+            program.kill()
+            program.wait()
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
@@ -118,11 +110,13 @@ def test_the_first_signal_saves_and_a_second_is_not_needed(signum, to):
 
 
 def test_a_second_signal_ends_the_program_at_once_with_the_last_good_checkpoint():
-    Path("slow.py").write_text(SLOW.format(seconds=3))
+    Path("slow.py").write_text(
+        SLOW.format(seconds=3).replace("        time", "        open('stepped', 'w')\n        time")
+    )
     with started(*WORKERS) as process:
-        wait_for(lambda: len(descendants(process.pid)) >= 2)
+        wait_for(Path("stepped").exists)  # the first rollout has begun; it takes a minute
         workers = descendants(process.pid)
-        time.sleep(3)  # the first rollout has begun; it takes a minute
+        assert len(workers) >= 2
         os.killpg(process.pid, signal.SIGINT)
         assert any(line.startswith("SIGINT: stopping") for line in process.stderr)  # as soon as it is said
         time.sleep(0.5)

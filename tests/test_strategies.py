@@ -60,28 +60,29 @@ def own_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
-def test_processes_end_with_equal_weights_which_the_main_process_gets(tmp_path, strategy):
-    model, trainer, ranks = train(tmp_path, strategy, max_epochs=1)
+def check_ends(folder, model, trainer, ranks, num_epochs):
+    """Processes end with equal weights, which the main process gets."""
     before = parameters_of(make_model(make_data(), normalize_observations=True))
+    steps = num_epochs * 128
     for name, parameter in model.named_parameters():
         assert torch.equal(ranks[0]["parameters"][name], parameter)
         assert torch.equal(ranks[1]["parameters"][name], parameter)
     assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert model.policy.observation_normalizer.moments.count == 128
+    assert model.policy.observation_normalizer.moments.count == steps
     assert trainer.callback_metrics["rollout/episode_return"] > 0
     # The clock stays with the processes, as Lightning's own counters and the optimiser do; a checkpoint has them all.
-    assert [rank["env_steps"] for rank in ranks] == [128, 128]
+    assert [rank["env_steps"] for rank in ranks] == [steps, steps]
     assert (model.env_steps, trainer.global_step) == (0, 0)
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == 128
+    assert torch.load(folder / "last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == steps
 
 
-def test_spawned_processes_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(tmp_path):
-    unbroken = train(tmp_path / "unbroken", "ddp_fork", max_epochs=2)[0]
-    train(tmp_path / "first", "ddp_notebook", max_epochs=1)
-    resumed, _, ranks = train(tmp_path / "second", "ddp_spawn", max_epochs=2, ckpt_path=tmp_path / "first/last.ckpt")
-    assert [rank["env_steps"] for rank in ranks] == [256, 256]
-    assert_equal_parameters(resumed, parameters_of(unbroken))
+def test_processes_end_alike_and_spawned_ones_go_on_from_a_checkpoint_of_forked_ones_bit_for_bit(tmp_path):
+    unbroken = train(tmp_path / "unbroken", "ddp_fork", max_epochs=2)
+    check_ends(tmp_path / "unbroken", *unbroken, num_epochs=2)
+    check_ends(tmp_path / "first", *train(tmp_path / "first", "ddp_notebook", max_epochs=1), num_epochs=1)
+    resumed = train(tmp_path / "second", "ddp_spawn", max_epochs=2, ckpt_path=tmp_path / "first/last.ckpt")
+    check_ends(tmp_path / "second", *resumed, num_epochs=2)
+    assert_equal_parameters(resumed[0], parameters_of(unbroken[0]))
 
 
 def test_a_copy_of_an_algorithm_orders_minibatches_as_the_original_would():

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import A2C, PPO, EnvStepLimit, OnPolicyAlgorithm, RolloutDataModule
@@ -287,6 +288,24 @@ def test_the_base_of_the_algorithms_is_none():
     base = OnPolicyAlgorithm(data.observation_space, data.action_space)
     with pytest.raises(ConfigurationError, match="model='OnPolicyAlgorithm' is not valid: expected an algorithm"):
         base.check_run(make_trainer(), None)
+
+
+def test_lightnings_tuner_is_refused_with_what_to_do_instead():
+    data = make_data()
+    model = make_model(data)
+    before = [x.clone() for x in model.parameters()]
+    rate, size = "LearningRateFinder cannot be used: .*tune.py", "BatchSizeFinder cannot be used: .*num_envs"
+    for callback, message in ((LearningRateFinder(), rate), (BatchSizeFinder(), size)):
+        with pytest.raises(ConfigurationError, match=message):
+            make_trainer(callbacks=[callback]).fit(model, data)
+    with pytest.raises(ConfigurationError, match=size):
+        make_trainer(callbacks=[BatchSizeFinder()]).validate(model, data)
+    with pytest.raises(ConfigurationError, match=rate):
+        Tuner(make_trainer()).lr_find(model, datamodule=data)
+    with pytest.raises(ConfigurationError, match=size):
+        Tuner(make_trainer()).scale_batch_size(model, datamodule=data)
+    assert model.env_steps == 0
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
 def test_hyper_parameters_are_logged_as_plain_data():

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.acting import act
 from lightning_rl.algorithms.failures import skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
 from lightning_rl.algorithms.parameter_groups import ParameterGroups, check_optimizers, set_learning_rate
@@ -114,9 +115,6 @@ class OnPolicyAlgorithm(Targets, Hooks):
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
-
-    corrects_for_lag = False
-    """Whether rollouts of an earlier version of the policy are learned from as well; the lag is then logged."""
 
     def __init__(
         self,
@@ -252,6 +250,37 @@ class OnPolicyAlgorithm(Targets, Hooks):
         output = self.policy.act(observations, deterministic=deterministic, memory=memory)
         return output.environment_action, output.memory
 
+    def act(
+        self,
+        observation: Nested,
+        deterministic: bool = True,
+        memory: Nested | None = None,
+        begins: Any = None,  # noqa: ANN401 - flags, of one environment or several
+    ) -> Nested:
+        """Return what an environment takes for what it gives, one or several at once: arrays or numbers, no tensors.
+
+        Args:
+            observation: `[*shape]` of one environment or `[B, *shape]` of several, nested as the space is, with masks
+                where these are in it; what only the critic sees may be missing.
+            deterministic: Take the mode of the policy rather than a sample from it.
+            memory: Of a policy that has one: what came with the last action, None where episodes begin. A pair is
+                returned: action, and the memory for the next step.
+            begins: Where in between an episode begins, `[B]`: `terminated | truncated` of a vectorised environment that
+                has reset what ended. The memory is forgotten there.
+
+        Raises:
+            ConfigurationError: A part of the observation is missing or of another shape, or there is a memory too many.
+        """
+        return act(
+            self.policy,
+            self.observation_space,
+            self.action_space,
+            observation,
+            deterministic=deterministic,
+            memory=memory,
+            begins=begins,
+        )
+
     @contextmanager
     def learning(self, rollout: Rollout) -> Iterator[None]:
         """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
@@ -306,6 +335,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         for scheduler in self._schedulers():
             scheduler.step()
         self.policy_version += 1
+        self.publish_policy()
         frames = rollout.num_steps if rollout.frames is None else rollout.frames
         counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
         self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]

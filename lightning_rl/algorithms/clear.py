@@ -18,7 +18,7 @@ from lightning_rl.algorithms.unrolls import Unroll
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import map_leaves
 from lightning_rl.replay import ReplayPolicy, UnrollMemory
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_bool, check_number
 
@@ -129,16 +129,13 @@ class CLEAR(IMPALA):
     def remember(self, rollout: Rollout, evaluated: Evaluated) -> None:
         """Keep the unrolls of a rollout, with what the learner made of them before its step."""
         batch = evaluated.batch
-        parameters = map_leaves(lambda x: _on_grid(x, batch.places, rollout.shape), evaluated.distribution.parameters())
+
+        def kept(rows: Tensor) -> Tensor:
+            return on_grid(rows.detach(), batch.places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
+
+        parameters = map_leaves(kept, evaluated.distribution.parameters())
         self.kept.append(rollout, self.generator, old_distribution=parameters)
         self.diagnostics.observe(
             replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),
             replay_unrolls=torch.tensor(float(len(self.kept)), device=self.device),
         )
-
-
-def _on_grid(rows: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return rows `[N, ...]` at their places in `[T, B, ...]`, and 0 elsewhere."""
-    result = rows.new_zeros(shape[0] * shape[1], *rows.shape[1:])
-    result[places] = rows.detach()
-    return result.view(*shape, *rows.shape[1:])

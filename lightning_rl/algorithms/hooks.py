@@ -17,6 +17,7 @@ from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
+from lightning_rl.algorithms.tuners import refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -33,10 +34,13 @@ class Hooks(Reports):
     Attributes:
         observation_space: Of one environment.
         action_space: Of one environment.
+        corrects_for_lag: Whether rollouts of an earlier version of the policy are learned from as well; the lag is then
+            logged.
     """
 
     observation_space: spaces.Space[Any]
     action_space: spaces.Space[Any]
+    corrects_for_lag = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +75,12 @@ class Hooks(Reports):
         return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions; what overrides it adds to what it returns."""
+        """Guard every Trainer against interruptions; what overrides it adds to what it returns.
+
+        Raises:
+            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size.
+        """
+        refuse_tuners(self.trainer)  # before anything else: the Tuner's own checks say something else
         present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if present else [InterruptionGuard()]
 
@@ -87,6 +96,7 @@ class Hooks(Reports):
         """
         has_step = type(self).training_step is not LightningModule.training_step
         check(has_step, "model", type(self).__name__, "an algorithm, a class that has a training_step")
+        refuse_tuners(trainer)
         # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
         on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -114,6 +124,26 @@ class Hooks(Reports):
         """Refuse what cannot work."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
+        self.check_actors(getattr(data, "num_actors", 0))
+
+    def check_actors(self, num_actors: int) -> None:
+        """Refuse rollouts of earlier policies where they would be taken for rollouts of this one.
+
+        Args:
+            num_actors: Asynchronous actors on each rank.
+
+        Raises:
+            ConfigurationError: There are some, and the algorithm does not correct for their lag.
+        """
+        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
+        if getattr(self, "can_overlap", False):
+            expected += ", unless overlapped is true"
+        check(not num_actors or self.corrects_for_lag, "num_actors", num_actors, expected)
+
+    def publish_policy(self) -> None:
+        """Tell the data, where they collect asynchronously, that there is a new version of the policy."""
+        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
+            publish()
 
     def on_train_start(self) -> None:
         """Seed or restore the random generators; find out how long the run is."""

@@ -136,7 +136,8 @@ class IMPALA(UnrollLearner):
         advantages, returns = map(unroll.rows, self.vtrace(unroll, log_rhos, values.detach()))
         if self.clip_advantage:
             advantages = advantages.clamp(min=0)
-        if self.is_on_policy(rollout):
+        # Not where actors are asynchronous: one rank may have a rollout of its own policy, and another have none.
+        if rollout.actor is None and self.is_on_policy(rollout):
             self.observe_first_ratios(log_rhos)
         return Evaluated(batch.replace(advantages=advantages, returns=returns), distribution, log_probs, values)
 

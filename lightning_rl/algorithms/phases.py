@@ -21,7 +21,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policy import observation_dtype
 from lightning_rl.replay import RolloutMemory
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollout import Batch, Rollout, on_grid
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
 
@@ -46,6 +46,7 @@ class Phases(PPO):
     separate_aux_optimizer: bool
     aux_memory_gib: float
     _in_auxiliary_phase = False
+    can_overlap = False
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
@@ -135,8 +136,7 @@ class Phases(PPO):
         fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
         for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
             x: Tensor = batch.fields[name]
-            fields[name] = x.new_zeros(rollout.shape)
-            fields[name].view(-1)[batch.steps] = x
+            fields[name] = on_grid(x, batch.steps, x.new_zeros(rollout.shape))
         starts = None if rollout.memory is None else rollout.starts
         self.kept.append(fields, rollout.valid, starts, rollout.memory)
         self.observe_rollout(batch)

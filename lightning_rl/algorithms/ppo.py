@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
+from lightning_rl.algorithms import overlap
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
@@ -72,11 +73,18 @@ class PPO(OnPolicyAlgorithm):
             The first update then waits for the compiler, and needs one; see docs/algorithms/ppo.md.
         critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
             what is the critic's alone, so that the policy stays what it was loaded as.
+        overlapped: Learn from rollouts of earlier versions of the policy too, those of asynchronous actors
+            (`num_actors` of the data): V-trace makes advantages and returns from the current values, with the
+            importance weights of the policy at the beginning of the updates, bounded by 1, and the ratio that is
+            clipped is to that policy.
         **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    can_overlap = True
+    """Whether `overlapped` is an option here."""
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class PPO(OnPolicyAlgorithm):
         adaptive_learning_rate: dict[str, float] | None = None,
         compile_loss: bool = False,
         critic_warmup_steps: int = 0,
+        overlapped: bool = False,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
@@ -129,6 +138,8 @@ class PPO(OnPolicyAlgorithm):
         if adaptive_learning_rate is not None:
             self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
         self.critic_warmup_steps = critic_warmup_steps
+        check(not overlapped or self.can_overlap, "overlapped", overlapped, f"false with {type(self).__name__}")
+        self.overlapped = self.corrects_for_lag = overlapped
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
@@ -152,8 +163,24 @@ class PPO(OnPolicyAlgorithm):
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, and return the losses."""
         with self.learning(rollout):
+            rollout = self.seen_now(rollout)
             self.update(rollout, self.targets(rollout))
         return {"losses": self.losses}
+
+    def seen_now(self, rollout: Rollout) -> Rollout:
+        """Return a rollout as the current policy sees it, where an earlier one may have collected it."""
+        if not self.overlapped:
+            return rollout
+        rollout = overlap.seen_now(self, rollout)
+        assert rollout.log_rhos is not None
+        self.diagnostics.observe(importance_weight=overlap.mean_weight(self, rollout, rollout.log_rhos))
+        return rollout
+
+    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return advantages and value targets `[T, B]`; by V-trace of a rollout that `seen_now` has returned."""
+        if rollout.log_rhos is None:
+            return super().advantages_and_returns(rollout)
+        return overlap.vtrace(self, rollout, rollout.log_rhos)
 
     def update(self, rollout: Rollout, batch: Batch) -> None:
         """Make passes of gradient steps over a batch, unless they are stopped.
@@ -202,7 +229,8 @@ class PPO(OnPolicyAlgorithm):
         normalized = self.normalize_advantages == "minibatch"
         advantages = self.normalized_advantages(batch) if normalized else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
-        self.observe_first_ratios(log_probs - batch.log_probs)
+        if not self.overlapped:  # which begins with 1 by itself
+            self.observe_first_ratios(log_probs - batch.log_probs)
         low, high = self.clip_ranges
         inputs = (log_probs, batch.log_probs, advantages, self._range(low), self._range(high))
         rows = self._compiled(policy_rows)(*inputs, self.log_prob_clip, self.dual_clip)

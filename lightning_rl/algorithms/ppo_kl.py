@@ -83,6 +83,7 @@ class PPOKLPenalty(PPO):
         kl = self.kl_coef.new_tensor(torch.nan)  # leaves β as it is
         with self.learning(rollout):
             self.diagnostics.observe(kl_coef=self.kl_coef.clone())
+            rollout = self.seen_now(rollout)
             batch = self.targets(rollout)
             self.update(rollout, batch)
             kl = self.mean_kl(batch)

@@ -28,14 +28,24 @@ def check_settings(given: Mapping[str, Any]) -> None:
             check_number(name, given[name], above=bound)
     choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]
     check(choice in choices, "normalize_advantages", choice, f"one of {choices}")
-    for name in ("recompute_advantages", "kl_rollback", "compile_loss"):
+    for name in ("recompute_advantages", "kl_rollback", "compile_loss", "overlapped"):
         check_bool(name, given[name])
     check(not given["kl_rollback"] or given["target_kl"] is not None, "kl_rollback", True, "a target_kl beside it")
+    if given["overlapped"]:
+        _check_overlapped(given)
     if (adaptive := given["adaptive_learning_rate"]) is not None:
         _check_adaptive(adaptive)
         others = [name for name in _SETS_THE_RATE if given[name]]
         others += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
         check(not others, "adaptive_learning_rate", adaptive, f"null, since {' and '.join(others)} is given")
+
+
+def _check_overlapped(given: Mapping[str, Any]) -> None:
+    whose = "beside overlapped: targets are those of V-trace, from the current values"
+    for name, only in (("advantage_estimator", "gae"), ("value_target", "td_lambda"), ("recompute_values", False)):
+        check(given[name] == only, name, given[name], f"{only!r} {whose}")
+    name, only = "update_normalizers", "after"
+    check(given[name] == only, name, given[name], f"{only!r} beside overlapped, which needs the policy as it was")
 
 
 def _check_adaptive(adaptive: Any) -> None:  # noqa: ANN401 - it is checked here

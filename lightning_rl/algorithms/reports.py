@@ -11,10 +11,15 @@ from torch import Tensor
 from lightning_rl.algorithms.histograms import histograms, that_show_histograms
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.evaluation import Episode
-from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
+from lightning_rl.metrics import EpisodeStatistics, Largest, ScalarMeans, Total
 from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch, Rollout
 
+_COUNTS: dict[str, type[Largest | Total]] = {
+    "rollout/env_restarts": Total,
+    "rollout/dropped": Total,
+    "train/policy_lag_max": Largest,
+}
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
@@ -25,7 +30,8 @@ class Reports(Updates):
         super().__init__()
         self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
         self.train_means: ScalarMeans | None = None
-        self.env_restarts: Total | None = None
+        # What is not a mean, by the name that it is logged by, from the first rollout that has it on.
+        self.counts: dict[str, Largest | Total] = {}
         self._logged_env_steps = 0
         self._logged_clock = False
         self.histograms = False
@@ -82,9 +88,10 @@ class Reports(Updates):
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
-        if rollout.failures is not None:
-            self.env_restarts = Total().to(self.device) if self.env_restarts is None else self.env_restarts
-            self.env_restarts.update(len(rollout.failures))
+        for name, count in self._counts_of(rollout).items():
+            if name not in self.counts:
+                self.counts[name] = _COUNTS[name]().to(self.device)
+            self.counts[name].update(count)
         if self.train_means is None:
             self.train_means = ScalarMeans(list(scalars)).to(self.device)
         self.train_means.update(scalars)
@@ -94,6 +101,15 @@ class Reports(Updates):
         if self._logged_clock:  # what a subclass logged before the clock went on belongs to this rollout too
             super().log("step", self._clock, reduce_fx="max")
             self._logged_clock = False
+
+    def _counts_of(self, rollout: Rollout) -> dict[str, int]:
+        """Return the counts that a rollout has, the same ones on every rank."""
+        counts = {} if rollout.failures is None else {"rollout/env_restarts": len(rollout.failures)}
+        if rollout.actor is not None:
+            # Its updates are done: the version is one further.
+            lag = self.policy_version - 1 - rollout.policy_version
+            counts |= {"rollout/dropped": rollout.dropped, "train/policy_lag_max": lag}
+        return counts
 
     @property
     def _log_is_due(self) -> bool:
@@ -122,8 +138,7 @@ class Reports(Updates):
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
         if self.frames != self.env_steps:
             logged["time/frames"] = float(self.frames)
-        if self.env_restarts is not None:
-            logged["rollout/env_restarts"] = self.env_restarts.compute()
+        logged |= {name: count.compute() for name, count in self.counts.items()}
         self._log_reduced(logged)
         self.begin_window()
 
@@ -143,20 +158,20 @@ class Reports(Updates):
     def begin_window(self) -> None:
         """Forget what has been taken in: the next log covers what comes from now on."""
         self.train_episodes.reset()
-        for metric in (self.train_means, self.env_restarts):
+        for metric in (self.train_means, *self.counts.values()):
             if metric is not None:
                 metric.reset()
         self._logged_env_steps = self.env_steps
 
     def window_state(self) -> dict[str, Any]:
         """Return, as plain data, what this rank has taken in since the last log."""
-        means, restarts = self.train_means, self.env_restarts
+        means = self.train_means
         return {
             "since": self._logged_env_steps,
             "episodes": self.train_episodes.snapshot(),
             "names": [] if means is None else means.names,
             "means": None if means is None else means.snapshot(),
-            "restarts": None if restarts is None else restarts.snapshot(),
+            "counts": {name: count.snapshot() for name, count in self.counts.items()},
         }
 
     def load_window_state(self, state: dict[str, Any]) -> None:
@@ -166,6 +181,9 @@ class Reports(Updates):
         if state["means"] is not None:
             self.train_means = ScalarMeans(state["names"]).to(self.device)
             self.train_means.restore(state["means"])
-        if state["restarts"] is not None:
-            self.env_restarts = Total().to(self.device)
-            self.env_restarts.restore(state["restarts"])
+        counts = state.get("counts", {})
+        if state.get("restarts") is not None:  # of before there were others
+            counts = {"rollout/env_restarts": state["restarts"]}
+        for name, snapshot in counts.items():
+            self.counts[name] = _COUNTS[name]().to(self.device)
+            self.counts[name].restore(snapshot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -143,7 +143,12 @@ class Targets(Updates):
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
-            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce)
+            places: dict[str, Any] = {}
+            if rollout.actor is not None and rollout.starts is not None:
+                # Each actor has environments of its own, whose episodes begin anew where a run is resumed. After a
+                # rollout that was dropped a return goes on from what it was before: as likely as any other.
+                places = {"first": rollout.actor * rollout.shape[1], "starts": rollout.starts[0]}
+            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce, **places)
 
     def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return values and returns, of any shape, in units of the value head; for losses, that look at differences."""

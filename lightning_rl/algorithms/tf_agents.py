@@ -65,6 +65,8 @@ class TFAgentsPPO(PPOKLPenalty):
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
+    can_overlap = False
+
     def __init__(
         self,
         observation_space: spaces.Space[Any] | SpaceDict,

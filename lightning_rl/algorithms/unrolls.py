@@ -13,7 +13,7 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.rewards import RewardClip, check_reward_options, make_reward_transform
 from lightning_rl.nested import Nested
 from lightning_rl.normalization import exact_dtype
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollout import Batch, Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check
 
@@ -37,9 +37,7 @@ class Unroll(NamedTuple):
 
     def grid(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
         """Return `rows`, `[N]`, where they belong, `[T, B]`, and `elsewhere` the entries that it has there."""
-        result = elsewhere.clone()
-        result.view(-1)[self.batch.places] = rows.to(result.dtype)
-        return result
+        return on_grid(rows, self.batch.places, elsewhere)
 
 
 class UnrollLearner(OnPolicyAlgorithm):

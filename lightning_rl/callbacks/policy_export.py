@@ -3,34 +3,64 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.interval import EnvStepInterval
-from lightning_rl.export import FOLDER_PATTERN, METADATA, export_policy
+from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
+from lightning_rl.export.folder import check_options, first_steps
+from lightning_rl.nested import Nested
 from lightning_rl.validation import check, check_positive_int, is_int
 
 
 class PolicyExport(EnvStepInterval):
     """Export the policy once at least so many environment steps have passed since the last time, and at the end.
 
-    Each time a folder `step=….` comes to be, with what `lightning_rl.export.export_policy` writes: the policy as a
-    program of `torch.export`, with its mode and with samples, and a description of it. It appears as a whole or not at
-    all. The run waits for it, mostly less than a second; only the first rank writes.
+    Each time a folder `step=….` comes to be, with what `lightning_rl.export.export_policy` writes: the policy as
+    programs, with its mode and with samples, and a description of it. Programs are held to the policy on observations
+    of the last rollout before the folder appears, which it does as a whole or not at all. The run waits for it, for
+    small networks a second with `torch_export` and some seconds with `onnx`; only the first rank writes.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between exports.
         dirpath: Folder; by default `policies` in that of the logger, or without one in that of the Trainer.
         keep: How many to keep, the newest; -1 keeps all.
+        format: `torch_export`, programs that need PyTorch, or `onnx`, those for any runtime of ONNX.
+        programs: Which of `greedy` and `sampled`.
     """
 
-    def __init__(self, every_n_env_steps: int, dirpath: str | Path | None = None, keep: int = -1) -> None:
+    def __init__(
+        self,
+        every_n_env_steps: int,
+        dirpath: str | Path | None = None,
+        keep: int = -1,
+        format: ExportFormat = "torch_export",
+        programs: Sequence[str] = PROGRAMS,
+    ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
         check(is_int(keep) and (keep == -1 or keep > 0), "keep", keep, "an integer of at least 1, or -1")
+        check_options(format, programs)
         super().__init__(every_n_env_steps)
         self.dirpath = dirpath
         self.keep = keep
+        self.format: ExportFormat = format
+        self.programs = tuple(programs)
+        self._observations: Sequence[Nested] | None = None
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        batch_idx: int,
+    ) -> None:
+        """Keep some observations of the rollout, and look at the clock."""
+        self._observations = first_steps(getattr(batch, "observations", None))
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the policy as it is now, and remove what is too old."""
@@ -38,10 +68,24 @@ class PolicyExport(EnvStepInterval):
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         env_id = getattr(getattr(trainer.datamodule, "spec", None), "env_id", None)  # type: ignore[attr-defined]
-        export_policy(pl_module, folder / FOLDER_PATTERN.format(pl_module.env_steps), env_id=env_id)
+        export_policy(
+            pl_module,
+            folder / FOLDER_PATTERN.format(pl_module.env_steps),
+            env_id,
+            format=self.format,
+            programs=self.programs,
+            observations=self._observations,
+            score=self._score(trainer),
+        )
         if self.keep > 0:
             for old in self._exports(folder)[: -self.keep]:
                 shutil.rmtree(old)
+
+    @staticmethod
+    def _score(trainer: Trainer) -> dict[str, Any] | None:
+        """Return the result of the last validation, if there has been one."""
+        found = trainer.callback_metrics.get("val/episode_return")
+        return None if found is None else {"metric": "val/episode_return", "mean": float(found)}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the last one too, unless it has just been written."""

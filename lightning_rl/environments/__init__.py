@@ -2,9 +2,10 @@
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
+from lightning_rl.environments.camera import FilmMaker, cameras
 from lightning_rl.environments.endless import TerminationAsTruncation
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.make import make_environments, spaces_of
+from lightning_rl.environments.make import check_filmable, make_environments, spaces_of
 from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.environments.partial import PartialObservation
 from lightning_rl.environments.rewards import RewardClip
@@ -17,6 +18,7 @@ __all__ = [
     "EnvironmentBatch",
     "EnvironmentFailure",
     "EnvironmentSpec",
+    "FilmMaker",
     "OnEnvFailure",
     "PartialObservation",
     "RewardClip",
@@ -25,6 +27,8 @@ __all__ = [
     "TensorStep",
     "TerminationAsTruncation",
     "WrapperOptions",
+    "cameras",
+    "check_filmable",
     "make_environments",
     "spaces_of",
 ]

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 
 from lightning_rl.environments.atari import AtariPreprocessing, sign
 from lightning_rl.environments.batch import EnvironmentBatch
+from lightning_rl.environments.camera import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import (
@@ -68,6 +69,8 @@ def make_environments(
         env, reset_seed = make_native(spec, gym_spec, atari, num_envs, seeds)
         return _vectorised(spec, env, atari, seeds, reset_seed)
     assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
+    if spec.filmed:
+        prepare_rendering()
     env_wrappers, vector_wrappers = _split_wrappers(spec)
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     if spec.backend == "sync":
@@ -158,7 +161,31 @@ def _make_wrapped(
     if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
         env = LearnedActionRepeat(env, max_repeats, 1.0 if spec.evaluation else gamma, _frames_per_step(spec, atari))
-    return spec.options.wrap(env, spec.evaluation, _clips(atari))
+    env = spec.options.wrap(env, spec.evaluation, _clips(atari))
+    if spec.filmed:
+        return Camera(env, steps_per_second(env, atari is not None, _frames_per_step(spec, atari)))
+    return env
+
+
+def check_filmable(spec: EnvironmentSpec) -> None:
+    """Take one picture of an environment.
+
+    Args:
+        spec: What `EnvironmentSpec.for_filming` returned.
+
+    Raises:
+        ConfigurationError: The environment has no pictures, they cannot be made here, or its spaces are others than
+            those of the environments that come vectorised.
+    """
+    import_modules(spec.imports)
+    gym_spec = find_spec(spec.env_id)
+    check(gym_spec.entry_point is not None, "env_id", spec.env_id, "one with single environments, which can be filmed")
+    prepare_rendering()
+    env = make_single(spec, gym_spec, _split_wrappers(spec)[0])
+    try:
+        check_renders(gym_spec, env)
+    finally:
+        env.close()
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:

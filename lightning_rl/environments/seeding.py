@@ -19,7 +19,7 @@ from lightning_rl.environments.errors import EnvironmentFailure
 from lightning_rl.environments.masks import MaskedEnvironment
 from lightning_rl.nested import first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
 
-TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING = range(5)
+TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING, ACTORS, FILMING = range(7)
 """Roles, the first branch of the tree."""
 
 MAX_LOGGED_ACTIONS = 1_000_000

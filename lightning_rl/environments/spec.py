@@ -30,6 +30,7 @@ class EnvironmentSpec:
         evaluation: Leave the environment's own rewards and episodes alone.
         options: Wrappers asked for by name, outside of `wrappers`.
         imports: Modules to import before the id is looked up, in worker processes too.
+        filmed: Put a `Camera` around each environment (`sync` only).
     """
 
     env_id: str
@@ -42,6 +43,7 @@ class EnvironmentSpec:
     evaluation: bool = False
     options: WrapperOptions = field(default_factory=WrapperOptions)
     imports: tuple[str, ...] = ()
+    filmed: bool = False
 
     def __post_init__(self) -> None:
         """Check what can be checked without making an environment."""
@@ -74,6 +76,22 @@ class EnvironmentSpec:
     def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
         """Return the spec of the evaluation environments, with only the given wrappers."""
         return replace(self, wrappers=tuple(wrappers), evaluation=True)
+
+    def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
+        """Return the spec of the same environments one by one in this process, each with a camera.
+
+        Args:
+            env_kwargs: More arguments of the constructor: the size of the picture, a camera of the simulation.
+
+        Raises:
+            ConfigurationError: The backend has no single environments.
+        """
+        expected = "sync, async, or native where the id has single environments too; EnvPool and tensors cannot render"
+        check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
+        kwargs = self.env_kwargs | (env_kwargs or {}) | {"render_mode": "rgb_array"}
+        # One that failed and was replaced would have lost the frames before.
+        options: dict[str, Any] = {"backend": "sync", "step_timeout": None, "on_env_failure": "raise"}
+        return replace(self, env_kwargs=kwargs, filmed=True, **options)
 
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
         """Return the preprocessing to apply, None where the environment is no Atari game.

@@ -56,7 +56,7 @@ class ProcessVectorEnv(AsyncVectorEnv):
         in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
         super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
         # Before multiprocessing asks them to end, which they do not hear, and waits.
-        self._at_exit = functools.partial(_kill, self.processes)
+        self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
@@ -101,7 +101,7 @@ class ProcessVectorEnv(AsyncVectorEnv):
             deadline = time.monotonic() + (_GRACE if timeout is None else timeout)
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-        _kill(self.processes)
+        kill(self.processes)
         if hasattr(self, "_at_exit"):
             atexit.unregister(self._at_exit)
         for pipe in self.parent_pipes:
@@ -154,21 +154,28 @@ class ProcessVectorEnv(AsyncVectorEnv):
 
 
 def _make_in_worker(parent_pid: int, factory: Factory) -> gymnasium.Env[Any, Any]:
-    """Make an environment; in a worker process, see to it that the process ends with its parent, and not before.
+    """Make an environment, in a worker process that lives as long as its parent."""
+    if os.getpid() != parent_pid:
+        live_with_parent()
+    return factory()
+
+
+def live_with_parent() -> None:
+    """In a worker process, see to it that it ends with its parent, and not before.
 
     A daemon process is ended by a parent that exits, not by one that is killed; and a worker that is busy, or whose
     pipe a sibling holds open, does not notice on its own.
     """
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getpid() != parent_pid:
-        # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
-        for signum in _LEFT_TO_PARENT:
-            signal.signal(signum, signal.SIG_IGN)
-        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
-    return factory()
+    if (parent := multiprocessing.parent_process()) is None:
+        return
+    # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
+    for signum in _LEFT_TO_PARENT:
+        signal.signal(signum, signal.SIG_IGN)
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
-def _kill(processes: Iterable[Any]) -> None:
+def kill(processes: Iterable[Any]) -> None:
+    """End processes by force, and wait for their end."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()

@@ -96,7 +96,7 @@ def test_the_loss_of_a_rollout_changes_nothing_and_is_the_one_that_learning_begi
 
 
 def tensors(rollout: Any) -> list[Tensor]:
-    return [x for x in leaves(rollout._tensors()) if isinstance(x, Tensor)]
+    return [x for x in leaves(rollout.tensors()) if isinstance(x, Tensor)]
 
 
 def test_vtrace_needs_the_order_of_a_rollout():

@@ -1,6 +1,7 @@
 """PPO's updates, option by option, against the slow implementation of `slow_ppo`."""
 
 import functools
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -107,9 +108,12 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
         )
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("option", OPTIONS)
+# Every option in double precision with both kinds of actions, and in single precision with them in turns.
+CASES = [(option, space, "64-true") for option in OPTIONS for space in SPACES]
+CASES += [(option, space, "32-true") for option, space in zip(OPTIONS, cycle(SPACES), strict=False)]
+
+
+@pytest.mark.parametrize(("option", "space", "precision"), CASES)
 def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(option, space, precision):
     fast, slow, updates, slow_updates = learn(space, precision, option)
     assert_close(fast, slow, PRECISIONS[precision][1])

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
+from tests.programs import Program
 
 
 class DiesInWorkers(gymnasium.Wrapper):
@@ -162,11 +162,11 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
         "while True:\n"
         "    environments.step(np.zeros(4, np.int64))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        workers = [int(pid) for pid in parent.stdout.readline().split()]
-        time.sleep(0.3)
-        assert len(workers) == 4 and all(map(is_running, workers))
-        parent.kill()
+    parent = Program("-c", script)
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    time.sleep(0.3)
+    assert len(workers) == 4 and all(map(is_running, workers))
+    os.kill(parent.pid, signal.SIGKILL)  # alone
     ended = gone(workers)
     for pid in filter(is_running, workers):
         os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,5 @@
 """A warning about Gymnasium's own models is dropped, every other one is shown."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from lightning_rl.environments import EnvironmentSpec
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import find_spec
+from tests import programs
 
 mujoco = pytest.importorskip("mujoco")
 CHEETAH = find_spec("HalfCheetah-v5")
@@ -30,10 +29,8 @@ def load_old_model():
 def test_making_a_cheetah_prints_nothing_and_leaves_no_file(backend, tmp_path):
     # MuJoCo writes past sys.stdout; a process of its own shows what a terminal would.
     code = f"from tests.probes import make_batch; make_batch('HalfCheetah-v5', 2, backend={backend!r}).close()"
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    code = f"import warnings; warnings.simplefilter('ignore'); {code}"
+    done = programs.run("-c", code, env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,41 @@
+"""Runs that are made to compare something rather than to be kept: Trainers that say nothing, and what they scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from record import RESULTS, hardware, source, versions, write_json
+
+
+class Scores(Callback):
+    """Keeps the clock, the mean return and the mean length of every validation."""
+
+    def __init__(self) -> None:
+        self.env_steps: list[int] = []
+        self.returns: list[float] = []
+        self.lengths: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.env_steps.append(int(pl_module.env_steps))
+        self.returns.append(round(float(trainer.callback_metrics["val/episode_return"]), 4))
+        self.lengths.append(round(float(trainer.callback_metrics["val/episode_length"]), 2))
+
+
+def quiet_trainer(*callbacks: Callback, **options: Any) -> Trainer:  # noqa: ANN401 - those of the Trainer
+    """Return a Trainer on the CPU that writes nothing."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    given = {"accelerator": "cpu", "num_sanity_val_steps": 0, **dict.fromkeys(off, False), **options}
+    return Trainer(callbacks=list(callbacks), **given)
+
+
+def write_result(name: str, compare: Callable[[], dict[str, Any]]) -> Path:
+    """Write what `compare` returns, and what makes it traceable, to `benchmarks/results/<name>.json`."""
+    torch.set_num_threads(1)
+    provenance = source()  # of the code as it is imported, not as it is in the end
+    path = RESULTS / f"{name}.json"
+    write_json(path, compare() | {"source": provenance, "versions": versions(), "hardware": hardware()})
+    return path

@@ -1,0 +1,67 @@
+"""Play with an exported policy where there is no PyTorch: onnxruntime, NumPy and Gymnasium are all it takes.
+
+    python examples/play_onnx.py
+
+after `lightning-rl fit --config configs/ppo/cartpole.yaml` and `lightning-rl export --ckpt_path … --output policy`.
+Names, dtypes and shapes of what goes in and comes out are in the model's own metadata. A memory is zero where an
+episode begins, and `memory.…` of the next step is `next_memory.…` of this one.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import onnxruntime
+
+
+class Policy:
+    """A model that `lightning-rl export` wrote, for one environment whose observation is an array."""
+
+    def __init__(self, path: str) -> None:
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self.about = json.loads(self.session.get_modelmeta().custom_metadata_map["policy"])
+        self.outputs = [output["name"] for output in self.about["outputs"]]
+
+    def reset(self) -> None:
+        """Begin an episode: remember nothing."""
+        rows = {part["name"]: np.zeros((1, *part["shape"]), part["dtype"]) for part in self.about["inputs"]}
+        self.memory = {name: zeros for name, zeros in rows.items() if name.startswith("memory")}
+        self.dtype = rows["observation"].dtype
+
+    def act(self, observation: np.ndarray) -> Any:  # noqa: ANN401 - an action of any space
+        """Return the action, and remember."""
+        inputs = {"observation": observation[None].astype(self.dtype), **self.memory}
+        outputs = dict(zip(self.outputs, self.session.run(self.outputs, inputs), strict=True))
+        self.memory = {name: outputs[f"next_{name}"] for name in self.memory}
+        return outputs["action"][0]
+
+
+def positions(observation: np.ndarray) -> np.ndarray:
+    """Return what a policy sees that was trained without velocities, as in configs/ppo/cartpole_memory.yaml."""
+    return observation[[0, 2]]
+
+
+def main(
+    path: str = "policy/greedy.onnx",
+    episodes: int = 5,
+    see: Callable[[np.ndarray], np.ndarray] = np.asarray,
+) -> list[float]:
+    """Play episodes, print and return what they gave; `see=positions` plays the task that needs a memory."""
+    policy, returns = Policy(path), []
+    env = gymnasium.make(policy.about["env_id"])
+    for seed in range(episodes):
+        observation, _ = env.reset(seed=seed)
+        policy.reset()
+        total, over = 0.0, False
+        while not over:
+            observation, reward, terminated, truncated, _ = env.step(policy.act(see(observation)))
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+        print(f"episode {seed}: return {total:g}")
+    return returns
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Look for settings with Optuna, each tried with several seeds; the best become a configuration.
+
+    python examples/tune.py
+
+A trial reports the return of every validation at its environment steps, and is stopped where others did better there.
+Trials are kept in a file: started again, or started twice at once, this goes on with the same study. What it writes
+runs as it is: `lightning-rl fit --config best.yaml`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+
+from lightning_rl import PPO, EnvStepLimit, EnvStepValidation, RolloutDataModule
+
+DATA = {"env_id": "CartPole-v1", "num_envs": 8, "rollout_length": 32, "eval_episodes": 20}
+RETURN = "val/episode_return"
+
+
+class ReportReturn(Callback):
+    """Tell a trial of each validation, and stop where it is not worth going on; steps of earlier seeds come first."""
+
+    def __init__(self, trial: optuna.Trial, earlier_steps: int) -> None:
+        self.trial, self.earlier_steps = trial, earlier_steps
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report."""
+        self.trial.report(float(trainer.callback_metrics[RETURN]), self.earlier_steps + pl_module.env_steps)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned
+
+
+def suggest(trial: optuna.Trial) -> dict[str, Any]:
+    """Return the options of PPO that a trial is about."""
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 3e-3, log=True),
+        "num_epochs": trial.suggest_categorical("num_epochs", [4, 10, 20]),
+        "gamma": 1 - trial.suggest_float("1 - gamma", 0.005, 0.05, log=True),
+        "gae_lambda": trial.suggest_float("gae_lambda", 0.8, 0.98),
+    }
+
+
+def run(trial: optuna.Trial, seed: int, earlier_steps: int, max_env_steps: int) -> float:
+    """Train once, and return the last validation's mean return."""
+    seed_everything(seed, verbose=False)
+    data = RolloutDataModule(**DATA)
+    model = PPO(data.observation_space, data.action_space, **suggest(trial))
+    every = EnvStepValidation(max(1, max_env_steps // 4))
+    callbacks = [EnvStepLimit(max_env_steps), every, ReportReturn(trial, earlier_steps)]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(max_epochs=-1, accelerator="cpu", num_sanity_val_steps=0, callbacks=callbacks, **quiet).fit(model, data)
+    return float(model.trainer.callback_metrics[RETURN])
+
+
+def main(num_trials: int = 30, seeds: tuple[int, ...] = (0, 1, 2), max_env_steps: int = 30_000) -> optuna.Study:
+    """Look for the best mean return over seeds, and write `best.yaml`."""
+    torch.set_num_threads(1)
+
+    def objective(trial: optuna.Trial) -> float:
+        runs = [run(trial, seed, n * 2 * max_env_steps, max_env_steps) for n, seed in enumerate(seeds)]
+        return sum(runs) / len(runs)
+
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=5)
+    sampler = optuna.samplers.TPESampler(seed=0)
+    names = {"storage": "sqlite:///tune.db", "study_name": "ppo-cartpole", "load_if_exists": True}
+    study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner, **names)
+    study.optimize(objective, n_trials=num_trials)
+    model = {"class_path": "PPO", "init_args": suggest(optuna.trial.FixedTrial(study.best_params))}
+    best = {"seed_everything": 0, "max_env_steps": max_env_steps, "data": DATA, "model": model}
+    Path("best.yaml").write_text(f"# Mean return {study.best_value:.1f}\n" + yaml.safe_dump(best, sort_keys=False))
+    return study
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What a user may say about asynchronous actors, and what a source of rollouts is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+from torch import nn
+
+from lightning_rl.environments import EnvironmentSpec
+from lightning_rl.rollout import Rollout
+from lightning_rl.validation import check, check_number, check_positive_int, is_int
+
+StartMethod = Literal["fork", "spawn", "forkserver"]
+
+
+@dataclass(frozen=True)
+class ActorOptions:
+    """Options of asynchronous actors.
+
+    Args:
+        count: Number of actors on each rank; 0: the learner collects itself, in step.
+        prefetch: Rollouts that each actor may be ahead.
+        start_method: How their processes are started; None: as Python does by default.
+        timeout: Seconds that an actor may take for a rollout, its start included.
+        max_policy_lag: Versions of the policy that a rollout may be behind the learner; None: any number.
+    """
+
+    count: int = 0
+    prefetch: int = 1
+    start_method: StartMethod | None = None
+    timeout: float = 300.0
+    max_policy_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check ranges."""
+        count, methods = self.count, get_args(StartMethod)
+        check(is_int(count) and count >= 0, "num_actors", count, "an integer of at least 0")
+        check_positive_int("actor_prefetch", self.prefetch)
+        known = self.start_method is None or self.start_method in methods
+        check(known, "actor_start_method", self.start_method, f"None or one of {', '.join(methods)}")
+        check_number("actor_timeout", self.timeout, above=0)
+        lag = self.max_policy_lag
+        check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
+
+    def check_environments(self, spec: EnvironmentSpec) -> None:
+        """Raise unless actors can step such environments.
+
+        Raises:
+            ConfigurationError: They have worker processes of their own, or live on the learner's device.
+        """
+        expected = "sync, native or envpool beside num_actors: an actor is a process that steps its environments itself"
+        check(not self.count or spec.backend not in ("async", "torch"), "backend", spec.backend, expected)
+
+
+class RolloutSource(Protocol):
+    """Where rollouts come from that were collected elsewhere, with policies that were published before.
+
+    What stands behind it, processes of this machine or of others, is its own affair: a learner publishes each version
+    of its policy, and takes rollouts in the order in which they come.
+    """
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Make a policy the one to collect with from now on.
+
+        Raises:
+            EnvironmentFailure: Nobody is there to act any more.
+        """
+        ...
+
+    def take(self) -> Rollout:
+        """Wait for a rollout that nobody has taken yet; `actor` and `policy_version` say whose it is.
+
+        Raises:
+            EnvironmentFailure: An actor failed, died or hung, and was not replaced.
+        """
+        ...
+
+    def close(self) -> None:
+        """End what collects; may be called twice."""
+        ...

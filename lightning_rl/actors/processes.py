@@ -1,0 +1,165 @@
+"""Actors in the worker processes of a PyTorch `DataLoader`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
+
+from lightning_rl.actors.options import ActorOptions
+from lightning_rl.actors.transport import unpack
+from lightning_rl.actors.weights import SharedWeights, WeightsLocked
+from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.workers import kill
+from lightning_rl.policy import copy_to_cpu
+from lightning_rl.rollout import Rollout
+from lightning_rl.validation import ConfigurationError
+
+# Seconds after which the learner, while it waits, looks whether its actors are still there.
+_LOOK_EVERY = 0.5
+# Seconds that all actors together get to notice that they are no longer needed.
+_GRACE = 5.0
+
+
+class ProcessActors:
+    """Processes that collect while the learner learns: a source of rollouts.
+
+    Each has environments and a copy of the policy, and is asked for `prefetch` rollouts at a time; when one is taken,
+    it is asked for another. What is ready first is taken first.
+
+    Args:
+        options: How many, and how they are started.
+        setup: What they are told.
+        policy: Of the learner, on any device.
+        version: Number of updates it has seen.
+
+    Raises:
+        ConfigurationError: The policy cannot be sent to a process of this kind.
+    """
+
+    def __init__(self, options: ActorOptions, setup: ActorSetup, policy: nn.Module, version: int) -> None:
+        self._options, self._setup = options, setup
+        context = multiprocessing.get_context(options.start_method)
+        self._weights = SharedWeights(policy, context)
+        self._weights.publish(policy, version)
+        self._signs = Signs(options.count)
+        loader = DataLoader(
+            Actors(setup, copy_to_cpu(policy), self._weights, self._signs),
+            batch_size=None,
+            num_workers=options.count,
+            collate_fn=_as_it_is,
+            multiprocessing_context=context,
+            prefetch_factor=options.prefetch,
+            timeout=_LOOK_EVERY,
+            in_order=False,
+        )
+        self._iterator: Iterator[Any] | None = None
+        try:
+            self._iterator = iter(loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            method = options.start_method or multiprocessing.get_start_method()
+            raise ConfigurationError(
+                f"actor_start_method={method!r} cannot send the policy to another process ({error}): expected a policy "
+                "of classes and functions that can be imported, or 'fork' where the system has it"
+            ) from error
+        self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
+        self._let_fetching_tell_of_deaths()
+        # Before multiprocessing asks them to end, which they do not hear, and waits.
+        self._at_exit = functools.partial(kill, self._processes)
+        atexit.register(self._at_exit)
+
+    def _let_fetching_tell_of_deaths(self) -> None:
+        """Have the death of an actor noticed where rollouts are taken.
+
+        PyTorch would raise out of the signal that a child has ended, wherever the learner is: in half an update.
+        """
+        iterator: Any = self._iterator
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Make a policy the one to collect with; see `RolloutSource`."""
+        try:
+            self._weights.publish(policy, version)
+        except WeightsLocked as error:
+            self._look()
+            raise EnvironmentFailure(f"{error}: an actor holds the lock") from error
+
+    def take(self) -> Rollout:
+        """Wait for a rollout; see `RolloutSource`."""
+        assert self._iterator is not None
+        while True:
+            self._look()
+            try:
+                got = next(self._iterator)
+            except RuntimeError as error:
+                if "timed out" in str(error):
+                    continue
+                self._look()  # which knows more
+                raise
+            if not isinstance(got, Failure):
+                return unpack(got)
+            self.close()
+            failure = got.kind(f"actor {got.actor}: {got.message}")
+            failure.add_note(f"In the process of the actor:\n{got.trace}")
+            raise failure
+
+    def close(self) -> None:
+        """End the processes; those that do not hear, by force."""
+        if self._iterator is None:
+            return
+        iterator: Any = self._iterator
+        self._iterator = None
+        self._signs.stop()
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline and self._busy():
+            time.sleep(0.005)
+        # Those that are stuck in an environment; the others may hold a lock that they share with this process.
+        kill(self._processes[index] for index in self._busy())
+        iterator._shutdown_workers()
+        kill(self._processes)
+        atexit.unregister(self._at_exit)
+
+    def _busy(self) -> list[int]:
+        """Return which actors are alive and in the middle of a rollout."""
+        alive = [index for index, process in enumerate(self._processes) if process.is_alive()]
+        return [index for index in alive if self._signs.busy_for(index)]
+
+    def _look(self) -> None:
+        """Raise if an actor is gone, or takes too long."""
+        num_envs, limit = self._setup.num_envs, self._options.timeout
+        for index, process in enumerate(self._processes):
+            if not process.is_alive():
+                what = f"is gone: its process {process.pid} {_ended(process.exitcode)}"
+            elif self._signs.busy_for(index) > limit:
+                what = f"gave no rollout within actor_timeout={limit:g} seconds: its process {process.pid} was ended"
+                kill([process])
+            else:
+                continue
+            with contextlib.suppress(Exception):  # what is wrong is known
+                self.close()
+            seed = self._setup.seed_of(index)
+            raise EnvironmentFailure(
+                f"actor {index}, with {num_envs} environments {self._setup.spec.env_id} (seeds from {seed}), {what}"
+            )
+
+
+def _as_it_is(x: object) -> object:
+    return x
+
+
+def _ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    return f"was killed by {signal.Signals(-exit_code).name}"

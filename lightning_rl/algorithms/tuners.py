@@ -1,0 +1,32 @@
+"""What Lightning's Tuner does that an on-policy algorithm has no use for."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+from lightning_rl.validation import ConfigurationError
+
+_REASONS = {
+    LearningRateFinder: (
+        "it picks a rate by how fast a loss falls, and the loss of a policy gradient does not measure the policy; it "
+        "would also train on while the rate grows: expected runs compared by their return, as in examples/tune.py, or "
+        "adaptive_learning_rate"
+    ),
+    BatchSizeFinder: (
+        "a batch is a rollout, whose size is part of the algorithm, not whatever fits into memory: expected num_envs "
+        "and rollout_length as the task needs them, and more minibatches where memory is short"
+    ),
+}
+
+
+def refuse_tuners(trainer: Trainer) -> None:
+    """Raise if a Trainer has a callback that looks for a learning rate or a batch size; the Tuner adds them.
+
+    Raises:
+        ConfigurationError: It has; says why that cannot work, and what does.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REASONS.items():
+            if isinstance(callback, kind):
+                raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")

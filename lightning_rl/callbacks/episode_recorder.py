@@ -1,0 +1,108 @@
+"""What `predict` plays, kept: as videos, and as a data set that can be learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+
+from lightning_rl.callbacks.video import data_of
+from lightning_rl.evaluation import Episode
+from lightning_rl.minari_data import check_can_write, write_minari
+from lightning_rl.random_state import gather_ranks
+from lightning_rl.validation import check
+from lightning_rl.video import Films, check_imageio
+
+RecordAs: TypeAlias = Literal["video", "minari"]
+
+
+class EpisodeRecorder(Callback):
+    """Write the episodes of `predict` into a folder.
+
+    As videos `episode=….mp4` (`.gif` where imageio's ffmpeg is not installed), numbered over all ranks as the command
+    line prints them; and as a Minari data set `minari/<environment>/<algorithm>-v0`, with the observations that the
+    policy saw and the actions that the environment got. What is played is what would be played without this.
+
+    Args:
+        folder: Where to.
+        formats: `video`, `minari` or both.
+        env_kwargs: More arguments of the constructor of environments that are filmed, such as `width` and `height` of
+            MuJoCo's.
+
+    Attributes:
+        dataset: Folder of the data set that was written last, on the first rank; None before.
+
+    Raises:
+        ConfigurationError: A format is unknown, or, in `setup`, cannot be written; says why.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        formats: Sequence[RecordAs] = ("video", "minari"),
+        env_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        known = get_args(RecordAs)
+        valid = bool(formats) and not isinstance(formats, str) and all(one in known for one in formats)
+        check(valid, "formats", formats, f"a list of {' or '.join(known)}, or both")
+        self.folder = Path(folder)
+        self.formats = tuple(formats)
+        self.env_kwargs = env_kwargs
+        self.dataset: Path | None = None
+        self._episodes: list[Episode] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find out whether all can be written before anything is played."""
+        if stage != "predict":
+            return
+        data = data_of(trainer)
+        if "minari" in self.formats:
+            check_can_write()
+        if "video" in self.formats:
+            check_imageio()
+            data.check_filmable(self.env_kwargs)
+            data.film_predictions(Films(self.folder), self.env_kwargs)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no episode."""
+        self._episodes = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Episode],
+        *args: Any,  # noqa: ANN401
+    ) -> None:
+        """Take in the episodes of this rank."""
+        self._episodes += outputs if "minari" in self.formats else []
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write those of all ranks as one data set."""
+        if "minari" in self.formats:
+            episodes = list(chain.from_iterable(gather_ranks(self._episodes)))
+            if trainer.is_global_zero:
+                self._write(trainer, type(pl_module).__name__, episodes)
+        self._episodes = []
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Play without a camera from now on."""
+        if stage == "predict" and "video" in self.formats:
+            data_of(trainer).film_predictions(None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Do the same where playing ended in an error."""
+        self.teardown(trainer, pl_module, "predict" if trainer.predicting else "")
+
+    def _write(self, trainer: Trainer, algorithm: str, episodes: list[Episode]) -> None:
+        data, root = data_of(trainer), self.folder / "minari"
+        env_id = data.spec.env_id.rpartition(":")[2]
+        name = f"{env_id.rpartition('/')[2]}/{algorithm.lower()}"
+        spaces = data.observation_space, data.action_space
+        dataset_id = write_minari(episodes, root, name, spaces, env_id, algorithm)
+        self.dataset = root / dataset_id
+        rank_zero_info(f"Minari data set: {self.dataset} (MINARI_DATASETS_PATH={root}, id {dataset_id})")

@@ -1,0 +1,33 @@
+"""What `lightning-rl` does besides running a Trainer: a module for each command, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from lightning_rl import quiet
+from lightning_rl.cli_errors import end_with_message
+
+COMMANDS = {
+    "export": "Write the policy of a checkpoint as programs that act without this package.",
+    "pull": "Fetch a checkpoint from the Hugging Face Hub.",
+    "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
+}
+"""What each command is for. Its module is called as it is, and has a `parser()` and a `run(arguments)`."""
+
+
+def run_command(arguments: list[str]) -> bool:
+    """Run the command that arguments begin with; return whether there is one of that name."""
+    if not arguments or arguments[0] not in COMMANDS:
+        return False
+    quiet.command_line()
+    try:
+        importlib.import_module(f"{__name__}.{arguments[0]}").run(arguments[1:])
+    except Exception as error:
+        end_with_message(error)
+        raise
+    return True
+
+
+def overview() -> str:
+    """Return a line about each command, for the help of the command line."""
+    return "Further commands, each with a --help of its own: " + " ".join(f"{n}: {COMMANDS[n]}" for n in COMMANDS)

@@ -1,0 +1,65 @@
+"""`lightning-rl export`: the policy of a checkpoint as programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from jsonargparse import ArgumentParser
+
+from lightning_rl.cli_parts import relative, say
+from lightning_rl.commands import COMMANDS
+from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, export_policy
+from lightning_rl.export.folder import check_options
+from lightning_rl.trained import load_algorithm, load_data, play_episodes
+
+
+def parser() -> ArgumentParser:
+    """Return what reads the arguments."""
+    made = ArgumentParser(prog="lightning-rl export", description=COMMANDS["export"])
+    made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    made.add_argument(
+        "--format",
+        type=ExportFormat,
+        default="onnx",
+        help=f"One of {', '.join(get_args(ExportFormat))}: for any runtime of ONNX, or for PyTorch.",
+    )
+    made.add_argument(
+        "--output", type=str | None, default=None, help="The folder; by default in `policies` beside checkpoints."
+    )
+    made.add_argument(
+        "--programs",
+        type=list[str],
+        default=list(PROGRAMS),
+        help="greedy takes the mode of the policy, sampled draws from it.",
+    )
+    made.add_argument(
+        "--config",
+        type=str | None,
+        default=None,
+        help="Configuration of the run, for its environment; by default the one in the folder of the run.",
+    )
+    made.add_argument("--episodes", type=int, default=10, help="Episodes to play for the score that is written down.")
+    return made
+
+
+def run(arguments: list[str]) -> None:
+    """Play some episodes, write the programs, and hold them to the policy on what was seen there."""
+    options = parser().parse_args(arguments)
+    check_options(options.format, options.programs)
+    model = load_algorithm(options.ckpt_path)
+    data = load_data(options.ckpt_path, options.config)
+    score, observations = play_episodes(model, data, options.episodes)
+    beside = Path(options.ckpt_path).absolute().parent.parent / "policies"
+    folder = export_policy(
+        model,
+        options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}",
+        data.spec.env_id,
+        format=options.format,
+        programs=options.programs,
+        observations=observations,
+        score=score.as_dict(),
+    )
+    say(f"Done: {', '.join(options.programs)} as {options.format} in {relative(folder)}")
+    say(f"  score:   {score.mean:g} ± {score.std:g} in {score.episodes} episodes of {data.spec.env_id}")
+    say(f"  checked: actions within {TOLERANCE:g} of the policy's on {len(observations)} steps of these")

@@ -1,0 +1,40 @@
+"""`lightning-rl push`: a checkpoint onto the Hugging Face Hub."""
+
+from __future__ import annotations
+
+from jsonargparse import ArgumentParser
+
+from lightning_rl.cli_parts import say
+from lightning_rl.commands import COMMANDS
+from lightning_rl.hub import push_to_hub
+
+
+def parser() -> ArgumentParser:
+    """Return what reads the arguments."""
+    made = ArgumentParser(prog="lightning-rl push", description=COMMANDS["push"])
+    made.add_argument("repo_id", type=str, help="The repository, owner/name; made if there is none.")
+    made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    made.add_argument(
+        "--config",
+        type=str | None,
+        default=None,
+        help="Configuration of the run; by default the one in its folder.",
+    )
+    made.add_argument("--episodes", type=int, default=10, help="Episodes to play for the score.")
+    made.add_argument("--private", type=bool, default=False, help="Whether a repository that is made is private.")
+    made.add_argument("--message", type=str | None, default=None, help="Of the commit.")
+    return made
+
+
+def run(arguments: list[str]) -> None:
+    """Put it there, and say where."""
+    options = parser().parse_args(arguments)
+    address = push_to_hub(
+        options.repo_id,
+        options.ckpt_path,
+        config=options.config,
+        episodes=options.episodes,
+        private=options.private,
+        message=options.message,
+    )
+    say(f"Done: {address}")

@@ -1,0 +1,156 @@
+"""The folder of an export: programs that act as the policy does, and what describes them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_rl.acting import acting_space
+from lightning_rl.export import onnx
+from lightning_rl.export.description import describe
+from lightning_rl.export.program import deploy, example_inputs, example_observations, export_program
+from lightning_rl.export.round_trip import Program, check_round_trip
+from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
+from lightning_rl.policy import observation_dtype
+from lightning_rl.validation import check
+
+ExportFormat = Literal["torch_export", "onnx"]
+"""`torch_export` needs PyTorch to act, `onnx` any runtime of ONNX."""
+
+METADATA = "policy.json"
+"""The file beside the programs that says what they take and give; each of them has it in itself too."""
+
+PROGRAMS = ("greedy", "sampled")
+"""The programs: with the mode of the policy, and with samples of it."""
+
+FOLDER_PATTERN = "step={}"
+"""Name of the folder of an export that is one of several, by environment steps."""
+
+_SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
+_MOST_STEPS = _MOST_ROWS = 8
+
+
+def check_options(format_: str, programs: Sequence[str]) -> None:
+    """Raise unless these are a format and programs, and what writes the format is there.
+
+    Raises:
+        ConfigurationError: They are not.
+    """
+    check(format_ in get_args(ExportFormat), "format", format_, "one of " + ", ".join(get_args(ExportFormat)))
+    known = not isinstance(programs, str) and bool(programs) and set(programs) <= set(PROGRAMS)
+    check(known, "programs", programs, "a list of " + ", ".join(PROGRAMS))
+    if format_ == "onnx":
+        onnx.check_packages()
+
+
+def export_policy(
+    model: LightningModule,
+    folder: str | Path,
+    env_id: str | None = None,
+    *,
+    format: ExportFormat = "torch_export",
+    programs: Sequence[str] = PROGRAMS,
+    observations: Sequence[Nested] | None = None,
+    score: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a policy into a folder: its programs, and what describes them (`METADATA`).
+
+    Each program is run beside the policy before the folder appears, which it does as a whole or not at all; an earlier
+    export of that name is replaced.
+
+    Args:
+        model: An algorithm of this package.
+        folder: Where to; what it is in is made if need be.
+        env_id: What it was trained on, for the description.
+        format: `torch_export`, or `onnx`.
+        programs: Which of `greedy` and `sampled`.
+        observations: What programs are held to the policy on: of a few consecutive steps, each `[B, *shape]`; None
+            draws from the space.
+        score: How well the policy did, for the description.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: There is something else of that name, or the policy cannot be exported.
+        RoundTripError: A program does not act as the policy does.
+    """
+    check_options(format, programs)
+    algorithm: Any = model
+    folder = Path(folder)
+    replaceable = not folder.exists() or (folder / METADATA).is_file()
+    check(replaceable, "folder", str(folder), "a new folder, or one of an earlier export")
+    files = {name: name + _SUFFIXES[format] for name in programs}
+    about = describe(model, env_id, score) | {"program_format": format, "programs": files}
+    text = json.dumps(about, indent=2, allow_nan=False) + "\n"
+    steps = _steps(algorithm.policy, algorithm.observation_space, observations)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        for name, file in files.items():
+            _write(algorithm, name == "greedy", format, new / file, text, steps)
+        (new / METADATA).write_text(text)
+        if folder.exists():
+            os.replace(folder, Path(scratch) / "old")
+        os.replace(new, folder)
+    return folder
+
+
+def first_steps(observations: Nested | None) -> list[Nested] | None:
+    """Return a copy of what `export_policy` looks at of observations `[T, B, *shape]`; None if there are none."""
+    if observations is None:
+        return None
+    few = map_leaves(lambda x: x[:_MOST_STEPS, :_MOST_ROWS].clone(), observations)
+    return [map_leaves(lambda x: x[step], few) for step in range(len(next(leaves(few))))]  # noqa: B023 - called at once
+
+
+def _write(model: Any, greedy: bool, format_: ExportFormat, path: Path, about: str, steps: list[Nested]) -> None:  # noqa: ANN401
+    """Write one program, read it back, and run it beside the policy."""
+    deployed = deploy(model.policy, model.action_space, greedy)
+    program = export_program(model.policy, model.observation_space, model.action_space, greedy)
+    read: Program
+    if format_ == "onnx":
+        example = example_inputs(deployed.policy, model.observation_space)
+        onnx.save_onnx(program, deployed, example, about, path)
+        read = onnx.load_onnx(path, deployed, example)
+    else:
+        with warnings.catch_warnings():
+            # About constants that are views of one another; they are on the CPU.
+            warnings.filterwarnings("ignore", "No complete tensor found in the group")
+            torch.export.save(program, path, extra_files={METADATA: about})
+        read = torch.export.load(path).module()
+    check_round_trip(path.name, read, deployed, steps, model.action_space, format_ == "torch_export")
+
+
+def _steps(
+    policy: nn.Module, observation_space: spaces.Space[Any], observations: Sequence[Nested] | None
+) -> list[Nested]:
+    """Return observations of some steps as the policy takes them, without what only its critic sees."""
+    if observations is None:
+        return [example_observations(policy, observation_space, seed) for seed in range(_MOST_STEPS)]
+    dtype = next(policy.parameters()).dtype
+    space = acting_space(policy, observation_space)
+
+    def step(observation: Nested) -> Nested:
+        paths = iter(space_leaves(space))
+
+        def rows(leaf: spaces.Space[Any]) -> Tensor:
+            part = part_at(observation, next(paths))
+            array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
+            return torch.from_numpy(array[:_MOST_ROWS].astype(observation_dtype(leaf, dtype)))
+
+        return map_space(rows, space)
+
+    return [step(observation) for observation in observations[:_MOST_STEPS]]

@@ -1,0 +1,187 @@
+"""Checkpoints on the Hugging Face Hub, with what is needed to use and to judge them.
+
+A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Checkpoints are
+data: reading one that somebody else wrote executes nothing. A configuration names classes that are imported, so look at
+it first.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_rl.__about__ import __version__
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.trained import CONFIG, Score, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.validation import ConfigurationError, check
+
+CHECKPOINT = "model.ckpt"
+SCORE = "score.json"
+CARD = "README.md"
+FILES = (CHECKPOINT, CONFIG, SCORE, CARD)
+"""What a repository holds; the configuration only where the run had one."""
+
+
+def make_hub_folder(
+    folder: str | Path,
+    ckpt_path: str | Path,
+    score: Score,
+    env_id: str,
+    *,
+    config: str | Path | None = None,
+    repo_id: str = "OWNER/NAME",
+) -> Path:
+    """Write what a repository holds (`FILES`) into a folder; nothing is sent anywhere.
+
+    Args:
+        folder: A new or empty one.
+        ckpt_path: The checkpoint, which is copied.
+        score: How well it does.
+        env_id: In which environment.
+        config: Configuration of the run; None takes the one in its folder, if there is one.
+        repo_id: What the model card calls the repository.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigurationError: There is something in the folder, or it is no checkpoint of this package.
+    """
+    hub = _huggingface_hub()
+    folder = Path(folder)
+    check(not folder.exists() or not any(folder.iterdir()), "folder", str(folder), "a new or an empty folder")
+    checkpoint = read_checkpoint(ckpt_path, "path")
+    config = config_of(ckpt_path) if config is None else Path(config)
+    state = checkpoint[CHECKPOINT_KEY]
+    facts = {
+        "algorithm": state["algorithm"],
+        "env_id": env_id,
+        "env_steps": state["env_steps"],
+        "version": state["version"] or __version__,
+        "score": score.as_dict(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ckpt_path, folder / CHECKPOINT)
+    if config is not None:
+        shutil.copyfile(config, folder / CONFIG)
+    (folder / SCORE).write_text(json.dumps(facts, indent=2) + "\n")
+    (folder / CARD).write_text(_card(hub, facts, score, repo_id, config is not None))
+    return folder
+
+
+def push_to_hub(
+    repo_id: str,
+    ckpt_path: str | Path,
+    *,
+    config: str | Path | None = None,
+    episodes: int = 10,
+    private: bool = False,
+    message: str | None = None,
+) -> str:
+    """Play test episodes, and put the checkpoint with their score on the Hub, as whom `hf auth login` has made known.
+
+    Args:
+        repo_id: `owner/name`; made if there is none.
+        ckpt_path: The checkpoint.
+        config: Configuration of the run; None takes the one in its folder, if there is one.
+        episodes: How many to play for the score.
+        private: Whether a repository that is made can be seen by its owner alone.
+        message: Of the commit; None says how many environment steps the policy has seen.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        ConfigurationError: It is no checkpoint of this package, or its environment is not known.
+    """
+    hub = _huggingface_hub()
+    _check_repo_id(repo_id)
+    model, data = load_algorithm(ckpt_path), load_data(ckpt_path, config)
+    score, _ = play_episodes(model, data, episodes)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "repository"
+        make_hub_folder(folder, ckpt_path, score, data.spec.env_id, config=config, repo_id=repo_id)
+        api = hub.HfApi(library_name="lightning-rl", library_version=__version__)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        message = message or f"{type(model).__name__} after {model.env_steps} environment steps"
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
+
+
+def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Path | None = None) -> Path:
+    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies.
+
+    Args:
+        repo_id: `owner/name`.
+        revision: A branch, tag or commit; None: the newest.
+        folder: Where to; None: the cache of `huggingface_hub`.
+
+    Raises:
+        ConfigurationError: There is no checkpoint of this package in the repository.
+    """
+    hub = _huggingface_hub()
+    _check_repo_id(repo_id)
+    found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
+    path = Path(found) / CHECKPOINT
+    check(path.is_file(), "repo_id", repo_id, f"a repository with a {CHECKPOINT}")
+    read_checkpoint(path, "repo_id")
+    return path
+
+
+def _check_repo_id(repo_id: str) -> None:
+    check(isinstance(repo_id, str) and repo_id.count("/") == 1, "repo_id", repo_id, "owner/name")
+
+
+def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, has_config: bool) -> str:
+    """Return the model card: data that the Hub reads, then what a reader wants to know."""
+    result = hub.EvalResult(
+        task_type="reinforcement-learning",
+        task_name="reinforcement-learning",
+        dataset_name=facts["env_id"],
+        dataset_type=facts["env_id"],
+        metric_type="mean_reward",
+        metric_name="mean_reward",
+        metric_value=f"{score.mean:.2f} +/- {score.std:.2f}",
+    )
+    data = hub.ModelCardData(
+        library_name="lightning-rl",
+        tags=["reinforcement-learning", "deep-reinforcement-learning", "pytorch-lightning", facts["env_id"]],
+        model_name=repo_id,
+        eval_results=[result],
+    )
+    actions = "the mode of the policy" if score.deterministic else "samples of the policy"
+    resume = f"lightning-rl test --config {CONFIG} --ckpt_path {CHECKPOINT}"
+    shell = f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n" if has_config else ""
+    return f"""---
+{data.to_yaml()}
+---
+
+# {facts["algorithm"]} in {facts["env_id"]}
+
+| | |
+|---|---|
+| return | {score.mean:.2f} ± {score.std:.2f} (standard deviation of {score.episodes} episodes, {actions}) |
+| environment steps | {facts["env_steps"]:,} |
+| lightning-rl | {facts["version"]} |
+
+```python
+from lightning_rl.hub import pull_from_hub
+from lightning_rl.trained import load_algorithm
+
+model = load_algorithm(pull_from_hub("{repo_id}"))
+action = model.act(observation)
+```
+{shell}"""
+
+
+def _huggingface_hub() -> ModuleType:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigurationError(
+            "the Hub needs the package huggingface_hub: pip install 'lightning-rl[hub]'"
+        ) from error
+    return huggingface_hub

@@ -1,0 +1,157 @@
+"""Recorded episodes as Minari data sets: written, and read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
+
+from lightning_rl.evaluation import Episode
+from lightning_rl.validation import ConfigurationError
+
+_ROOT = "MINARI_DATASETS_PATH"
+_INSTALL = "pip install 'lightning-rl[minari]'"
+
+
+def write_minari(
+    episodes: Sequence[Episode],
+    folder: Path,
+    name: str,
+    space_pair: tuple[spaces.Space[Any], spaces.Space[Any]],
+    env_id: str,
+    algorithm: str,
+) -> str:
+    """Write recorded episodes as a new data set, losslessly.
+
+    Args:
+        episodes: With observations, actions and rewards.
+        folder: Where Minari keeps data sets, as the variable `MINARI_DATASETS_PATH` says.
+        name: Of the data set; the first version of it that is not there yet is written.
+        space_pair: Observation and action space of one environment.
+        env_id: Of the environment.
+        algorithm: Of the policy.
+
+    Returns:
+        Its id, `<name>-v<version>`.
+
+    Raises:
+        ConfigurationError: Minari is not installed, or it cannot hold these episodes.
+    """
+    minari = check_can_write()
+    from minari.data_collector import EpisodeBuffer
+
+    folder = folder.absolute()  # Minari joins relative ones to themselves
+    buffers = []
+    for number, episode in enumerate(episodes):
+        last = np.arange(episode.length) == episode.length - 1
+        assert episode.rewards is not None
+        buffers.append(
+            EpisodeBuffer(
+                id=number,
+                observations=episode.observations,
+                actions=episode.actions,
+                rewards=list(episode.rewards),
+                terminations=list(last & episode.terminated),
+                truncations=list(last & (not episode.terminated)),
+            )
+        )
+    stem = re.sub(r"[^\w/-]", "-", name)
+    dataset_id = next(name for n in count() if not (folder / (name := f"{stem}-v{n}")).exists())
+    with _root(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about each field of the description that nobody filled in
+        try:
+            minari.create_dataset_from_buffers(
+                dataset_id,
+                buffers,
+                env=_plain_spec(env_id),
+                observation_space=space_pair[0],
+                action_space=space_pair[1],
+                algorithm_name=algorithm,
+                description=f"{len(episodes)} episodes of {env_id}, played by {algorithm}",
+                jpeg_encoding=False,
+            )
+        except (ImportError, TypeError, ValueError, AssertionError) as error:
+            raise ConfigurationError(f"the episodes cannot be written as a Minari data set: {error}") from error
+    return dataset_id
+
+
+def read_minari(source: str, field: str) -> Iterator[Episode]:
+    """Yield the episodes of a data set.
+
+    Args:
+        source: Its id, or the folder that it is in.
+        field: What to call it in errors.
+
+    Raises:
+        ConfigurationError: Minari is not installed, or there is no such data set.
+    """
+    minari = import_minari(field)
+    try:
+        data = Path(source) / "data"
+        dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
+    except Exception as error:
+        raise ConfigurationError(f"{field} cannot be loaded: {error}") from error
+    for found in dataset.iterate_episodes():
+        rewards = np.asarray(found.rewards)
+        episode = Episode(float(rewards.sum()), len(rewards), bool(np.any(found.terminations)))
+        episode.observations, episode.actions, episode.rewards = found.observations, found.actions, rewards
+        yield episode
+
+
+def check_can_write() -> Any:  # noqa: ANN401 - a module
+    """Return Minari if it can write data sets, which it needs h5py for.
+
+    Raises:
+        ConfigurationError: One of them is not installed.
+    """
+    if importlib.util.find_spec("h5py") is None:
+        raise ConfigurationError(f"recording as 'minari' needs h5py: {_INSTALL}")
+    return import_minari("recording as 'minari'")
+
+
+def import_minari(field: str) -> Any:  # noqa: ANN401 - a module
+    """Return Minari.
+
+    Raises:
+        ConfigurationError: It is not installed.
+    """
+    try:
+        import minari
+    except ImportError as error:
+        raise ConfigurationError(f"{field} needs Minari: {_INSTALL}") from error
+    return minari
+
+
+def _plain_spec(env_id: str) -> EnvSpec | None:
+    """Return what `recover_environment` of a data set makes the environment from, if it can be written down."""
+    spec = gymnasium.registry.get(env_id)
+    try:
+        return spec if spec is not None and spec.to_json() else None
+    except (TypeError, ValueError):  # registered with a class or function rather than its name
+        return None
+
+
+@contextmanager
+def _root(folder: Path) -> Iterator[None]:
+    """Have Minari keep its data sets in a folder, which it reads from the environment of the process alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = os.environ.get(_ROOT)
+    os.environ[_ROOT] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ROOT]
+        else:
+            os.environ[_ROOT] = before

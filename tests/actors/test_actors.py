@@ -1,0 +1,260 @@
+"""Actors in processes of their own: what they collect, and what becomes of a run in which one of them fails."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rl import CLEAR, IMPALA, PPO
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.validation import ConfigurationError
+from tests import nested_probes, probes  # noqa: F401 - they register environments
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, parameters_of
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc, and forks"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+]
+
+
+def make_actors(env_id="CartPole-v1", **options):
+    small = {"num_actors": 1, "actor_start_method": "fork", "rollouts_per_epoch": 4}
+    return make_data(env_id, **small | options)
+
+
+def make(data, algorithm=IMPALA, **options):
+    torch.manual_seed(0)
+    return algorithm(
+        data.observation_space, data.action_space, **{"hidden_sizes": (8,), "learning_rate": 0.01} | options
+    )
+
+
+def children():
+    """Processes of this one, but for Python's own that keeps count of shared memory."""
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in found if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    before = set(children())
+    yield
+    assert set(children()) == before
+
+
+class Versions(Callback):
+    """Keeps the rollouts, and the policy of each version."""
+
+    def __init__(self):
+        self.rollouts, self.policies = [], {}
+
+    def keep(self, module):
+        state = {name: x.clone() for name, x in module.policy.state_dict().items()}
+        self.policies[module.policy_version] = state
+
+    def on_train_start(self, trainer, pl_module):
+        self.keep(pl_module)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.rollouts.append(batch)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.keep(pl_module)
+
+
+def test_rollouts_are_those_of_the_version_that_they_name():
+    """Weights, normaliser and version belong together, whenever they were read."""
+    data = make_actors(num_actors=2, actor_prefetch=2, rollouts_per_epoch=12, rollout_length=8)
+    model, seen, logger = make(data, normalize_observations=True, normalize_rewards=True), Versions(), MemoryLogger()
+    make_trainer(callbacks=[seen], logger=logger, log_every_n_steps=4).fit(model, data)
+    lags = [version - rollout.policy_version for version, rollout in enumerate(seen.rollouts)]
+    assert max(lags) > 0 and min(lags) >= 0
+    for rollout in seen.rollouts:
+        model.policy.load_state_dict(seen.policies[rollout.policy_version])
+        again = model.policy.log_prob(rollout.observations[:-1], rollout.actions)
+        assert (again - rollout.log_probs).abs().max() <= 1e-6
+        assert (model.policy.value(rollout.observations)[:-1] - rollout.values).abs().max() <= 1e-6
+    # Each actor goes on where its last rollout ended, in environments of its own.
+    of_actor = [[r for r in seen.rollouts if r.actor == actor] for actor in range(2)]
+    for own in of_actor:
+        assert len(own) > 1
+        for one, other in itertools.pairwise(own):
+            assert torch.equal(one.observations[-1], other.observations[0])
+    first, second = (own[0].observations[0] for own in of_actor)
+    assert not (first.unsqueeze(0) == second.unsqueeze(1)).all(-1).any()
+    assert model.env_steps == 12 * 16 and model.policy_version == 12
+    assert len(model.reward_normalizer.discounted_return) == 4  # of both actors' environments
+    means = [value for _, value in logger.rows("train/policy_lag")]
+    assert means == pytest.approx([sum(lags[i : i + 4]) / 4 for i in (0, 4, 8)])
+    assert [value for _, value in logger.rows("train/policy_lag_max")] == [max(lags[i : i + 4]) for i in (0, 4, 8)]
+    assert [value for _, value in logger.rows("rollout/dropped")] == [0, 0, 0]
+    assert logger.rows("rollout/episode_return")
+
+
+def test_one_actor_is_one_rollout_ahead():
+    data = make_actors()
+    model, recorder = make(data), Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert recorder.column("policy_lag") == [0, 1, 1, 1]
+
+
+def test_rollouts_that_are_too_old_are_dropped_and_counted():
+    data = make_actors(actor_prefetch=3, max_policy_lag=1, rollouts_per_epoch=8)
+
+    class Slow(Callback):
+        def on_train_batch_end(self, *_):
+            time.sleep(0.05)  # the actor has three ready by then
+
+    model, recorder, logger, seen = make(data), Recorder("env_steps"), MemoryLogger(), Versions()
+    callbacks = [recorder, Slow(), seen]
+    make_trainer(callbacks=callbacks, logger=logger, log_every_n_steps=1).fit(model, data)
+    assert max(recorder.column("policy_lag")) <= 1
+    dropped = [value for _, value in logger.rows("rollout/dropped")]
+    assert dropped == [rollout.dropped for rollout in seen.rollouts] and sum(dropped) > 0
+    assert recorder.column("env_steps") == [32 * (k + 1) for k in range(8)]  # those alone that were learned from
+
+
+@pytest.mark.parametrize(
+    ("env_id", "algorithm", "options"),
+    [
+        ("CartPole-v1", IMPALA, {"memory": {"kind": "lstm", "hidden_size": 4}}),
+        ("Probe/Sensors-v0", CLEAR, {"normalize_observations": True}),
+        ("ALE/Pong-v5", IMPALA, {}),
+    ],
+)
+def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, options):
+    data = make_actors(env_id, rollouts_per_epoch=2, rollout_length=4)
+    model = make(data, algorithm, **options)
+    before, seen = parameters_of(model), Versions()
+    make_trainer(callbacks=[seen]).fit(model, data)
+    assert any(not torch.equal(x, before[name]) for name, x in model.named_parameters())
+    rollout = seen.rollouts[0]
+    assert rollout.observations.dtype == torch.uint8 if env_id.startswith("ALE") else True
+    assert (rollout.memory is not None) == ("memory" in options)
+
+
+def test_processes_may_be_spawned_and_precision_is_theirs_too():
+    data = make_actors(actor_start_method="spawn", rollouts_per_epoch=2)
+    model, seen = make(data), Versions()
+    make_trainer(callbacks=[seen], precision="64-true").fit(model, data)
+    assert [rollout.policy_version for rollout in seen.rollouts] == [0, 0]
+    assert seen.rollouts[0].log_probs.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_a_policy_that_cannot_be_sent_is_refused():
+    data = make_actors(actor_start_method="spawn")
+    model = make(data)
+    model.policy.hook = lambda x: x
+    with pytest.raises(ConfigurationError, match="actor_start_method='spawn' cannot send the policy"):
+        make_trainer().fit(model, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_actors": -1}, "num_actors=-1 is not valid: expected an integer of at least 0"),
+        ({"actor_prefetch": 0}, "actor_prefetch=0"),
+        ({"actor_start_method": "thread"}, "actor_start_method='thread'.*fork, spawn, forkserver"),
+        ({"actor_timeout": 0}, "actor_timeout=0"),
+        ({"max_policy_lag": -1}, "max_policy_lag=-1"),
+        ({"backend": "async"}, "backend='async'.*beside num_actors"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_actors(**options)
+
+
+def test_an_algorithm_that_does_not_correct_for_lag_refuses_actors_before_it_begins():
+    data = make_actors()
+    with pytest.raises(ConfigurationError, match=r"num_actors=1.*PPO learns from rollouts of the current policy alone"):
+        make_trainer().fit(make(data, PPO), data)
+    assert data._source is None
+
+
+FAILS = {"how": "raise", "episode_seed": None, "at": 3, "lengths": (5,)}
+
+
+def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS)
+    with pytest.raises(EnvironmentFailure) as caught:
+        make_trainer().fit(make(data), data)
+    place = (
+        r"actor 0: environment 0 \(episode 0, seed \d+, step 3\) raised in step: ArithmeticError: the physics exploded"
+    )
+    assert caught.match(place)
+    (note,) = caught.value.__notes__
+    assert note.startswith("In the process of the actor:") and 'raise ArithmeticError("the physics exploded")' in note
+
+
+def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"at": 5}, on_env_failure="restart", rollout_length=4)
+    seen = Versions()
+    with pytest.warns(UserWarning, match="environment 0 .* raised in step"):
+        make_trainer(callbacks=[seen]).fit(make(data), data)
+    assert sum(len(rollout.failures) for rollout in seen.rollouts) > 0
+
+
+def test_an_actor_that_hangs_is_named_and_ended():
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": "hang"}, actor_timeout=0.5)
+    begin = time.monotonic()
+    with pytest.raises(EnvironmentFailure, match=r"actor 0, with 2 environments .*within actor_timeout=0.5 seconds"):
+        make_trainer().fit(make(data), data)
+    assert time.monotonic() - begin < 20
+
+
+def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
+    """And not in the middle of an update, where a signal says that a process has ended."""
+    data = make_actors(num_actors=2)
+    updating = []
+
+    class Kill(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 1:
+                os.kill(data._source.source._processes[1].pid, signal.SIGKILL)
+                time.sleep(0.1)
+
+        def on_exception(self, trainer, pl_module, exception):
+            updating.append(pl_module.updating)
+
+    model = make(data)
+    with pytest.raises(EnvironmentFailure, match=r"actor 1, .* is gone: its process \d+ was killed by SIGKILL"):
+        make_trainer(callbacks=[Kill()]).fit(model, data)
+    assert updating == [False] and model.policy_version == 2
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
+    options = {"normalize_observations": True, "normalize_rewards": True}
+    data = make_actors()
+    model = make(data, **options)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    first, again = Versions(), make_actors()
+    resumed = make(again, **options)
+    loaded = {}
+
+    class AtStart(Callback):
+        def on_train_start(self, trainer, pl_module):
+            loaded.update(
+                parameters_of(pl_module) | {"env_steps": pl_module.env_steps, "optimizer": trainer.optimizers}
+            )
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(max_epochs=2, callbacks=[AtStart(), first]).fit(resumed, again, ckpt_path=tmp_path / "x.ckpt")
+    told = [str(w.message) for w in caught if "new episodes" in str(w.message)]
+    assert len(told) == 1 and "weights, optimisers and counters go on" in told[0]
+    assert all(torch.equal(x, loaded[name]) for name, x in parameters_of(model).items())
+    assert loaded["env_steps"] == model.env_steps == 4 * 32
+    assert resumed.policy_version == 8 and resumed.env_steps == 8 * 32
+    assert first.rollouts[0].starts[0].all() and first.rollouts[0].policy_version == 4
+    assert data._sampler.starts == 1 and again._sampler.starts == 2  # so other episodes

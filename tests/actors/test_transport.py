@@ -1,0 +1,74 @@
+"""A rollout that was packed and unpacked is the same rollout."""
+
+import pickle
+
+import pytest
+import torch
+
+from lightning_rl import IMPALA
+from lightning_rl.actors import transport
+from lightning_rl.actors.transport import pack, unpack
+from lightning_rl.nested import leaves
+from lightning_rl.rollout import EpisodeSummary
+from tests import nested_probes  # noqa: F401 - registers
+from tests.helpers import make_data, make_trainer
+
+
+def collected(env_id="CartPole-v1", **options):
+    data = make_data(env_id, rollout_length=24, num_envs=3, **options.pop("data", {}))
+    torch.manual_seed(0)
+    model = IMPALA(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    trainer = make_trainer()
+    data.trainer = model.trainer = trainer
+    trainer.strategy.connect(model)
+    try:
+        return data.collect()
+    finally:
+        data.teardown("fit")
+
+
+CASES = {
+    "plain": ("CartPole-v1", {}),
+    "memory": ("CartPole-v1", {"memory": {"kind": "lstm", "hidden_size": 4, "sequence_length": 8, "burn_in": 3}}),
+    "nested": ("Probe/Sensors-v0", {}),
+    "infos": ("Probe/Counter-v0", {"data": {"info_keys": ["level"]}}),
+    "repeats": ("CartPole-v1", {"data": {"learned_action_repeat": 3}}),
+    "restarts": ("CartPole-v1", {"data": {"on_env_failure": "restart"}}),
+}
+
+
+@pytest.mark.parametrize("in_pipe", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_lost_on_the_way(case, in_pipe, monkeypatch):
+    if not in_pipe:
+        monkeypatch.setattr(transport, "_MAX_IN_PIPE", 0)
+    env_id, options = CASES[case]
+    rollout = collected(env_id, **options)
+    rollout.policy_version = 3
+    packed = pack(rollout, actor=2)
+    assert isinstance(packed.block, bytearray if in_pipe else torch.Tensor)
+    if in_pipe:
+        packed = pickle.loads(pickle.dumps(packed))
+    arrived = unpack(packed)
+    one, other = rollout.tensors(), arrived.tensors()
+    assert one.keys() == other.keys()
+    for x, y in zip(leaves(one), leaves(other), strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+        assert not y.is_inference() and (not len(x) or x.data_ptr() != y.data_ptr())
+    own = {k: v for k, v in vars(rollout).items() if k not in one}
+    for name in own:
+        value, there = getattr(rollout, name), getattr(arrived, name)
+        if isinstance(value, EpisodeSummary):
+            assert vars(value) == vars(there)
+        elif name != "actor":
+            assert value == there, name
+    assert arrived.actor == 2
+
+
+def test_a_large_rollout_goes_through_shared_memory():
+    rollout = collected()
+    rollout.observations = torch.zeros(25, 3, 2**12)
+    packed = pack(rollout)
+    assert isinstance(packed.block, torch.Tensor) and packed.block.is_shared()
+    rollout.observations += 1
+    assert not unpack(packed).observations.any()  # it was a copy

@@ -1,0 +1,122 @@
+"""Weights on their way to actors: all of one version, whatever learner and actor do at the same time."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+
+from lightning_rl.actors.weights import SharedWeights, WeightsLocked
+from lightning_rl.policy import ActorCritic
+from tests.helpers import DISCRETE, VECTOR
+
+FORK = multiprocessing.get_context("fork")
+
+
+def make_policy(**options):
+    torch.manual_seed(0)
+    given = {"hidden_sizes": (512, 512), "normalize_observations": True, "value_normalization": "popart"}
+    return ActorCritic(VECTOR, DISCRETE, **given | options)
+
+
+def tensors(policy):
+    return [*policy.parameters(), *policy.buffers()]
+
+
+@torch.no_grad()
+def fill(policy, value):
+    for x in tensors(policy):
+        x.fill_(value)
+
+
+def hammer(weights, last):
+    torch.set_num_threads(1)
+    policy = make_policy()
+    for version in range(last + 1):
+        fill(policy, version)
+        weights.publish(policy, version)
+
+
+def torn_reads(weights, last=300):
+    """How many reads were not all of one version, while another process publishes as fast as it can."""
+    writer = FORK.Process(target=hammer, args=(weights, last), daemon=True)
+    policy = make_policy()
+    reader = weights.reader(policy)
+    version, torn, seen = -1, 0, set()
+    writer.start()
+    try:
+        while version < last:
+            version = reader.refresh()
+            if version >= 0:
+                seen.add(version)
+                torn += not all(bool((x == version).all()) for x in tensors(policy))
+    finally:
+        writer.kill()
+        writer.join()
+    assert len(seen) > 3  # the two did meet
+    return torn
+
+
+def test_weights_are_never_read_half_written():
+    assert torn_reads(SharedWeights(make_policy(), FORK)) == 0
+
+
+class Halfway:
+    """A block that is written in two halves, with a pause in between."""
+
+    def __init__(self, block):
+        self.block, self.reached, self.go_on = block, threading.Event(), threading.Event()
+
+    def __len__(self):
+        return len(self.block)
+
+    def copy_(self, other):
+        half = len(other) // 2
+        self.block[:half] = other[:half]
+        self.reached.set()
+        assert self.go_on.wait(10)
+        self.block[half:] = other[half:]
+
+
+def test_a_reader_waits_for_the_second_half():
+    weights, policy = SharedWeights(make_policy(), FORK), make_policy()
+    reader = weights.reader(policy)
+    source = make_policy()
+    fill(source, 1)
+    block = weights._block
+    weights._block = halfway = Halfway(block)
+    writer = threading.Thread(target=weights.publish, args=(source, 1))
+    writer.start()
+    assert halfway.reached.wait(10)
+    weights._block = block
+    reading = threading.Thread(target=reader.refresh)
+    reading.start()
+    reading.join(0.1)
+    assert reading.is_alive()
+    halfway.go_on.set()
+    writer.join()
+    reading.join(10)
+    assert all(bool((x == 1).all()) for x in tensors(policy))
+
+
+def test_parameters_and_buffers_of_every_precision_arrive():
+    source, target = make_policy().double(), make_policy().double()
+    fill(target, 0)
+    weights = SharedWeights(source, FORK)
+    weights.publish(source, 7)
+    assert weights.reader(target).refresh() == 7
+    for one, other in zip(tensors(source), tensors(target), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    observations = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.equal(source.value(observations), target.value(observations))
+
+
+def test_a_lock_that_nobody_gives_back_ends_in_an_error(monkeypatch):
+    monkeypatch.setattr("lightning_rl.actors.weights._PATIENCE", 0.05)
+    weights = SharedWeights(make_policy(), FORK)
+    weights._lock.acquire()
+    with pytest.raises(WeightsLocked, match=r"0\.05 seconds"):
+        weights.publish(make_policy(), 1)
+    weights._lock.release()
+    weights.publish(make_policy(), 2)
+    assert int(weights._version) == 2

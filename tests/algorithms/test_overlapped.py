@@ -1,0 +1,146 @@
+"""PPO from rollouts of earlier policies: what is corrected, and that nothing is where nothing is to be."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl import IMPALA, PPG, PPO, PPOKLPenalty, TFAgentsPPO
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    assert_equal_parameters,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+SGD = {"optimizer": {"class_path": "torch.optim.SGD"}, "learning_rate": 0.1, "max_grad_norm": None}
+
+
+def make(algorithm: Any = PPO, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return algorithm(VECTOR, DISCRETE, **{"hidden_sizes": (8,), **SGD} | options).double()
+
+
+class Lagging:
+    def __init__(self, rollouts, model, lag):
+        self.rollouts, self.model, self.lag = rollouts, model, lag
+
+    def __len__(self):
+        return len(self.rollouts)
+
+    def __iter__(self):
+        for rollout in self.rollouts:
+            rollout.policy_version = self.model.policy_version - self.lag
+            yield rollout
+
+
+def learn(model, rollouts, lag=0):
+    make_trainer(precision="64-true").fit(model, Lagging(rollouts, model, lag))
+    return model.losses
+
+
+def moved(model, by=0.3):
+    """The same model after it has learned something else."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += by * torch.randn_like(parameter)
+    return model
+
+
+def collected(memory=None, **options):
+    """Rollouts of the policy that `make` begins with."""
+    data = make_data("CartPole-v1", rollout_length=24, num_envs=3, max_episode_steps=9, rollouts_per_epoch=1)
+    torch.manual_seed(0)
+    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, **SGD, **options)
+    trainer = make_trainer(precision="64-true")
+    trainer.strategy.connect(model.double())
+    data.trainer = model.trainer = trainer
+    try:
+        return model, data.collect()
+    finally:
+        data.teardown("fit")
+
+
+@pytest.mark.parametrize("algorithm", [PPO, PPOKLPenalty])
+@pytest.mark.parametrize("valid", [False, True])
+def test_from_rollouts_of_its_own_it_is_ppo(algorithm, valid):
+    options = {"num_epochs": 3, "num_minibatches": 4, "clip_range_value": 0.2}
+    plain, overlapped = make(algorithm, **options), make(algorithm, overlapped=True, **options)
+    rollout = random_rollout(plain.policy, off_policy=0, valid=valid)
+    learn(plain, [rollout])
+    losses = learn(overlapped, [rollout])
+    for name, parameter in overlapped.named_parameters():
+        torch.testing.assert_close(parameter, dict(plain.named_parameters())[name], atol=1e-12, rtol=1e-12)
+    assert losses["policy_lag"] == 0 and losses["importance_weight"] == pytest.approx(1)
+    assert "first_ratio_error" not in losses
+
+
+@pytest.mark.parametrize("valid", [False, True])
+def test_its_first_step_is_that_of_impala(valid):
+    """The ratio is 1 there, so that its gradient is that of log π weighted by V-trace's advantages."""
+    options = {"entropy_coef": 0.01, "value_coef": 0.5, "gamma": 0.9}
+    impala = make(IMPALA, vtrace_lambda=0.8, **options)
+    rollout = random_rollout(impala.policy, valid=valid)
+    whole = {"num_epochs": 1, "num_minibatches": 1, "normalize_advantages": "none"}
+    ppo = moved(make(PPO, overlapped=True, gae_lambda=0.8, **whole, **options))
+    expected = learn(moved(impala), [rollout], lag=2)
+    losses = learn(ppo, [rollout], lag=2)
+    for name, parameter in ppo.named_parameters():
+        torch.testing.assert_close(parameter, dict(impala.named_parameters())[name], atol=1e-12, rtol=1e-12)
+    assert losses["policy_lag"] == 2
+    assert losses["importance_weight"] == pytest.approx(expected["importance_weight"], rel=1e-12)
+    assert abs(losses["importance_weight"] - 1) > 1e-3
+    assert losses["clip_fraction"] == 0  # of the updates themselves, not of the lag
+
+
+def test_the_policy_that_acted_stays_in_the_rollout():
+    model = make(overlapped=True)
+    rollout = random_rollout(model.policy)
+    acted = rollout.log_probs.clone()
+    now = moved(model).seen_now(rollout)
+    assert torch.equal(rollout.log_probs, acted) and rollout.log_rhos is None
+    torch.testing.assert_close(now.log_rhos, now.log_probs - acted)
+    torch.testing.assert_close(now.log_probs, model.policy.log_prob(rollout.observations[:-1], rollout.actions))
+    torch.testing.assert_close(now.values, model.policy.value(rollout.observations[:-1]))
+
+
+@pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
+def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
+    model, rollout = collected(memory, overlapped=True)
+    now = model.seen_now(rollout)
+    for name in ("log_probs", "values", "next_values"):
+        torch.testing.assert_close(getattr(now, name), getattr(rollout, name), atol=1e-12, rtol=1e-12)
+    assert now.log_rhos.abs().max() <= 1e-12
+    before = parameters_of(moved(model))
+    again = model.seen_now(rollout)
+    assert again.log_rhos.abs().max() > 0.01
+    assert_equal_parameters(model, before)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        (PPO, {"advantage_estimator": "monte_carlo"}, "advantage_estimator='monte_carlo'.*'gae' beside overlapped"),
+        (PPO, {"value_target": "empirical"}, "value_target='empirical'"),
+        (PPO, {"recompute_values": True}, "recompute_values=True"),
+        (PPO, {"update_normalizers": "before"}, "update_normalizers='before'.*'after' beside overlapped"),
+        (PPO, {"overlapped": 1}, "overlapped=1.*true or false"),
+        (PPG, {}, "overlapped=True.*false with PPG"),
+        (TFAgentsPPO, {"advantage_estimator": "gae", "value_target": "td_lambda"}, "overlapped=True.*TFAgentsPPO"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(algorithm, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(algorithm, **{"overlapped": True} | options)
+
+
+def test_without_it_older_rollouts_are_refused():
+    model = make()
+    with pytest.raises(RuntimeError, match="version -1 of the policy, not with version 0"):
+        learn(model, [random_rollout(model.policy)], lag=1)

@@ -1,0 +1,241 @@
+"""Programs that tests start. Each is a process of its own, but does not spend seconds on importing.
+
+They are forked from a server, a new interpreter that has imported what this package uses, not the package itself, and
+done nothing else. What a program finds is what `python` would give it: arguments, environment, folder, path of modules,
+`__main__`. Tests of imports, and of how an interpreter begins and ends, start `sys.executable` instead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TextIO
+
+ROOT = Path(__file__).parents[1]
+IMPORTED = (
+    *("lightning.pytorch.cli", "torchmetrics", "torch.utils.tensorboard", "rich.progress"),
+    *("gymnasium.vector", "gymnasium.envs.classic_control.cartpole"),
+)
+MAX_REQUEST = 100_000  # bytes; a socket takes more in one message
+
+
+class Program:
+    """A process that runs what `python` would be told to, with the methods of `subprocess.Popen` that tests need.
+
+    Args:
+        arguments: As those of `python`: `-m module …`, `-c code …` or `script …`.
+        cwd: Folder to run in; that of the tests if `None`.
+        env: All variables of its environment; those of the tests if `None`.
+        join: Whether its errors go to its output.
+    """
+
+    def __init__(
+        self, *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, join: bool = False
+    ) -> None:
+        self.args = arguments
+        self.returncode: int | None = None
+        request = {
+            "arguments": arguments,
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+        }
+        self._status, theirs = socket.socketpair()
+        self.stdout, out = _pipe()
+        self.stderr, err = (self.stdout, os.dup(out)) if join else _pipe()
+        message = json.dumps(request).encode()
+        assert len(message) < MAX_REQUEST
+        socket.send_fds(_server(), [message], [theirs.fileno(), out, err])
+        theirs.close()
+        os.close(out)
+        os.close(err)
+        self.pid = int.from_bytes(self._status.recv(8), "little")
+
+    def wait(self, timeout: float = 120) -> int:
+        """Return the exit status, negative for a signal; raise `subprocess.TimeoutExpired` if it does not end."""
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                self.returncode = int.from_bytes(self._status.recv(8), "little", signed=True)
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(self.args, timeout) from None
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit status, or `None` while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0)
+        return self.returncode
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Return what it writes to its output and as errors until it ends."""
+        with ThreadPoolExecutor() as pool:
+            texts = [pool.submit(file.read) for file in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+                return texts[0].result(timeout), texts[1].result(timeout)
+            except TimeoutError as error:
+                raise subprocess.TimeoutExpired(self.args, timeout) from error
+            finally:
+                self.kill()
+
+    def __del__(self) -> None:
+        for file in (self._status, self.stdout, self.stderr):
+            file.close()
+
+    def kill(self) -> None:
+        """End it and the processes that it has started, if it still runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def run(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end."""
+    program = Program(*arguments, cwd=cwd, env=env)
+    out, err = program.communicate()
+    return subprocess.CompletedProcess(arguments, program.wait(), out, err)
+
+
+def run_ranks(*arguments: str, cwd: Path | None = None) -> str:
+    """Run a program on two ranks of `strategy='ddp'`, started as by a cluster; return what both wrote."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"NODE_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        Program(*arguments, cwd=cwd, env={**os.environ, **shared, "LOCAL_RANK": str(rank)}, join=True)
+        for rank in range(2)
+    ]
+    texts = communicate(ranks)
+    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(texts)
+    return "".join(texts)
+
+
+def communicate(programs: list[Program]) -> list[str]:
+    """Run programs of which each waits for the others; return what they wrote to their outputs."""
+    with ThreadPoolExecutor() as pool:
+        return [text for text, _ in pool.map(Program.communicate, programs)]
+
+
+def _pipe() -> tuple[TextIO, int]:
+    """What a program writes, and where."""
+    readable, writable = os.pipe()
+    return open(readable, encoding="utf-8"), writable
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """Start the server, once for all tests of this process; it ends when this socket does."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+# ------------------------------------------------------------------ in the server
+
+
+def _serve(requests: socket.socket) -> None:
+    """Fork a program for each request until the tests have ended."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # so that collections of the programs copy no memory
+    given = filter(None, os.environ["PYTHONPATH"].split(os.pathsep))
+    base = [entry for entry in sys.path[1:] if entry not in {*given}]
+    while True:
+        message, files, *_ = socket.recv_fds(requests, MAX_REQUEST, 3)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # guards that have ended
+                continue
+        if not message:
+            return
+        if os.fork() == 0:
+            requests.close()
+            _guard(json.loads(message), files, base)
+        for file in files:
+            os.close(file)
+
+
+def _guard(request: dict, files: list[int], base: list[str]) -> None:
+    """Fork a program and tell the tests its number and, when it has ended, its status."""
+    status, out, err = files
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        os.setsid()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.close(out)
+        os.close(err)
+        os._exit(_run(request["arguments"], Path(request["cwd"]), request["env"], base))
+    os.close(out)
+    os.close(err)
+    os.write(status, pid.to_bytes(8, "little"))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, code.to_bytes(8, "little", signed=True))
+    os._exit(0)
+
+
+def _run(arguments: list[str], cwd: Path, env: dict[str, str], base: list[str]) -> int:
+    """Do what `python` does with its arguments, from finding the program to the end of the interpreter."""
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 0
+    try:
+        if arguments[0] == "-m":
+            sys.path[:] = [str(cwd), *path]
+            sys.argv[:] = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.path[:] = ["", *path]
+            sys.argv[:] = ["-c", *arguments[2:]]
+            main = type(sys)("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(arguments[1], "<string>", "exec"), main.__dict__)
+        else:
+            sys.path[:] = [str((cwd / arguments[0]).parent), *path]
+            sys.argv[:] = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))

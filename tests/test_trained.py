@@ -1,0 +1,176 @@
+"""What a checkpoint is good for: its algorithm, its environments, its score, the Hub."""
+
+import json
+import re
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import yaml
+
+from lightning_rl import PPO, __version__
+from lightning_rl.commands import run_command
+from lightning_rl.hub import FILES, make_hub_folder, pull_from_hub
+from lightning_rl.trained import Score, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import make_data, make_model, make_trainer
+
+SHARING = Path(__file__).parents[1] / "docs/sharing.md"
+PARTIAL = {"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}
+SCORE = Score(mean=123.456, std=7.0, episodes=4, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder with a checkpoint of a policy with a memory."""
+    folder = tmp_path_factory.mktemp("run")
+    data = make_data(wrappers=[PARTIAL])
+    model = make_model(data, memory="gru")
+    trainer = make_trainer(limit_train_batches=1)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(run) -> Path:
+    return run / "checkpoints" / "last.ckpt"
+
+
+def with_config(run: Path, **data: object) -> Path:
+    options = {"env_id": "CartPole-v1", "wrappers": [PARTIAL], "eval_episodes": 3} | data
+    path = run / "config.yaml"
+    path.write_text(yaml.safe_dump({"data": options, "model": {"class_path": "PPO"}}))
+    return path
+
+
+def test_a_checkpoint_knows_its_class_and_its_environments(checkpoint):
+    model = load_algorithm(checkpoint)
+    assert type(model) is PPO
+    assert model.env_steps == 32
+    assert config_of(checkpoint) is None
+    data = load_data(checkpoint)
+    assert data.observation_space == model.observation_space
+    assert data.spec.env_id == "CartPole-v1"
+    score, observations = play_episodes(model, data, 3)
+    assert (score.episodes, score.deterministic) == (3, True)
+    assert [x.shape for x in observations] == [(3, 2)] * 8
+    again, _ = play_episodes(model, data, 3)
+    assert again == score
+    assert play_episodes(model, data, 3, seed=1)[1][0].tolist() != observations[0].tolist()
+
+
+def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
+    path = with_config(run, eval_deterministic=False, atari={"frame_skip": 4})
+    try:
+        assert config_of(checkpoint) == path
+        assert load_data(checkpoint).eval_deterministic is False
+        assert load_data(checkpoint).eval_episodes == 3
+    finally:
+        path.unlink()
+    (tmp_path / "other.yaml").write_text("trainer: {}\n")
+    with pytest.raises(ConfigurationError, match="has no data: expected the configuration of a run"):
+        load_data(checkpoint, tmp_path / "other.yaml")
+    (tmp_path / "other.yaml").write_text("data: {env_id: CartPole-v1, num_env: 3}\n")
+    with pytest.raises(ConfigurationError, match=r"other\.yaml.*num_env"):
+        load_data(checkpoint, tmp_path / "other.yaml")
+    with pytest.raises(ConfigurationError, match=r"config='nowhere\.yaml' does not exist"):
+        load_data(checkpoint, "nowhere.yaml")
+
+
+def test_an_algorithm_or_environment_that_nothing_says_is_asked_for(checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=True)
+    content["lightning_rl"]["algorithm"] = "Mine"
+    del content["RolloutDataModule"]
+    torch.save(content, tmp_path / "mine.ckpt")
+    with pytest.raises(ConfigurationError, match="is of the class 'Mine', which is none of this package"):
+        load_algorithm(tmp_path / "mine.ckpt")
+    with pytest.raises(ConfigurationError, match=r"nothing says which environment .* is for"):
+        load_data(tmp_path / "mine.ckpt")
+
+
+def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(run, checkpoint, tmp_path):
+    config = with_config(run)
+    try:
+        folder = make_hub_folder(tmp_path / "hub", checkpoint, SCORE, "CartPole-v1", repo_id="me/cart")
+    finally:
+        text = config.read_text()
+        config.unlink()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+    assert (folder / "model.ckpt").read_bytes() == checkpoint.read_bytes()
+    assert (folder / "config.yaml").read_text() == text
+    facts = json.loads((folder / "score.json").read_text())
+    expected = {"algorithm": "PPO", "env_id": "CartPole-v1", "env_steps": 32, "version": __version__}
+    assert facts == {**expected, "score": SCORE.as_dict()}
+    card = huggingface_hub.ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "lightning-rl"
+    assert {"reinforcement-learning", "CartPole-v1"} <= set(card.data.tags)
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_value) == ("CartPole-v1", "123.46 +/- 7.00")
+    assert "standard deviation of 4 episodes, the mode of the policy" in card.text
+    assert "lightning-rl pull me/cart" in card.text
+    with pytest.raises(ConfigurationError, match="expected a new or an empty folder"):
+        make_hub_folder(folder, checkpoint, SCORE, "CartPole-v1")
+    bare = make_hub_folder(tmp_path / "bare", checkpoint, SCORE, "CartPole-v1")
+    assert not (bare / "config.yaml").exists()
+    assert "lightning-rl test" not in (bare / "README.md").read_text()
+
+
+def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp_path, monkeypatch, capsys):
+    sent = {}
+
+    def create_repo(self, repo_id, **options):
+        sent["created"] = (repo_id, options)
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        sent["files"] = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+        sent["commit"] = (repo_id, commit_message)
+        return "https://hub/me/cart/commit/1"
+
+    def snapshot_download(repo_id, *, revision, local_dir, allow_patterns):
+        sent["asked"] = (repo_id, revision, set(allow_patterns))
+        local_dir = local_dir or tmp_path / "cache"
+        Path(local_dir).mkdir()
+        for name, content in sent["files"].items():
+            Path(local_dir, name).write_bytes(content)
+        return local_dir
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert run_command(["push", "me/cart", "--ckpt_path", str(checkpoint), "--episodes=2", "--private=true"])
+    assert sent["created"] == ("me/cart", {"private": True, "exist_ok": True})
+    assert sent["commit"] == ("me/cart", "PPO after 32 environment steps")
+    assert json.loads(sent["files"]["score.json"])["score"]["episodes"] == 2
+    folder = tmp_path / "pulled"
+    assert run_command(["pull", "me/cart", "--revision=main", f"--folder={folder}"])
+    assert sent["asked"] == ("me/cart", "main", set(FILES))
+    printed = capsys.readouterr().out
+    assert "Done: https://hub/me/cart/commit/1" in printed
+    assert str(folder / "model.ckpt") in printed
+    assert load_algorithm(folder / "model.ckpt").env_steps == 32
+
+    # As the guide has it.
+    monkeypatch.chdir(tmp_path)
+    Path("cartpole.ckpt").write_bytes(checkpoint.read_bytes())
+    namespace: dict = {}
+    (script,) = re.findall(r"^```python\n(.*?)^```$", SHARING.read_text(), re.MULTILINE | re.DOTALL)
+    exec(script, namespace)
+    assert sent["created"] == ("me/ppo-cartpole", {"private": False, "exist_ok": True})
+    assert namespace["model"].env_steps == 32
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: tmp_path)
+    with pytest.raises(ConfigurationError, match=r"repo_id='me/cart' is not valid: expected a repository with a model"):
+        pull_from_hub("me/cart")
+    with pytest.raises(ConfigurationError, match="repo_id='cart' is not valid: expected owner/name"):
+        pull_from_hub("cart")
+
+
+def test_errors_of_commands_are_one_message(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_command(["push", "me/cart", "--ckpt_path=nowhere.ckpt"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("lightning-rl: error: path='nowhere.ckpt' does not exist: expected")
+    assert not run_command(["fit", "--help"])
+    assert not run_command([])
