@@ -32,6 +32,8 @@ PEERS = {
     "rl_games": (("W1", "W2", "W3"), "rl_games_ppo.py"),
     "rsl_rl": (("W1", "W2"), "rsl_rl_ppo.py"),
     "sheeprl": (("W1", "W2", "W3"), "sheeprl_ppo.py"),
+    "tianshou": (("W1", "W2"), "tianshou_ppo.py"),
+    "torchrl": (("W1", "W2"), "torchrl_ppo.py"),
     "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
     "ding": (("W5",), "ding_ppg.py"),
 }
