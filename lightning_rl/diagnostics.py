@@ -29,9 +29,8 @@ class Diagnostics:
         """Number of updates that were made."""
         self.observed: set[str] = set()
         """Names of the terms that describe an update but take no part in it."""
-        self._terms: dict[str, list[Tensor]] = {}
-        # Whether each entry was recorded by a minibatch that was still to be learned from.
-        self._counted: dict[str, list[Tensor]] = {}
+        # Each with whether the minibatch that recorded it was still to be learned from.
+        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._counts = self.open
         self._prefix = ""
         # Of each phase, the updates before it, and whether it began with everything finite.
@@ -44,8 +43,7 @@ class Diagnostics:
     def add(self, **terms: Tensor) -> None:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in self._named(terms).items():
-            self._terms.setdefault(name, []).append(term.detach())
-            self._counted.setdefault(name, []).append(self._counts)
+            self._terms.setdefault(name, []).append((term.detach(), self._counts))
 
     def observe(self, **terms: Tensor) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
@@ -66,8 +64,9 @@ class Diagnostics:
 
     def close_for_good_unless(self, finite: Tensor) -> None:
         """Make no further update from this rollout in any phase if `finite` is false."""
+        no_early_stop = self.open is self.finite
         self.finite = self.finite & finite
-        self.close_unless(finite)
+        self.open = self.finite if no_early_stop else self.open & finite
 
     def begin_phase(self, prefix: str) -> None:
         """Begin another phase of updates, whose terms are named with a prefix of its own.
@@ -92,7 +91,6 @@ class Diagnostics:
         """Drop what was recorded, and go on with updates in the same phase."""
         self.observed.clear()
         self._terms.clear()
-        self._counted.clear()
         self.open = self._counts = torch.ones_like(self.open)
 
     @property
@@ -104,9 +102,12 @@ class Diagnostics:
         """Return the mean of every term: the one point at which the host waits for the device."""
         if not self._terms:
             return {}
-        counted = {name: torch.stack(flags) for name, flags in self._counted.items()}
-        sums = [torch.where(counted[name], _stack(terms), 0).sum() for name, terms in self._terms.items()]
-        counts = [flags.sum() for flags in counted.values()]
+        sums, counts = [], []
+        for entries in self._terms.values():
+            terms, flags = zip(*entries, strict=True)
+            counted = torch.stack(flags)
+            sums.append(torch.where(counted, _stack(terms), 0).sum())
+            counts.append(counted.sum())
         values = torch.stack([*sums, *counts]).tolist()
         pairs = zip(self._terms, values[: len(sums)], values[len(sums) :], strict=True)
         return {name: total / count for name, total, count in pairs if count}
@@ -116,7 +117,7 @@ class Diagnostics:
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
 
 
-def _stack(terms: list[Tensor]) -> Tensor:
+def _stack(terms: tuple[Tensor, ...]) -> Tensor:
     """Return scalars as a vector in at least float32: in bfloat16 a sum over minibatches would soon stop growing."""
     stacked = torch.stack(terms)
     return stacked.to(torch.promote_types(stacked.dtype, torch.float32))

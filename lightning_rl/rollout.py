@@ -284,7 +284,7 @@ class Batch:
             rows, sequences = self.sequences.select(order)
             return self._of(rows.to(first_leaf(self.fields).device), sequences, weight)
         order = order.to(first_leaf(self.fields).device)
-        return Batch(map_leaves(itemgetter(order), self.fields), weight)
+        return Batch(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.

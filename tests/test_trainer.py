@@ -201,6 +201,32 @@ def test_hooks_around_the_backward_pass_are_called_where_somebody_has_any():
     assert own.calls == 2 * own.num_epochs * own.num_minibatches
 
 
+def test_hooks_before_a_step_are_called_where_somebody_has_any_and_steps_are_counted_in_any_case():
+    class Watch(Callback):
+        steps = 0
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.steps += 1
+            assert all(p.grad is not None for p in pl_module.policy.parameters())
+
+    class Own(PPO):
+        steps = 0
+
+        def on_before_optimizer_step(self, optimizer):
+            self.steps += 1
+
+    watch = Watch()
+    watching, watched, _ = fit(callbacks=[watch])
+    trainer, unwatched, _ = fit()
+    expected = 2 * watched.num_epochs * watched.num_minibatches
+    assert watch.steps == watching.global_step == trainer.global_step == expected
+    assert_equal_parameters(unwatched, parameters_of(watched))
+    data = make_data()
+    own, trainer = Own(data.observation_space, data.action_space), make_trainer()
+    trainer.fit(own, data)
+    assert own.steps == trainer.global_step == 2 * own.num_epochs * own.num_minibatches
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_clock_is_exact_beyond_what_float32_can_count(precision):
     logger = MemoryLogger()

@@ -304,7 +304,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         self._follow_schedules()
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.optimizers_in_use, strict=False)}
-        self._hooks_around_backward = self._find_hooks_around_backward()
+        self.find_shortcuts()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
             self.diagnostics.observe(action_saturation=share)

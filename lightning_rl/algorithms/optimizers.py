@@ -14,10 +14,10 @@ from lightning_rl.validation import ClassSpec, check, check_arguments, import_cl
 
 def adam(device: torch.device) -> ClassSpec:
     """Return Adam with the epsilon that is usual here, in one kernel where the device has such."""
-    fused = device.type in ("cpu", "cuda", "mps", "xpu")
+    if device.type in ("cpu", "cuda", "mps", "xpu"):
+        return {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
     # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
-    kind = {"fused": True} if fused else {"capturable": True}
-    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, **kind}}
+    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
 
 
 def optimizer_spec(field: str, optimizer: ClassSpec | type[Optimizer]) -> ClassSpec:

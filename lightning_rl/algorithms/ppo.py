@@ -238,7 +238,8 @@ class PPO(OnPolicyAlgorithm):
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
         self._observe(batch, rows)
-        return [policy_loss, -self.entropy_coef * entropy, *self.penalties(batch, distribution)]
+        bonus = [-self.entropy_coef * entropy] if self.entropy_coef else []
+        return [policy_loss, *bonus, *self.penalties(batch, distribution)]
 
     def value_loss(self, batch: Batch, values: Tensor) -> Tensor:
         """Return the loss of values `[N]`, squared or Huber's, clipped or not."""

@@ -54,8 +54,7 @@ def clipped_surrogate_loss(log_ratios: Tensor, advantages: Tensor, clip_range: T
     """
     check.same_shape(log_ratios=log_ratios, advantages=advantages)
     check.clip_range(log_ratios, clip_range)
-    ratios, advantages = log_ratios.exp(), advantages.detach()
-    return -torch.minimum(ratios * advantages, _clip(ratios, 1.0, clip_range) * advantages)
+    return _clipped_surrogate_loss(log_ratios, advantages, clip_range, clip_range)
 
 
 def value_loss(values: Tensor, targets: Tensor) -> Tensor:
@@ -327,13 +326,25 @@ def dual_clipped_surrogate_loss(
     check.clip_range(log_ratios, clip_range_low)
     check.clip_range(log_ratios, clip_range_high)
     check.not_negative(dual_clip=dual_clip)
-    ratios, advantages = log_ratios.exp(), advantages.detach()
-    # Two calls: torch has one overload for two numbers and one for two tensors, none for one of each.
-    clipped = ratios.clamp(min=1.0 - clip_range_low).clamp(max=1.0 + clip_range_high)
-    objective = torch.minimum(ratios * advantages, clipped * advantages)
-    if dual_clip is not None:
-        objective = torch.where(advantages < 0, torch.maximum(objective, dual_clip * advantages), objective)
-    return -objective
+    losses = _clipped_surrogate_loss(log_ratios, advantages, clip_range_low, clip_range_high)
+    if dual_clip is None:
+        return losses
+    advantages = advantages.detach()
+    return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
+
+
+def _clipped_surrogate_loss(
+    log_ratios: Tensor, advantages: Tensor, clip_range_low: Tensor | float, clip_range_high: Tensor | float
+) -> Tensor:
+    """Return ``max(-ratio * A, bound)``: the loss at the end of the range that the advantage asks for bounds it.
+
+    That is ``-min(ratio * A, clip(ratio) * A)`` with one bound, which is a constant, in place of a clipped ratio.
+    """
+    weights = -advantages.detach()
+    bound = torch.minimum(weights * (1.0 - clip_range_low), weights * (1.0 + clip_range_high))
+    # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
+    bound = bound.nan_to_num(0.0, torch.inf, -torch.inf)
+    return (log_ratios.exp() * weights).clamp(min=bound)
 
 
 def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:

@@ -1,0 +1,33 @@
+"""The gradient of an optimiser's parameters as few tensors, and its norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_rl.algorithms.flat_adam import FlatAdam
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of all parameters that have one; as `FlatAdam` has them, of many in one tensor."""
+    if isinstance(optimizer, FlatAdam):
+        tensors = optimizer.vectors()
+    else:
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the global norm of gradients, at least one."""
+    one = len(gradients) == 1
+    norm: Tensor = torch.linalg.vector_norm(gradients[0]) if one else nn.utils.get_total_norm(gradients)
+    return norm
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale gradients so that their global norm, which is `norm`, is at most `max_norm`."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)

@@ -1,0 +1,160 @@
+"""Adam on vectors does what Adam does, whatever happens to parameters and state in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Adam, Optimizer
+
+from lightning_rl.algorithms.flat_adam import FlatAdam
+from lightning_rl.algorithms.gradients import gradients_of, scale_to_norm, total_norm
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "eps": 1e-5, "fused": True}
+
+
+def make_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))  # sizes that no vector register divides
+
+
+def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: slice = slice(None)) -> None:
+    """Take clipped steps; with a `part` of the layers, the others get no gradient."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.linspace(-1, 2, 12, dtype=network[0].weight.dtype).view(4, 3) + step  # type: ignore[arg-type]
+        outputs = network[part](inputs)
+        (outputs - step).square().mean().backward()
+        gradients = gradients_of(optimizer)
+        scale_to_norm(gradients, 0.5, total_norm(gradients))
+        optimizer.step()
+
+
+def assert_same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> None:
+    torch.testing.assert_close(one[0].state_dict(), other[0].state_dict(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(one[1].state_dict()["state"], other[1].state_dict()["state"], rtol=1e-5, atol=1e-7)
+
+
+def pair(**options: Any) -> list[tuple[nn.Sequential, Optimizer]]:
+    """The same network under both classes; `options` are of the second layer's parameters."""
+    made: list[tuple[nn.Sequential, Optimizer]] = []
+    for kind in (FlatAdam, Adam):
+        network = make_network()
+        groups = [{"params": network[0].parameters()}, {"params": network[2].parameters(), **options}]
+        made.append((network, kind(groups if options else network.parameters(), **OPTIONS)))
+    return made
+
+
+def test_steps_are_those_of_adam_on_one_vector_for_each_group():
+    for options, vectors in (({}, 1), ({"weight_decay": 0.1}, 2), ({"amsgrad": True}, 3), ({"fused": False}, 3)):
+        ours, adams = pair(**options)
+        learn(*ours)
+        learn(*adams)
+        assert_same(ours, adams)
+        assert len(gradients_of(ours[1])) == vectors
+
+
+def test_a_gradient_is_seen_and_changed_by_way_of_its_parameter():
+    ours, adams = pair()
+    for network, optimizer in (ours, adams):
+        network(torch.ones(1, 3)).sum().backward()
+        norm = total_norm(gradients_of(optimizer))
+        torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in network.parameters()]))  # type: ignore[misc]
+        network[0].weight.grad.mul_(-2)  # type: ignore[union-attr, operator]
+        optimizer.step()
+    assert_same(ours, adams)
+
+
+@pytest.mark.parametrize("first", [slice(0, 1), slice(None)])
+def test_parameters_without_a_gradient_stay_where_they_are(first):
+    ours, adams = pair()
+    for made in (ours, adams):
+        learn(*made, part=first)
+        learn(*made, part=slice(0, 1))
+        learn(*made)
+    assert_same(ours, adams)
+    steps = [float(state["step"]) for state in ours[1].state.values()]
+    assert steps == [9, 9, *([3, 3] if first.stop else [6, 6])]
+
+
+def to_double(network: nn.Module, optimizer: Optimizer) -> None:
+    network.double()
+    for state in optimizer.state.values():
+        state |= {name: x.double() for name, x in state.items() if name != "step"}
+
+
+def put_elsewhere(network: nn.Module, optimizer: Optimizer) -> None:
+    for parameter in network.parameters():
+        parameter.data = parameter.data * 2
+
+
+def reload(network: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def clear(network: nn.Module, optimizer: Optimizer) -> None:
+    states = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(states)
+
+
+@pytest.mark.parametrize("happens", [to_double, put_elsewhere, reload, clear])
+def test_what_replaces_parameters_or_state_is_noticed(happens: Callable[[nn.Module, Optimizer], None]):
+    ours, adams = pair()
+    for made in (ours, adams):
+        learn(*made)
+        happens(*made)
+        learn(*made)
+    assert_same(ours, adams)
+    assert len(gradients_of(ours[1])) == 1
+
+
+@pytest.mark.parametrize("kinds", [(FlatAdam, Adam), (Adam, FlatAdam), (FlatAdam, FlatAdam)])
+def test_state_goes_from_one_class_to_the_other(kinds):
+    whole, _ = pair()
+    learn(*whole, steps=3)
+    learn(*whole, steps=3)
+    network = make_network()
+    optimizer = kinds[0](network.parameters(), **OPTIONS)
+    learn(network, optimizer)
+    network, state = copy.deepcopy(network), copy.deepcopy(optimizer.state_dict())
+    optimizer = kinds[1](network.parameters(), **OPTIONS)
+    optimizer.load_state_dict(state)
+    learn(network, optimizer)
+    assert_same((network, optimizer), whole)
+    if kinds[0] is kinds[1]:  # bit for bit
+        assert all(torch.equal(x, y) for x, y in zip(network.parameters(), whole[0].parameters(), strict=True))
+
+
+def test_copies_go_their_own_way():
+    (network, optimizer), adams = pair()
+    learn(network, optimizer)
+    other_network, other = copy.deepcopy((network, optimizer))
+    learn(network, optimizer)
+    learn(other_network, other)
+    assert_same((network, optimizer), (other_network, other))
+    learn(*adams, steps=3)
+    learn(*adams, steps=3)
+    assert_same((network, optimizer), adams)
+
+
+def test_hooks_around_a_step_are_called_once():
+    ours, _ = pair()
+    calls: list[str] = []
+    ours[1].register_step_pre_hook(lambda *_: calls.append("before"))
+    ours[1].register_step_post_hook(lambda *_: calls.append("after"))
+    learn(*ours, steps=2)
+    assert calls == ["before", "after"] * 2
+
+
+def test_large_groups_are_left_to_adam(monkeypatch):
+    monkeypatch.setattr("lightning_rl.algorithms.flat_adam._MOST_ENTRIES", 31)  # of the 32 there are
+    ours, adams = pair()
+    learn(*ours)
+    learn(*adams)
+    assert_same(ours, adams)
+    assert len(gradients_of(ours[1])) == 4
