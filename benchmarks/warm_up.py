@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3]
 
 A policy is cloned from episodes of the controller that comes with LunarLander, and PPO goes on from there: at once, or
-after `critic_warmup_steps` in which the values alone are learned. Policy and critic share an encoder, which is where the
-loss of values that are worth nothing does its harm: with encoders of their own the cloned policy stood both. Its mode is evaluated after every one of
-its first updates. The result goes to `benchmarks/results/warm_up/lunarlander.json`.
+after `critic_warmup_steps` in which the values alone are learned. Policy and critic share an encoder: that is where the
+loss of values that are worth nothing does its harm, and with encoders of their own the policy stood both. Its mode is
+evaluated after each of its first updates. The result goes to `benchmarks/results/warm_up/lunarlander.json`.
 """
 
 from __future__ import annotations
