@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from lightning_rl.validation import ConfigurationError, check
 

@@ -88,7 +88,7 @@ class VMPO(ActingDistribution):
     @property
     def duals(self) -> tuple[Tensor, Tensor]:
         """The temperature η and the coefficient α, both above 0."""
-        temperature, kl_coef = softplus(self.policy.dual).unbind()
+        temperature, kl_coef = softplus(self.policy.get_parameter("dual")).unbind()
         return temperature, kl_coef
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
