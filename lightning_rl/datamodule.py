@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
@@ -14,7 +14,16 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
-from lightning_rl.actors import ActorOptions, ActorSetup, BoundedLag, ProcessActors, StartMethod
+from lightning_rl.actors import (
+    ActorBackend,
+    ActorOptions,
+    ActorSetup,
+    BoundedLag,
+    ProcessActors,
+    RayActors,
+    RolloutSource,
+    StartMethod,
+)
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
@@ -104,6 +113,13 @@ class RolloutDataModule(LightningDataModule):
         actor_timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
         max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and
             counted as `rollout/dropped`. None: any number.
+        actor_backend: What actors are: `processes` of this machine, or `ray`: actors of Ray, on any machine of its
+            cluster, which join when there is room for them and are replaced when they die (counted as
+            `rollout/actors_lost`).
+        actor_resources: What Ray sets aside for each of them, by its names: `{CPU: 1}`, which None is too. Networks
+            have as many threads as CPUs.
+        ray_address: Of Ray's cluster, as `ray.init` has it; None joins the one that it finds, or starts one on this
+            machine. A session that is connected already is used as it is.
         eval_episodes: Number of evaluation episodes, over all ranks.
         num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
             the most.
@@ -145,6 +161,9 @@ class RolloutDataModule(LightningDataModule):
         actor_start_method: StartMethod | None = None,
         actor_timeout: float = 300.0,
         max_policy_lag: int | None = None,
+        actor_backend: ActorBackend = "processes",
+        actor_resources: dict[str, float] | None = None,
+        ray_address: str | None = None,
         eval_episodes: int = 10,
         num_eval_envs: int | None = None,
         eval_deterministic: bool = True,
@@ -187,7 +206,16 @@ class RolloutDataModule(LightningDataModule):
             imports=tuple(imports),
         )
         self.eval_spec = self.spec.for_evaluation(always)
-        self.actors = ActorOptions(num_actors, actor_prefetch, actor_start_method, actor_timeout, max_policy_lag)
+        self.actors = ActorOptions(
+            num_actors,
+            actor_prefetch,
+            actor_start_method,
+            actor_timeout,
+            max_policy_lag,
+            actor_backend,
+            actor_resources,
+            ray_address,
+        )
         self.actors.check_environments(self.spec)
         self.num_envs = num_envs
         self.rollout_length = rollout_length
@@ -339,7 +367,8 @@ class RolloutDataModule(LightningDataModule):
             self._rank,
             self._sampler.starts,
         )
-        source = ProcessActors(self.actors, setup, cast(nn.Module, policy), version)
+        start: Callable[..., RolloutSource] = RayActors if self.actors.backend == "ray" else ProcessActors
+        source = start(self.actors, setup, cast(nn.Module, policy), version)
         return BoundedLag(source, self.actors.max_policy_lag, version)
 
     def publish_policy(self) -> None:

@@ -60,6 +60,8 @@ class Rollout:
         log_rhos: Where an algorithm has put its own log-probabilities in the place of those of an earlier policy, by
             how much they are larger, `[T, B]`; None elsewhere.
         dropped: How many rollouts before it were too old to learn from, with asynchronous actors.
+        actors_lost: How many asynchronous actors were lost, and are replaced, since the rollout before it; None where
+            that ends the run instead.
         seconds: Wall time of collecting, with asynchronous actors that of waiting for it.
         parts_of_seconds: What of it went where: `env`, `policy` and `transfer` between their devices.
     """
@@ -110,6 +112,7 @@ class Rollout:
         self.actor: int | None = None
         self.log_rhos: Tensor | None = None
         self.dropped = 0
+        self.actors_lost: int | None = None
         self.seconds = seconds
         self.parts_of_seconds: dict[str, float] = {}
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())

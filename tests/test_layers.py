@@ -149,7 +149,7 @@ def test_the_checks_would_notice_a_wrong_import():
 
 def test_what_few_need_is_imported_by_those_alone():
     """Neither `import lightning_rl` nor `--help` waits for these: nothing imports them where a module begins."""
-    rare = {"onnx", "onnxruntime", "onnxscript", "optuna", "huggingface_hub"}
+    rare = {"onnx", "onnxruntime", "onnxscript", "optuna", "huggingface_hub", "ray"}
     for module, tree in MODULES.items():
         at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not rare & {name.partition(".")[0] for node in at_once for name in imported(node)}, module

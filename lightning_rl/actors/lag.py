@@ -32,14 +32,16 @@ class BoundedLag:
 
     def take(self) -> Rollout:
         """Wait for a rollout that is young enough; what happened to environments in those before it is in it too."""
-        begin, dropped, failures = time.perf_counter(), 0, list[str]()
+        begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
         while True:
             rollout = self.source.take()
             failures += rollout.failures or []
+            lost += rollout.actors_lost or 0
             if self.max_policy_lag is None or self._version - rollout.policy_version <= self.max_policy_lag:
                 break
             dropped += 1
         rollout.failures = None if rollout.failures is None else failures
+        rollout.actors_lost = None if rollout.actors_lost is None else lost
         rollout.dropped = dropped
         rollout.seconds = time.perf_counter() - begin
         return rollout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -12,6 +14,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
+ActorBackend = Literal["processes", "ray"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,9 @@ class ActorOptions:
         start_method: How their processes are started; None: as Python does by default.
         timeout: Seconds that an actor may take for a rollout, its start included.
         max_policy_lag: Versions of the policy that a rollout may be behind the learner; None: any number.
+        backend: What they are: processes of this machine, or actors of Ray on any machine of its cluster.
+        resources: What Ray sets aside for each of them, by its names; None: one CPU.
+        ray_address: Of Ray's cluster; None: the one that `ray.init` finds, or one of this machine alone.
     """
 
     count: int = 0
@@ -31,6 +37,9 @@ class ActorOptions:
     start_method: StartMethod | None = None
     timeout: float = 300.0
     max_policy_lag: int | None = None
+    backend: ActorBackend = "processes"
+    resources: Mapping[str, float] | None = None
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         """Check ranges."""
@@ -42,6 +51,29 @@ class ActorOptions:
         check_number("actor_timeout", self.timeout, above=0)
         lag = self.max_policy_lag
         check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
+        backends = get_args(ActorBackend)
+        check(self.backend in backends, "actor_backend", self.backend, f"one of {', '.join(backends)}")
+        self._check_ray()
+
+    def _check_ray(self) -> None:
+        """Raise where what is Ray's is asked of processes, or the other way round."""
+        if self.backend != "ray":
+            check(self.resources is None, "actor_resources", self.resources, "None, but with actor_backend='ray'")
+            check(self.ray_address is None, "ray_address", self.ray_address, "None, but with actor_backend='ray'")
+            return
+        installed = importlib.util.find_spec("ray") is not None
+        check(installed, "actor_backend", "ray", "the package ray to be installed: pip install 'lightning-rl[ray]'")
+        expected = "None with actor_backend='ray', which starts processes in its own way"
+        check(self.start_method is None, "actor_start_method", self.start_method, expected)
+        address = self.ray_address
+        check(
+            address is None or (isinstance(address, str) and address != ""), "ray_address", address, "None, or a text"
+        )
+        if self.resources is not None:
+            names = isinstance(self.resources, Mapping) and all(isinstance(name, str) for name in self.resources)
+            check(names and len(self.resources) > 0, "actor_resources", self.resources, "names with amounts, {CPU: 1}")
+            for name, amount in self.resources.items():
+                check_number(f"actor_resources[{name!r}]", amount, at_least=0)
 
     def check_environments(self, spec: EnvironmentSpec) -> None:
         """Raise unless actors can step such environments.

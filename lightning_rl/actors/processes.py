@@ -111,9 +111,7 @@ class ProcessActors:
             if not isinstance(got, Failure):
                 return unpack(got)
             self.close()
-            failure = got.kind(f"actor {got.actor}: {got.message}")
-            failure.add_note(f"In the process of the actor:\n{got.trace}")
-            raise failure
+            raise got.to_error()
 
     def close(self) -> None:
         """End the processes; those that do not hear, by force."""
@@ -138,7 +136,7 @@ class ProcessActors:
 
     def _look(self) -> None:
         """Raise if an actor is gone, or takes too long."""
-        num_envs, limit = self._setup.num_envs, self._options.timeout
+        limit = self._options.timeout
         for index, process in enumerate(self._processes):
             if not process.is_alive():
                 what = f"is gone: its process {process.pid} {_ended(process.exitcode)}"
@@ -149,10 +147,7 @@ class ProcessActors:
                 continue
             with contextlib.suppress(Exception):  # what is wrong is known
                 self.close()
-            seed = self._setup.seed_of(index)
-            raise EnvironmentFailure(
-                f"actor {index}, with {num_envs} environments {self._setup.spec.env_id} (seeds from {seed}), {what}"
-            )
+            raise EnvironmentFailure(f"{self._setup.describe(index)} {what}")
 
 
 def _as_it_is(x: object) -> object:

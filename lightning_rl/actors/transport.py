@@ -48,12 +48,13 @@ class PackedRollout:
 _PLAIN = ("policy_version", "burn_in", "infos", "failures", "frames", "seconds")
 
 
-def pack(rollout: Rollout, actor: int = 0) -> PackedRollout:
+def pack(rollout: Rollout, actor: int = 0, share: bool = True) -> PackedRollout:
     """Copy a rollout on the CPU into one block.
 
     Args:
         rollout: Whose storage may be used again afterwards.
         actor: Which one collected it.
+        share: Put a large block into memory that processes of this machine share.
     """
     tensors, end = rollout.tensors(), 0
 
@@ -65,7 +66,7 @@ def pack(rollout: Rollout, actor: int = 0) -> PackedRollout:
 
     fields = map_leaves(place, tensors)
     block: Tensor | bytearray = bytearray(end)
-    if end > _MAX_IN_PIPE:
+    if share and end > _MAX_IN_PIPE:
         block = torch.empty(end, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
     flat = _flat(block)
     for there, x in zip(leaves(fields), leaves(tensors), strict=True):

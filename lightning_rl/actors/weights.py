@@ -34,8 +34,8 @@ class SharedWeights:
         self._block = torch.zeros(_places(policy)[1], dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         self._version = torch.full((1,), -1).share_memory_()  # type: ignore[no-untyped-call]
         self._lock = context.Lock()
-        # What the learner gathers the weights in, and its parts; made at the first use, and the learner's alone.
-        self._gathered: tuple[Tensor, list[Tensor]] | None = None
+        # What the learner gathers the weights in; made at the first use, and the learner's alone.
+        self._gathered: WeightsCopy | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_gathered": None}
@@ -51,11 +51,8 @@ class SharedWeights:
             WeightsLocked: An actor died while it was reading.
         """
         if self._gathered is None:
-            block = torch.zeros(self.size, dtype=torch.uint8)
-            self._gathered = block, _views(policy, block)
-        block, views = self._gathered
-        with torch.no_grad():
-            torch._foreach_copy_(views, _tensors(policy))
+            self._gathered = WeightsCopy(policy)
+        block = self._gathered.take(policy)
         if not self._lock.acquire(timeout=_PATIENCE):
             raise WeightsLocked(f"the policy could not be published within {_PATIENCE:g} seconds")
         try:
@@ -78,11 +75,6 @@ class SharedWeights:
             block.copy_(self._block)
             return int(self._version)
 
-    @property
-    def size(self) -> int:
-        """Bytes of the block."""
-        return len(self._block)
-
 
 class WeightsReader:
     """Keeps a policy in this process at what the learner has published.
@@ -94,14 +86,38 @@ class WeightsReader:
 
     def __init__(self, weights: SharedWeights, policy: nn.Module) -> None:
         self._weights = weights
-        self._block = torch.zeros(weights.size, dtype=torch.uint8)
-        for view, x in zip(_views(policy, self._block), _tensors(policy), strict=True):
-            view.copy_(x.detach())
-            x.data = view
+        self._block = move_into_one_block(policy)
 
     def refresh(self) -> int:
         """Take over the weights of the newest version, all of them, and return that version."""
         return self._weights.read(self._block)
+
+
+class WeightsCopy:
+    """Room for the parameters and buffers of a policy, one after another in one block of this process's memory.
+
+    Args:
+        policy: Whose tensors there is room for.
+    """
+
+    def __init__(self, policy: nn.Module) -> None:
+        self._block = torch.zeros(_places(policy)[1], dtype=torch.uint8)
+        self._views = _views(policy, self._block)
+
+    def take(self, policy: nn.Module) -> Tensor:
+        """Copy the weights of such a policy, on any device, and return the block: bytes, the same ones each time."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, _tensors(policy))
+        return self._block
+
+
+def move_into_one_block(policy: nn.Module) -> Tensor:
+    """Make the tensors of a policy on the CPU parts of one block, laid out as in `WeightsCopy`, and return that."""
+    block = torch.zeros(_places(policy)[1], dtype=torch.uint8)
+    for view, x in zip(_views(policy, block), _tensors(policy), strict=True):
+        view.copy_(x.detach())
+        x.data = view
+    return block
 
 
 def _tensors(policy: nn.Module) -> list[Tensor]:

@@ -49,9 +49,37 @@ class ActorSetup:
     rank: int
     start: int
 
-    def seed_of(self, actor: int) -> int:
-        """Return the root of the seeds of one actor: of its environments, and of the actions it draws."""
-        return derive_seed(self.seed, ACTORS, self.rank, actor, self.start)
+    def seed_of(self, actor: int, first: int = 0) -> int:
+        """Return the root of the seeds of one actor: of its environments, and of the actions it draws.
+
+        Args:
+            actor: Which one.
+            first: Of the rollouts that were asked of it the one it begins with: not 0 where it takes another's place.
+        """
+        path = (self.seed, ACTORS, self.rank, actor, self.start)
+        return derive_seed(*path, first) if first else derive_seed(*path)
+
+    def describe(self, actor: int) -> str:
+        """Say which actor this is, and what its environments are."""
+        seed = self.seed_of(actor)
+        return f"actor {actor}, with {self.num_envs} environments {self.spec.env_id} (seeds from {seed}),"
+
+    def start_sampler(self, policy: nn.Module, seed: int) -> Sampler:
+        """Make the environments of an actor in this process, which from now on computes in the policy's precision.
+
+        Args:
+            policy: On the CPU.
+            seed: As `seed_of` returned it.
+        """
+        dtype = next(policy.parameters()).dtype
+        torch.set_default_dtype(dtype)  # as the Trainer's precision has it
+        sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
+        try:
+            sampler.start(self.spaces, seed, 0, torch.device("cpu"), dtype)
+        except BaseException:
+            sampler.close()
+            raise
+        return sampler
 
 
 @dataclass(frozen=True)
@@ -69,6 +97,20 @@ class Failure:
     kind: type[Exception]
     message: str
     trace: str
+
+    @classmethod
+    def of(cls, actor: int, error: Exception) -> Failure:
+        """Describe an error, in the process of the actor."""
+        known = (EnvironmentFailure, ConfigurationError)
+        kind = next((kind for kind in known if isinstance(error, kind)), RuntimeError)
+        what = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+        return cls(actor, kind, what, "".join(traceback.format_exception(error)))
+
+    def to_error(self) -> Exception:
+        """Return what the learner raises."""
+        error = self.kind(f"actor {self.actor}: {self.message}")
+        error.add_note(f"In the process of the actor:\n{self.trace}")
+        return error
 
 
 class Signs:
@@ -140,18 +182,15 @@ class Actors(IterableDataset[PackedRollout | Failure]):
         except _Stopped:
             pass
         except Exception as error:
-            yield _failure(worker.id, error)
+            yield Failure.of(worker.id, error)
         finally:
             self.signs.rest(worker.id)
 
     def _act(self, actor: int) -> Iterator[PackedRollout]:
-        setup, policy = self.setup, cast(Policy, self.policy)
+        policy = cast(Policy, self.policy)
         reader = self.weights.reader(self.policy.requires_grad_(False))
-        dtype = next(self.policy.parameters()).dtype
-        torch.set_default_dtype(dtype)  # as the Trainer's precision has it
-        sampler = Sampler(setup.spec, setup.num_envs, setup.rollout_length, setup.info_keys)
+        sampler = self.setup.start_sampler(self.policy, self.setup.seed_of(actor))
         try:
-            sampler.start(setup.spaces, setup.seed_of(actor), 0, torch.device("cpu"), dtype)
             # A rollout may take long: it is left at the next step. Not a property of the class, which others share.
             vars(policy)["act"] = functools.partial(_act_unless_stopped, self.signs, policy.act)
             while True:
@@ -161,9 +200,3 @@ class Actors(IterableDataset[PackedRollout | Failure]):
                 yield packed
         finally:
             sampler.close()
-
-
-def _failure(actor: int, error: Exception) -> Failure:
-    kind = next((known for known in (EnvironmentFailure, ConfigurationError) if isinstance(error, known)), RuntimeError)
-    what = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-    return Failure(actor, kind, what, "".join(traceback.format_exception(error)))

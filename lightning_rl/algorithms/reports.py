@@ -18,6 +18,7 @@ from lightning_rl.rollout import Batch, Rollout
 _COUNTS: dict[str, type[Largest | Total]] = {
     "rollout/env_restarts": Total,
     "rollout/dropped": Total,
+    "rollout/actors_lost": Total,
     "train/policy_lag_max": Largest,
 }
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
@@ -110,6 +111,8 @@ class Reports(Updates):
             # Its updates are done: the version is one further.
             lag = self.policy_version - 1 - rollout.policy_version
             counts |= {"rollout/dropped": rollout.dropped, "train/policy_lag_max": lag}
+        if rollout.actors_lost is not None:
+            counts["rollout/actors_lost"] = rollout.actors_lost
         return counts
 
     @property
