@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -100,6 +101,7 @@ class BareLoop:
             lightning_module=model,
             datamodule=self.data,
             precision_plugin=Precision(),
+            profiler=PassThroughProfiler(),
             callbacks=[],
             max_epochs=1,
             num_training_batches=self.rollouts,
