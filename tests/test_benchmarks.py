@@ -295,3 +295,10 @@ def test_learned_repeats_take_fewer_decisions_to_the_goal():
     each, held = found["each_step"], found["up_to_4_steps"]
     assert min(each["final_score"], held["final_score"]) >= found["goal"]
     assert held["final_decisions_of_an_episode"] < 0.5 * each["final_decisions_of_an_episode"]
+
+
+def test_a_warm_critic_keeps_what_a_fresh_one_makes_ppo_forget():
+    found = json.loads((BENCHMARKS / "results/warm_up/lunarlander.json").read_text())
+    assert min(found["ppo_with_warm_up"]["mean_share_of_the_cloned_score"]) >= 0.9
+    assert max(found["ppo"]["mean_share_of_the_cloned_score"]) < 0.7
+    assert max(found["ppo"]["lowest_share_of_the_cloned_score"]) < 0.2
