@@ -102,6 +102,22 @@ def lightning_share(results: Path = RESULTS) -> str:
     return _markdown(["workload", "with", "steps", "share", "fifths of the run", "commit"], rows)
 
 
+def profile(results: Path = RESULTS) -> str:
+    """Return the table of where the time of each workload goes, in per cent of its CPU time, before and after."""
+    found = {
+        path.stem.partition("-")[2]: json.loads(path.read_text())
+        for path in sorted((results / "throughput").glob("breakdown-*.json"), reverse=True)
+    }
+    runs = sorted(found, key=lambda name: (name.partition("-")[0], name.endswith("after")))
+    parts = list(dict.fromkeys(part for name in reversed(runs) for part in found[name]["parts"]))
+    rows = [
+        [part, *(f"{found[name]['parts'][part]['share']:.1%}" if part in found[name]["parts"] else "" for name in runs)]
+        for part in parts
+    ]
+    rows.append(["commit", *(_commit(found[name]["source"]) for name in runs)])
+    return _markdown(["part", *(name.replace("-", ", ") for name in runs)], rows)
+
+
 def _commit(source: dict[str, Any]) -> str:
     return (source["commit"] or "unknown")[:8] + ("+" if source["dirty"] else "")
 
@@ -112,7 +128,8 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def filled(text: str, results: Path = RESULTS) -> str:
     """Return the README with the tables of `results`."""
-    for name, table in (("scores", scores), ("throughput", throughput), ("lightning share", lightning_share)):
+    tables = {"scores": scores, "throughput": throughput, "profile": profile, "lightning share": lightning_share}
+    for name, table in tables.items():
         body = table(results)
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- end of {name} -->")
