@@ -1,9 +1,9 @@
 """Where the time of a workload goes: `OMP_NUM_THREADS=1 python benchmarks/breakdown.py W1 --steps 100000`.
 
 Runs the workload under the plain Trainer with timers around the parts of collecting and learning, each charged for what
-it does itself and not for the timed parts that it calls, in CPU time. The timers cost about a microsecond a call, which the
-parts around them carry. With `--save after` the result goes to `benchmarks/results/throughput/`, for the table of before
-and after in README.md.
+it does itself and not for the timed parts that it calls, in CPU time. The timers cost about a microsecond a call, which
+the parts around them carry. With `--save after` the result goes to `benchmarks/results/throughput/`, for the table of
+before and after in README.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much work a rollout and its updates are, in calls of the policy and of PyTorch: a slow-down that no timer sees.
 
-The bounds are a few per cent above what it is with the newest PyTorch. Where one is passed on purpose, raise it, and say
-in benchmarks/README.md what for.
+The bounds are a few per cent above what it is with the newest PyTorch. Where one is passed on purpose, raise it, and
+say in benchmarks/README.md what for.
 """
 
 from __future__ import annotations
