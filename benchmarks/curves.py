@@ -19,7 +19,7 @@ COLUMNS = 4
 _TRAINING, _EVALUATION, _GOAL = "#0072b2", "#d55e00", "#555555"
 
 
-def draw(path: Path = FIGURE, results: Path = RESULTS) -> None:
+def draw(path: Path = FIGURE, results: Path = RESULTS, algorithm: str = "*") -> None:
     """Write a figure with a panel for each configuration: returns of training and of evaluation against steps."""
     import matplotlib as mpl
 
@@ -29,9 +29,11 @@ def draw(path: Path = FIGURE, results: Path = RESULTS) -> None:
     # The same file from the same results.
     mpl.rcParams |= {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8}
     goals: dict[str, float] = json.loads(GOALS.read_text())
-    scores = sorted(load_scores(results).items())
-    rows = -(-len(scores) // COLUMNS)
-    figure, axes = plt.subplots(rows, COLUMNS, figsize=(3 * COLUMNS, 2.3 * rows), squeeze=False, layout="constrained")
+    scores = sorted(load_scores(results, algorithm).items())
+    columns = min(COLUMNS, len(scores))
+    rows = -(-len(scores) // columns)
+    size = (max(5.5, 3 * columns), 2.3 * rows + 0.4 * (rows == 1))
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat[len(scores) :]:
         axis.set_axis_off()
     for axis, (name, runs) in zip(axes.flat, scores, strict=False):
@@ -45,7 +47,7 @@ def draw(path: Path = FIGURE, results: Path = RESULTS) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[:, 0]:
         axis.set_ylabel("episode return")
-    for axis in axes.flat[max(0, len(scores) - COLUMNS) : len(scores)]:
+    for axis in axes.flat[max(0, len(scores) - columns) : len(scores)]:
         axis.set_xlabel("environment steps")
     handles = {
         label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
