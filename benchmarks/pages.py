@@ -2,8 +2,9 @@
 
     python benchmarks/pages.py [--check]
 
-fills the section between `<!-- scores -->` and `<!-- end of scores -->` of every page in `docs/algorithms/` that has one, and
-draws the curves beside it, for which it needs matplotlib. `--check` only says whether the tables are up to date.
+fills the section between `<!-- scores -->` and `<!-- end of scores -->` of every page in `docs/algorithms/` that has
+one, and draws the curves beside it, for which it needs matplotlib. `--check` only says whether the tables are up to
+date.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from table import GOALS, HERE, RESULTS, _markdown, _score, load_scores
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
 _NOTE = """\
-The final checkpoint, 100 episodes for each seed with the mode of the policy and raw rewards. Every seed, the machine and the
-command for each are in the [benchmarks](../../benchmarks/README.md).
+The final checkpoint, 100 episodes for each seed with the mode of the policy and raw rewards. Every seed and the command
+for each are in the [benchmarks](../../benchmarks/README.md).
 """
 
 

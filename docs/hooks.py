@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: formulas without scripts, and pages of the repository's files that the guide links to."""
+"""What MkDocs does not do by itself: formulas without scripts, and pages of the files that the guide links to."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.pages import Page
 
@@ -62,7 +64,8 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[1] == "div" else "inline"
-        return convert(html.unescape(match[2]).strip(), display=display)
+        made = convert(html.unescape(match[2]).strip(), display=display)
+        return made.replace("<mover>", '<mover accent="true">')  # hats and bars sit close upon their letters
 
     return _FORMULA.sub(formula, content)
 
@@ -71,14 +74,12 @@ def _place(source: str) -> str:
     """Return the path in the repository of what a page shows."""
     if source.startswith(f"{PAGES}/"):
         shown = source.removeprefix(f"{PAGES}/")
-        return shown if (ROOT / shown).is_file() else shown.removesuffix(".md").removesuffix("/index")
+        return shown if (ROOT / shown).is_file() else shown.removesuffix(".md")
     return f"docs/{source}"
 
 
 def _source(target: str) -> str:
     """Return the path of the page that shows a file or a folder of the repository."""
-    if (ROOT / target).is_dir():
-        return f"{PAGES}/{target}/index.md"
     return f"{PAGES}/{target}" if target.endswith(".md") else f"{PAGES}/{target}.md"
 
 
@@ -93,7 +94,12 @@ def _target(place: str, link: str) -> str | None:
 
 def _linked(place: str, text: str) -> list[str]:
     found: list[str] = []
-    _outside_of_code(text, lambda part: found.extend(match[2] for match in _LINK.finditer(part)) or part)
+
+    def collect(part: str) -> str:
+        found.extend(match[2] for match in _LINK.finditer(part))
+        return part
+
+    _outside_of_code(text, collect)
     return [target for link in found if (target := _target(place, link)) is not None]
 
 
@@ -109,7 +115,7 @@ def _page(target: str) -> str:
     return f"# {path.name}\n\n`{target}`\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{shown.rstrip()}\n````\n"
 
 
-def _outside_of_code(text: str, change: object) -> str:
+def _outside_of_code(text: str, change: Callable[[str], str]) -> str:
     """Apply a function to what is not in a fenced block."""
     parts = re.split(r"(^(?P<fence>`{3,}).*?^(?P=fence)$)", text, flags=re.MULTILINE | re.DOTALL)
     # Each block comes with its fence as a group of its own.

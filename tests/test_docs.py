@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lightning.pytorch
 import pytest
+import torch
 from lightning.pytorch import Trainer
 
 import lightning_rl
@@ -20,9 +21,12 @@ from tests.helpers import DISCRETE, VECTOR
 from tests.test_readme import PAGES, ROOT, TRAIN, commands, name
 
 SITE_PAGES = [page for page in PAGES if page.parent != ROOT]
-BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.*) -->\n)?^(?P<indent> *)```(?P<language>.*)\n(?P<code>(?s:.*?))^ *```$", re.M)
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>.*) -->\n)?^ *```(?P<language>.*)\n(?P<code>(?s:.*?))^ *```$", re.MULTILINE
+)
 # Pages whose blocks have tests of their own in tests/test_readme.py, which look at what comes out.
 TESTED_ELSEWHERE = ("getting_started", "coming_from_tf_agents", "export", "logging", "custom")
+PUBLIC = ("", ".functional", ".callbacks", ".distributions", ".environments")
 PROGRAMS = ("pip", "tensorboard", "jupyter", "pytest", "source", "cd")
 COMING_FROM = {
     "stable_baselines3": {"PPO": "PPO", "A2C": "A2C"},
@@ -36,7 +40,7 @@ class ShortTrainer(Trainer):
 
     def __init__(self, **options):
         epochs = {"max_epochs": min(1, options.get("max_epochs", 1)), "limit_train_batches": 2}
-        super().__init__(**options | epochs, accelerator="cpu", enable_progress_bar=False)
+        super().__init__(**options | epochs, accelerator="cpu")
 
 
 def blocks_of(page):
@@ -73,12 +77,13 @@ def test_the_site_has_every_page_in_its_navigation(site):
 
 def test_the_site_asks_nothing_of_other_hosts(site):
     for page, text in site.items():
-        fetched = re.findall(r"""<(?:script|img|iframe|link(?=[^>]*stylesheet))[^>]*(?:src|href)="?(https?:[^"> ]*)""", text)
+        tags = re.findall(r"<(?:script|img|iframe|link(?=[^>]*stylesheet))[^>]*>", text)
+        fetched = [tag for tag in tags if re.search(r'(?:src|href)="?https?:', tag)]
         assert fetched == [], page
 
 
 def test_formulas_need_no_script(site):
-    assert sum(text.count("<math") for text in site.values()) > 100
+    assert sum(text.count("<math") for text in site.values()) > 80
     for page, text in site.items():
         prose = re.sub(r"<(code|pre|annotation)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert "arithmatex" not in prose and not re.search(r"\$\$|\\(frac|mathrm|hat)\b", prose), page
@@ -88,23 +93,24 @@ def test_links_to_files_of_the_repository_lead_to_pages_that_show_them(site):
     shown = site["repository/configs/ppo/cartpole.yaml.html"]
     assert "num_minibatches" in shown
     assert 'href="../repository/configs/ppo/cartpole.yaml.html"' in site["algorithms/ppo.html"]
-    assert 'href="../../docs/' not in site["repository/benchmarks/README.html"]
-    assert 'href="../configs/ppo/cartpole.yaml.html"' in site["repository/benchmarks/README.html"]
+    assert 'href="../../docs/' not in site["repository/benchmarks/index.html"]
+    assert 'href="../configs/ppo/cartpole.yaml.html"' in site["repository/benchmarks/index.html"]
 
 
 def test_every_public_name_is_in_the_reference(site):
     reference = "".join(text for page, text in site.items() if page.startswith("reference/"))
     anchors = set(re.findall(r'id="?(lightning_rl\.[\w.]+)', reference))
-    for module in ("", ".functional", ".callbacks", ".distributions", ".environments"):
-        public = importlib.import_module(f"lightning_rl{module}")
-        for shown in set(public.__all__) - {"__version__", "functional", "Backend", "OnEnvFailure", "RewardClip"}:
-            known = {f"lightning_rl{module}.{shown}", f"{getattr(public, shown).__module__}.{shown}"}
-            assert known & anchors, f"lightning_rl{module}.{shown}"
+    modules = [importlib.import_module(f"lightning_rl{part}") for part in PUBLIC]
+    aliases = {"Backend", "OnEnvFailure", "RewardClip"}  # of types: without a docstring
+    for module in modules:
+        for shown in set(module.__all__) - {"__version__", "functional"} - aliases:
+            places = [*(public.__name__ for public in modules), getattr(module, shown).__module__]
+            assert any(f"{place}.{shown}" in anchors for place in places), (module.__name__, shown)
 
 
 def test_every_block_says_what_it_is_and_few_are_not_run():
     found = [(name(page), block) for page in PAGES for block in blocks_of(page)]
-    assert len(found) > 90
+    assert len(found) > 70
     for page, block in found:
         assert block["language"] in {"python", "bash", "yaml", "text"}, (page, block["code"])
     excused = [(page, block["why"]) for page, block in found if block["why"] is not None]
@@ -123,8 +129,9 @@ def test_every_line_for_the_shell_is_of_a_program_that_is_there():
                 line = line.partition(" #")[0].strip()
                 if not line or line.startswith("#") or line == TRAIN:
                     continue
-                parsed += "lightning-rl " in line or "-m lightning_rl " in line
-                assert "lightning-rl " in line or "-m lightning_rl " in line or line.split()[0] in PROGRAMS, (page, line)
+                ours = "lightning-rl " in line or "-m lightning_rl " in line
+                parsed += ours
+                assert ours or line.split()[0] in PROGRAMS, (page, line)
                 for named in re.findall(r"(?:examples|benchmarks|tests|configs)/[\w/.]+", line):
                     assert (ROOT / named).exists(), (page, line)
         assert parsed == len(commands(page)), page  # tests/test_readme.py has them all understood
@@ -143,7 +150,7 @@ def before(page, namespace):
     if page.stem == "behaviourcloning":
         namespace["expert"] = PPO(*spaces)
     if page.stem == "policies":
-        namespace |= {"model": PPO(*spaces, memory="lstm"), "observations": data.collect().observations[:1, 0]}
+        namespace |= {"model": PPO(*spaces, memory="lstm"), "observations": torch.ones(1, 4)}
     if page.stem == "resuming":
         saved = fail(BrokenRollouts(VECTOR, DISCRETE, broken=[0], **OPTIONS), Path())
         wanted = re.search(r'FailedUpdate\.load\("(.*)"\)', page.read_text())[1]
@@ -185,10 +192,10 @@ def test_what_other_libraries_options_are_called_here_is_there_with_its_default(
     for heading, algorithm in COMING_FROM[page].items():
         section = re.search(rf"^## {heading}$(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1]
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "| `" in line]
-        compared = [(here, written) for _, _, here, written in filter(lambda row: len(row) == 4, rows) if written != "-"]
+        compared = [row[2:] for row in rows if len(row) == 4 and row[3] != "-"]
         assert len(compared) >= 4
         for here, written in compared:
-            option = re.match(r"`(\w+)`", here)[1]
+            option = re.search(r"`(\w+)`", here)[1]
             assert written == str(signature_default(option, getattr(lightning_rl, algorithm))), (heading, option)
 
 
