@@ -65,7 +65,8 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[1] == "div" else "inline"
         made = convert(html.unescape(match[2]).strip(), display=display)
-        return made.replace("<mover>", '<mover accent="true">')  # hats and bars sit close upon their letters
+        # Hats and bars sit close upon their letters, and a hat is a circumflex.
+        return made.replace("<mover>", '<mover accent="true">').replace("&#x0005E;", "&#x002C6;")
 
     return _FORMULA.sub(formula, content)
 
