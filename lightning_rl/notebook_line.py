@@ -12,7 +12,7 @@ def in_notebook() -> bool:
         return False
     from IPython import get_ipython
 
-    return getattr(get_ipython(), "kernel", None) is not None  # type: ignore[no-untyped-call]
+    return getattr(get_ipython(), "kernel", None) is not None
 
 
 class NotebookLine:
