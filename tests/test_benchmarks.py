@@ -151,7 +151,7 @@ def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
         file.write_text(json.dumps(run))
     row = pages.section("ppo", tmp_path).splitlines()[2]
     assert row.endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
-    assert "not" in pages.section("a2c", tmp_path) and "|" not in pages.section("a2c", tmp_path)
+    assert pages.section("a2c", tmp_path).startswith("No shipped configuration")
 
 
 def test_curves_have_a_panel_for_each_configuration(tmp_path):

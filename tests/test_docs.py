@@ -36,11 +36,11 @@ COMING_FROM = {
 
 
 class ShortTrainer(Trainer):
-    """One epoch of two rollouts, where the code says no limit of its own."""
+    """One epoch of two rollouts, where the code says no limit of its own, and no validation but what is asked for."""
 
     def __init__(self, **options):
         epochs = {"max_epochs": min(1, options.get("max_epochs", 1)), "limit_train_batches": 2}
-        super().__init__(**options | epochs, accelerator="cpu")
+        super().__init__(**options | epochs, accelerator="cpu", check_val_every_n_epoch=2, num_sanity_val_steps=0)
 
 
 def blocks_of(page):
