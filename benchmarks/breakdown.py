@@ -1,8 +1,9 @@
 """Where the time of a workload goes: `OMP_NUM_THREADS=1 python benchmarks/breakdown.py W1 --steps 100000`.
 
 Runs the workload under the plain Trainer with timers around the parts of collecting and learning, each charged for what
-it does itself and not for the timed parts that it calls. The timers cost about a microsecond a call, which the parts
-around them carry.
+it does itself and not for the timed parts that it calls, in CPU time. The timers cost about a microsecond a call, which
+the parts around them carry. With `--save after` the result goes to `benchmarks/results/throughput/`, for the table of
+before and after in README.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import measure
 import throughput
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from record import RESULTS, hardware, source, versions, write_json
 
 from lightning_rl import PPO, Batch
 from lightning_rl.collector import Collector
@@ -39,7 +40,7 @@ PARTS: list[tuple[type[Any], str, str]] = [
     (ActorCritic, "forward", "update: forward pass"),
     (PPO, "manual_backward", "update: backward pass"),
     (PPO, "optimize", "update: zeroing, clipping, finiteness"),
-    (LightningOptimizer, "step", "update: Lightning around the optimiser"),
+    (PPO, "step_optimizer", "update: Lightning around the optimiser"),
     (torch.optim.Adam, "step", "update: optimiser"),
     (PPO, "_log_rollout", "logging"),
 ]
@@ -60,11 +61,11 @@ class Timers:
         @functools.wraps(method)
         def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self._inner.append(0.0)
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 return method(*args, **kwargs)
             finally:
-                elapsed = time.perf_counter() - start
+                elapsed = time.process_time() - start
                 self.seconds[name] += elapsed - self._inner.pop()
                 self.calls[name] += 1
                 self._inner[-1] += elapsed
@@ -93,7 +94,7 @@ def breakdown(args: argparse.Namespace) -> dict[str, Any]:
         timers.wrap(owner, method, name)
     clock = TimedPart(timers)
     throughput.fit(args, workload, clock, "plain")
-    steps, elapsed, _ = clock.interval()
+    steps, _, elapsed = clock.interval()
     timers.seconds["Trainer: loop and hooks"] = elapsed - sum(timers.seconds.values())
     per_step = 1e6 / steps
     parts = sorted(timers.seconds.items(), key=lambda part: -part[1])
@@ -114,10 +115,14 @@ def breakdown(args: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     measure.add_arguments(parser)
+    parser.add_argument("--save", choices=["before", "after"], help="keep the result as that of before or after")
     arguments = parser.parse_args()
     arguments.backend = "sync"
     torch.set_num_threads(measure.THREADS)
     result = breakdown(arguments)
     for name, part in result["parts"].items():
         print(f"{part['microseconds_per_step']:8.2f} us/step {part['share']:6.1%} {part['calls']:8d} calls  {name}")
+    if arguments.save:
+        place = RESULTS / "throughput" / f"breakdown-{arguments.workload}-{arguments.save}.json"
+        write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})
     print(json.dumps(result))

@@ -48,10 +48,10 @@ def scores(results: Path = RESULTS) -> str:
     return _markdown(head, rows)
 
 
-def load_scores(results: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+def load_scores(results: Path = RESULTS, algorithm: str = "*") -> dict[str, list[dict[str, Any]]]:
     """Return the runs of every configuration `<algorithm>/<name>`, by seed."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in results.glob("*/*/seed*.json"):
+    for path in results.glob(f"{algorithm}/*/seed*.json"):
         runs[path.parent.relative_to(results).as_posix()].append(json.loads(path.read_text()))
     return {name: sorted(found, key=lambda run: run["seed"]) for name, found in runs.items()}
 
@@ -148,6 +148,22 @@ def lightning_share(results: Path = RESULTS) -> str:
     return _markdown(["workload", "with", "steps", "share", "fifths of the run", "commit"], rows)
 
 
+def profile(results: Path = RESULTS) -> str:
+    """Return the table of where the time of each workload goes, in per cent of its CPU time, before and after."""
+    found = {
+        path.stem.partition("-")[2]: json.loads(path.read_text())
+        for path in sorted((results / "throughput").glob("breakdown-*.json"), reverse=True)
+    }
+    runs = sorted(found, key=lambda name: (name.partition("-")[0], name.endswith("after")))
+    parts = list(dict.fromkeys(part for name in reversed(runs) for part in found[name]["parts"]))
+    rows = [
+        [part, *(f"{found[name]['parts'][part]['share']:.1%}" if part in found[name]["parts"] else "" for name in runs)]
+        for part in parts
+    ]
+    rows.append(["commit", *(_commit(found[name]["source"]) for name in runs)])
+    return _markdown(["part", *(name.replace("-", ", ") for name in runs)], rows)
+
+
 def _commit(source: dict[str, Any]) -> str:
     return (source["commit"] or "unknown")[:8] + ("+" if source["dirty"] else "")
 
@@ -159,6 +175,7 @@ def _markdown(head: list[str], rows: list[list[str]]) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "scores": scores,
     "throughput": throughput,
+    "profile": profile,
     "lightning share": lightning_share,
     "start-up": start_up,
     "memory": memory,

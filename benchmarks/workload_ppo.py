@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch_cartpole
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -132,6 +133,7 @@ class BareLoop:
             lightning_module=model,
             datamodule=self.data,
             precision_plugin=Precision(),
+            profiler=PassThroughProfiler(),
             callbacks=[],
             max_epochs=1,
             num_training_batches=self.rollouts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.profilers import Profiler
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
 from lightning_rl.actors import (
@@ -35,6 +36,7 @@ from lightning_rl.environments import (
     check_filmable,
     spaces_of,
 )
+from lightning_rl.environments.bottleneck import BottleneckWatch
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
@@ -228,6 +230,7 @@ class RolloutDataModule(LightningDataModule):
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
         self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
+        self._bottleneck = BottleneckWatch(self.spec, num_envs)
         self._source: BoundedLag | None = None
         self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._seed_given = seed is not None
@@ -347,6 +350,9 @@ class RolloutDataModule(LightningDataModule):
             profiler: Profiler = self.trainer.profiler  # type: ignore[attr-defined]
             with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
                 rollout = self._sampler.collect(policy, version)
+            hint = self._bottleneck.look(rollout.parts_of_seconds["env"], time.perf_counter())
+            if hint is not None:
+                rank_zero_info(hint)
         self._look_for_infos(rollout)
         self._tell_of(rollout.failures)
         return rollout

@@ -12,6 +12,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_rl import PPO, RolloutDataModule, evaluator, sampler
 from lightning_rl.environments import AtariPreprocessing
@@ -30,6 +31,7 @@ def attach(data, rank=0, world_size=1, policy=None):
         global_rank=rank,
         world_size=world_size,
         precision_plugin=SimpleNamespace(forward_context=nullcontext),
+        profiler=PassThroughProfiler(),
         lightning_module=SimpleNamespace(policy=policy, device=torch.device("cpu"), policy_version=0),
     )
     return data

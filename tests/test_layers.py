@@ -34,6 +34,7 @@ LAYERS = [
         "rollout",
         "schedules",
         "strategies",
+        "notebook_line",
         "progress_text",
     },
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},

@@ -1,4 +1,7 @@
-"""sheeprl's PPO on a workload by its own command line, over the `SyncVectorEnv` that it makes."""
+"""sheeprl's PPO on a workload by its own command line, over the `SyncVectorEnv` that it makes.
+
+The deviations of its Gaussians depend on the observation.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +93,7 @@ if not workload["hidden"]:
         "algo.mlp_keys.encoder": "[]",
         "algo.cnn_keys.encoder": "[image]",
         "algo.actor.mlp_layers": 0,
+        "algo.actor.dense_units": 512,  # what the head expects
         "algo.critic.mlp_layers": 0,
         "env.frame_stack": 4,
         "env.screen_size": 84,

@@ -1,7 +1,5 @@
 """Losses of V-MPO (Song et al. 2020)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -127,6 +127,7 @@ def test_rollouts_that_are_too_old_are_dropped_and_counted():
         ("CartPole-v1", IMPALA, {"memory": {"kind": "lstm", "hidden_size": 4}}),
         ("Probe/Sensors-v0", CLEAR, {"normalize_observations": True}),
         ("ALE/Pong-v5", IMPALA, {}),
+        ("CartPole-v1", PPO, {"overlapped": True, "memory": {"kind": "gru", "hidden_size": 4}, "num_minibatches": 2}),
     ],
 )
 def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, options):

@@ -1,0 +1,96 @@
+"""How much work a rollout and its updates are, in calls of the policy and of PyTorch: a slow-down that no timer sees.
+
+The bounds are a few per cent above what it is with the newest PyTorch. Where one is passed on purpose, raise it, and
+say in benchmarks/README.md what for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.policy import ActorCritic
+from tests.helpers import make_trainer
+
+ENVIRONMENTS, STEPS, EPOCHS, MINIBATCHES = 4, 32, 2, 4
+# Without a kernel: they look at a tensor, or ask about it.
+FREE = ("detach", "view", "t", "slice", "select", "expand", "unsqueeze", "squeeze", "reshape", "to", "lift_fresh")
+FREE_PREFIXES = ("profiler", "resolve_", "promote_types")
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that do something, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, name, *_ = str(operation).split(".")
+        if namespace == "aten" and name not in FREE and not name.startswith(FREE_PREFIXES):
+            self.counts[name] += 1
+        return operation(*args, **kwargs or {})
+
+
+class Work:
+    """Counts of the last rollout: operations of collection and of updates, and calls of the policy."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: Counter[str] = Counter()
+        self.operations: dict[str, Counter[str]] = {}
+        for name in ("act", "forward", "log_prob", "value"):
+            monkeypatch.setattr(ActorCritic, name, self._called(name, getattr(ActorCritic, name)))
+        monkeypatch.setattr(RolloutDataModule, "collect", self._measured("collect", RolloutDataModule.collect))
+        monkeypatch.setattr(PPO, "training_step", self._measured("learn", PPO.training_step))
+
+    def _called(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return method(*args, **kwargs)
+
+        return called
+
+    def _measured(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if part == "collect":
+                self.calls.clear()
+            with self._counting(part):
+                return method(*args, **kwargs)
+
+        return measured
+
+    @contextmanager
+    def _counting(self, part: str) -> Iterator[None]:
+        with Operations() as operations:
+            yield
+        self.operations[part] = operations.counts
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options", "per_step", "per_minibatch"),
+    [
+        ("CartPole-v1", {"entropy_coef": 0.01}, 11, 155),
+        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 17, 183),
+    ],
+)
+def test_a_rollout_of_ppo_is_no_more_work_than_it_was(monkeypatch, env_id, options, per_step, per_minibatch):
+    work = Work(monkeypatch)
+    data = RolloutDataModule(env_id, ENVIRONMENTS, STEPS, rollouts_per_epoch=3)
+    model = PPO(data.observation_space, data.action_space, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, **options)
+    make_trainer().fit(model, data)
+    # Values at the end of truncated episodes are one call more.
+    assert work.calls.pop("value") in (1, 2)
+    assert work.calls == {"act": STEPS, "log_prob": 1, "forward": EPOCHS * MINIBATCHES}
+    collecting, learning = work.operations["collect"], work.operations["learn"]
+    assert collecting["linear"] == 3 * STEPS  # two layers and a head: those of the actor alone
+    assert collecting.total() / STEPS <= per_step
+    assert learning.total() / (EPOCHS * MINIBATCHES) <= per_minibatch
+    # One kernel for all parameters, in clipping as in the step.
+    assert learning["_fused_adam_"] == EPOCHS * MINIBATCHES
+    assert learning["linalg_vector_norm"] == EPOCHS * MINIBATCHES
