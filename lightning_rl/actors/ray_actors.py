@@ -89,25 +89,29 @@ class RayActors:
             self._gathered = WeightsCopy(policy)
             self.publish(policy, version)
             tell_of_room(ray, options.count, self._resources)
-            self._start(copy_to_cpu(policy))
+            self._sent = self._send(copy_to_cpu(policy))
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, policy: nn.Module) -> None:
-        """Have Ray start all actors, as soon as there is room for each."""
+    def _send(self, policy: nn.Module) -> Any:  # noqa: ANN401 - of Ray's
+        """Put the policy where actors that join find it, as long as the reference to it is kept."""
         try:
-            sent = self._ray.put(policy)
+            return self._ray.put(policy)
         except Exception as error:  # whatever its parts raise
             raise ConfigurationError(
                 f"actor_backend='ray' cannot send the policy to another process ({error}): expected one that can be "
                 "pickled"
             ) from error
+
+    def _start(self) -> None:
+        """Have Ray start all actors, as soon as there is room for each."""
         # A rollout is not retried, so that none is seeded as another one was; whether an actor is there may be.
         kind = self._ray.remote(RayWorker).options(max_restarts=-1, max_task_retries=-1, **as_options(self._resources))
         num_threads = max(1, int(self._resources.get("CPU", 1)))
         for actor in range(self._options.count):
-            self._members.append(_Member(kind.remote(self._setup, actor, sent, num_threads)))
+            self._members.append(_Member(kind.remote(self._setup, actor, num_threads)))
             self._ask_to_join(actor)
 
     def publish(self, policy: nn.Module, version: int) -> None:
@@ -142,7 +146,7 @@ class RayActors:
 
     def _ask_to_join(self, actor: int) -> None:
         member = self._members[actor]
-        self._requests[member.handle.join.remote()] = _Request(actor, member.life, joining=True)
+        self._requests[member.handle.join.remote(self._sent)] = _Request(actor, member.life, joining=True)
 
     def _ask(self, actor: int) -> None:
         """Ask for a rollout, with the newest weights."""
@@ -165,6 +169,10 @@ class RayActors:
             return None
         if isinstance(got, Failure):
             raise got.to_error()
+        if got is None:
+            if request.life == member.life:
+                self._lose(actor, EnvironmentFailure("another process is in its place"))
+            return None
         if request.life == member.life:
             member.since = time.monotonic()
             if request.joining:

@@ -60,7 +60,7 @@ class Method:
             rank = rank_zero_only.rank  # an actor changes that of its process
             try:
                 worker = self.handle.worker()
-                return pickle.loads(pickle.dumps(getattr(worker, self.name)(*[value_of(x) for x in args])))
+                return sent(getattr(worker, self.name)(*[sent(value_of(x)) for x in args]))
             finally:
                 rank_zero_only.rank = rank
 
@@ -83,7 +83,7 @@ class Handle:
         if not self.has_place:
             raise NotYet
         if self._worker is None:
-            self._worker = self.kind(*pickle.loads(pickle.dumps([value_of(x) for x in self.args])))
+            self._worker = self.kind(*sent(self.args))
             self.workers.append(self._worker)
         return self._worker
 
@@ -93,6 +93,11 @@ class Handle:
 
 def value_of(x):
     return x.value if isinstance(x, Reference) else x
+
+
+def sent(x):
+    """What arrives in another process."""
+    return pickle.loads(pickle.dumps(x))
 
 
 class FakeRay(ModuleType):
@@ -123,7 +128,7 @@ class FakeRay(ModuleType):
 
     def put(self, value):
         self.puts.append(value)
-        return Reference(pickle.loads(pickle.dumps(value)))
+        return Reference(sent(value))
 
     def get(self, reference):
         if reference.error is not None:
