@@ -88,7 +88,13 @@ class Handle:
         return self._worker
 
     def die(self):
-        self.lives, self._worker = self.lives + 1, None
+        """Take all calls with it."""
+        self.lives += 1
+        self.replace()
+
+    def replace(self):
+        """Have the calls that wait answered by another process."""
+        self._worker = None
 
 
 def value_of(x):

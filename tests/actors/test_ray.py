@@ -102,6 +102,13 @@ def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
     assert numbers == list(range(len(numbers))) and len(ray.handles[1].workers) == 3
 
 
+def test_a_process_that_answers_in_the_place_of_another_has_to_join_first(ray):
+    data, seen = make_actors(num_actors=1), Versions()
+    with pytest.warns(UserWarning, match=r"is gone \(process .*\): another process is in its place"):
+        make_trainer(callbacks=[seen, At(3, lambda: ray.handles[0].replace())]).fit(make(data), data)
+    assert sum(rollout.actors_lost for rollout in seen.rollouts) == 1 and breaks(seen.rollouts) == 1
+
+
 def test_an_actor_that_joins_later_begins_with_the_newest_weights(ray):
     data, seen = make_actors(), Versions()
     ray.cpus = 1
