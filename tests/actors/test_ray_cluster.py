@@ -23,19 +23,21 @@ class Fates(Callback):
     """Lets a machine join, kills an actor, and takes the machine away, each when the last has been got over."""
 
     def __init__(self, cluster, data):
-        self.cluster, self.data, self.stage = cluster, data, 0
+        self.cluster, self.data, self.stage, self.came = cluster, data, 0, set()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         version, members = pl_module.policy_version, self.data._source.source._members
         here = [member.where is not None for member in members]
+        # Whose rollouts have come since the last change was noticed.
+        self.came = {batch.actor} if self.stage == 2 and members[0].life == 0 else self.came | {batch.actor}
         if self.stage == 0 and version == 3:
             assert sum(here) == 1
             self.node = self.cluster.add_node(num_cpus=1)
             self.stage = 1
-        elif self.stage == 1 and all(here):
+        elif self.stage == 1 and self.came == {0, 1}:
             os.kill(int(re.findall(r"\d+", members[0].where)[0]), signal.SIGKILL)
-            self.stage = 2
-        elif self.stage == 2 and members[0].life == 1 and all(here):
+            self.stage, self.came = 2, set()
+        elif self.stage == 2 and members[0].life == 1 and all(here) and self.came == {0, 1}:
             self.cluster.remove_node(self.node, allow_graceful=False)
             self.stage, self.last = 3, version
         elif self.stage == 3 and sum(member.life for member in members) == 2 and version > self.last + 40:
