@@ -29,7 +29,7 @@ class Fates(Callback):
         version, members = pl_module.policy_version, self.data._source.source._members
         here = [member.where is not None for member in members]
         # Whose rollouts have come since the last change was noticed.
-        self.came = {batch.actor} if self.stage == 2 and members[0].life == 0 else self.came | {batch.actor}
+        self.came = set() if self.stage == 2 and members[0].life == 0 else self.came | {batch.actor}
         if self.stage == 0 and version == 3:
             assert sum(here) == 1
             self.node = self.cluster.add_node(num_cpus=1)
