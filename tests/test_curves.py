@@ -144,7 +144,7 @@ def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, a
     with pytest.raises(SystemExit) as exit_:
         plot(monkeypatch, *arguments)
     assert exit_.value.code == 1
-    assert capsys.readouterr().err.startswith(f"lightning-rl plot: error: {message}")
+    assert capsys.readouterr().err.startswith(f"lightning-rl: error: {message}")
 
 
 def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):
