@@ -285,6 +285,7 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
     ("config", "options"),
     [
         ("ppo", []),
+        ("vmpo", []),
         ("ppg", ["--model.num_policy_iterations=1"]),
         ("offpolicyppg", ["--model.num_policy_iterations=1", "--model.batch_size=32"]),
         ("clear", []),
