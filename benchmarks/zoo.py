@@ -23,13 +23,13 @@ RESAMPLES = 2_000
 
 INTRODUCTION = """# Model zoo
 
-Every shipped configuration: the command that trains it, what its final policy scores, and what others have published. The score is the
-mean return of 100 episodes of the most likely actions, averaged over seeds 0, 1, …, each trained once and none left out. In
-brackets is the 95 % bootstrap interval of that mean: over **seeds** where there are several, else over the **episodes** of the only
-one, which says nothing about another seed. Wall time is the median over seeds, on two cores that others used as well, so the
-CPU time of the training stands beside it. `reached` means that every seed is at the goal of
-[`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one is not. A goal is not always the published
-score: that stands beside it.
+Every shipped configuration: the command that trains it, what its final policy scores, and what others have published.
+The score is the mean return of 100 episodes of the most likely actions, averaged over seeds 0, 1, …, each trained
+once and none left out. In brackets is the 95 % bootstrap interval of that mean: over **seeds** where there are
+several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
+over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
+that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
+is not. A goal is not always the published score: that stands beside it.
 
 """
 
@@ -39,9 +39,9 @@ The published scores were measured by their authors, each in a way of their own:
 """
 
 REGENERATED = """
-`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes a result, and `python benchmarks/table.py` writes this page
-from them and from [`benchmarks/published.json`](../benchmarks/published.json). Standard deviations and commits are in the
-[table of scores](../benchmarks/README.md#scores).
+`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes a result, and `python benchmarks/table.py`
+writes this page from them and from [`benchmarks/published.json`](../benchmarks/published.json). Standard deviations
+and commits are in the [table of scores](../benchmarks/README.md#scores).
 """
 
 

@@ -157,7 +157,8 @@ def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
 def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     runs = [run for found in table.load_scores().values() for run in found if run["evaluation"]["mean"] == 500][:2]
     config = {"data": {"env_id": "CartPole-v1"}, "max_env_steps": 1_000}
-    published = {"scores": {"a/b": {"score": "7", "steps": "10", "source": "x"}}, "sources": {"x": {"title": "X", "url": "u"}}}
+    score, source = {"score": "7", "steps": "10", "source": "x"}, {"title": "X", "url": "u"}
+    published = {"scores": {"a/b": score}, "sources": {"x": source}}
     nothing = zoo.row("a/b", config, [], 475, published)
     assert nothing[1:] == ["CartPole-v1", "1,000", "", "", "", "475", "not run", "7 after 10, [X](u)"]
     alone = zoo.row("ppo/c", config, runs[:1], None, published)
