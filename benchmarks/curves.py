@@ -25,11 +25,11 @@ CURVES = {
 }
 
 
-def draw(path: Path = FIGURE, results: Path = RESULTS) -> None:
+def draw(path: Path = FIGURE, results: Path = RESULTS, algorithm: str = "*") -> None:
     """Write a figure with a panel for each configuration: returns of training and of evaluation against steps."""
     goals: dict[str, float] = json.loads(GOALS.read_text())
-    panels = [panel(name, runs, goals.get(name)) for name, runs in sorted(load_scores(results).items())]
-    plots.draw(panels, [path], statistic="iqm", shared_legend=True)
+    panels = [panel(name, runs, goals.get(name)) for name, runs in sorted(load_scores(results, algorithm).items())]
+    plots.draw(panels, [path], statistic="iqm", columns=min(4, len(panels)), shared_legend=True)
 
 
 def compare(path: Path = COMPARED, results: Path = RESULTS) -> None:

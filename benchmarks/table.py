@@ -48,10 +48,10 @@ def scores(results: Path = RESULTS) -> str:
     return _markdown(head, rows)
 
 
-def load_scores(results: Path = RESULTS) -> dict[str, list[dict[str, Any]]]:
+def load_scores(results: Path = RESULTS, algorithm: str = "*") -> dict[str, list[dict[str, Any]]]:
     """Return the runs of every configuration `<algorithm>/<name>`, by seed."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in results.glob("*/*/seed*.json"):
+    for path in results.glob(f"{algorithm}/*/seed*.json"):
         runs[path.parent.relative_to(results).as_posix()].append(json.loads(path.read_text()))
     return {name: sorted(found, key=lambda run: run["seed"]) for name, found in runs.items()}
 

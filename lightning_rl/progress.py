@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_rl.clock import planned_env_steps
+from lightning_rl.notebook_line import NotebookLine, in_notebook
 from lightning_rl.progress_text import PARTS, RETURNS, RunStatus, line, number
 
 
@@ -125,11 +126,12 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
             print(*args, sep=sep, **kwargs)
 
     def _open(self, status: RunStatus) -> bool:
-        # A notebook (ps1) is no terminal, yet overwrites lines as one does.
+        # A console (ps1) that is no terminal may overwrite lines as one does.
         if live := sys.stdout.isatty() or hasattr(sys, "ps1"):
+            out = NotebookLine() if in_notebook() else sys.stdout
             # tqdm draws at once; it asks for sizes that are not given, and shows nothing where the terminal has none.
             text, room = line(status.parts()), shutil.get_terminal_size().columns - 1
-            self.train_progress_bar = Tqdm(total=status.total, bar_format=text, file=sys.stdout, ncols=room, nrows=20)
+            self.train_progress_bar = Tqdm(total=status.total, bar_format=text, file=out, ncols=room, nrows=20)
         return live
 
     def _draw(self, status: RunStatus) -> None:

@@ -20,6 +20,7 @@ import compare  # noqa: E402
 import compare_all  # noqa: E402
 import curves  # noqa: E402
 import gpu  # noqa: E402
+import pages  # noqa: E402
 import reproduce  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
@@ -139,6 +140,29 @@ def test_breakdown_accounts_for_the_whole_time():
 def test_readme_tables_are_those_of_the_results():
     text = (BENCHMARKS / "README.md").read_text()
     assert table.filled(text) == text, "run python benchmarks/table.py"
+
+
+def test_pages_of_algorithms_have_the_scores_of_the_results():
+    found = pages.with_scores()
+    measured = {name.partition("/")[0] for name in table.load_scores()}
+    assert measured & {page.stem for page in (ROOT / "docs/algorithms").glob("*.md")} <= {page.stem for page in found}
+    for page in found:
+        assert pages.filled(page.read_text(), page.stem) == page.read_text(), "run python benchmarks/pages.py"
+        for name in table.load_scores(algorithm=page.stem):
+            drawn = pages.figure(page.stem).read_text()
+            assert f"[`{name}`]" in page.read_text() and f">{name}<" in drawn, "run python benchmarks/pages.py"
+
+
+def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
+    for seed, mean in enumerate((450.0, 500.0, 400.0)):
+        run = {"seed": seed, "evaluation": {"mean": mean}, "env_steps": 1000 + seed}
+        run["settings"] = {"data": {"env_id": "CartPole-v1"}}
+        file = tmp_path / f"ppo/cartpole/seed{seed}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(run))
+    row = pages.section("ppo", tmp_path).splitlines()[2]
+    assert row.endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
+    assert pages.section("a2c", tmp_path).startswith("No shipped configuration")
 
 
 def test_curves_have_a_panel_for_each_configuration(tmp_path):

@@ -260,7 +260,7 @@ def test_run_without_an_end_has_no_bar_but_counts(terminal):
     assert "%" not in terminal.text and "█" not in terminal.text
 
 
-def test_notebook_has_a_bar_though_it_is_no_terminal(terminal, monkeypatch):
+def test_console_has_a_bar_though_it_is_no_terminal(terminal, monkeypatch):
     terminal.live = False
     monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
     trainer(EnvStepProgressBar(), max_epochs=1).fit(model(), data())

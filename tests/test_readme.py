@@ -56,11 +56,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Arguments of the lines that call the program, without comments and redirections."""
-    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
-    return [
-        shlex.split(line.partition(" > ")[0], comments=True)[1:] for line in lines if line.startswith("lightning-rl ")
-    ]
+    """Arguments of the lines that call the program, whatever starts it, without comments and redirections."""
+    lines = [line for block in blocks(page, "bash") for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    called = [re.fullmatch(r"(?:srun |torchrun .* -m )?(?:lightning-rl|lightning_rl) (.*)", line) for line in lines]
+    return [shlex.split(call[1].partition(" > ")[0], comments=True) for call in called if call]
 
 
 def name(path: Path) -> str:

@@ -144,6 +144,8 @@ class _Vectors:
             state |= {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         for parameter, values in zip(self.parameters, self._views(self.values), strict=True):
             parameter.data = values
+        ends = [begin + parameter.numel() for begin, parameter in zip(self._begins, self.parameters, strict=False)]
+        self._gaps = [self.values.grad[end:begin] for end, begin in zip(ends, self._begins[1:], strict=True)]
         self._places = [parameter.data_ptr() for parameter in self.parameters]
 
     def are_those_of(self, optimizer: Optimizer) -> bool:
@@ -162,6 +164,8 @@ class _Vectors:
         gradients = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         if any(gradient is not view for gradient, view in zip(gradients, self._gradients, strict=True)):
             torch._foreach_copy_(self._gradients, gradients)
+            # Gradients that were not finite are scaled by NaN, and so is what lies between them.
+            torch._foreach_zero_(self._gaps)
             for parameter, view in zip(self.parameters, self._gradients, strict=True):
                 parameter.grad = view
 

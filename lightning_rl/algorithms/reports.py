@@ -31,7 +31,7 @@ class Reports(Updates):
         self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
         self.train_means: ScalarMeans | None = None
         # What is not a mean, by the name that it is logged by, from the first rollout that has it on.
-        self.counts: dict[str, Largest | Total] = {}
+        self.rollout_counts: dict[str, Largest | Total] = {}
         self._logged_env_steps = 0
         self._logged_clock = False
         self.histograms = False
@@ -90,9 +90,9 @@ class Reports(Updates):
         scalars |= {"time/rollout_seconds": [rollout.seconds], "time/update_seconds": [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
         for name, count in self._counts_of(rollout).items():
-            if name not in self.counts:
-                self.counts[name] = _COUNTS[name]().to(self.device)
-            self.counts[name].update(count)
+            if name not in self.rollout_counts:
+                self.rollout_counts[name] = _COUNTS[name]().to(self.device)
+            self.rollout_counts[name].update(count)
         if self.train_means is None:
             self.train_means = ScalarMeans(list(scalars)).to(self.device)
         self.train_means.update(scalars)
@@ -139,7 +139,7 @@ class Reports(Updates):
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
         if self.frames != self.env_steps:
             logged["time/frames"] = float(self.frames)
-        logged |= {name: count.compute() for name, count in self.counts.items()}
+        logged |= {name: count.compute() for name, count in self.rollout_counts.items()}
         self._log_reduced(logged)
         self.begin_window()
 
@@ -159,7 +159,7 @@ class Reports(Updates):
     def begin_window(self) -> None:
         """Forget what has been taken in: the next log covers what comes from now on."""
         self.train_episodes.reset()
-        for metric in (self.train_means, *self.counts.values()):
+        for metric in (self.train_means, *self.rollout_counts.values()):
             if metric is not None:
                 metric.reset()
         self._logged_env_steps = self.env_steps
@@ -172,7 +172,7 @@ class Reports(Updates):
             "episodes": self.train_episodes.snapshot(),
             "names": [] if means is None else means.names,
             "means": None if means is None else means.snapshot(),
-            "counts": {name: count.snapshot() for name, count in self.counts.items()},
+            "counts": {name: count.snapshot() for name, count in self.rollout_counts.items()},
         }
 
     def load_window_state(self, state: dict[str, Any]) -> None:
@@ -186,5 +186,5 @@ class Reports(Updates):
         if state.get("restarts") is not None:  # of before there were others
             counts = {"rollout/env_restarts": state["restarts"]}
         for name, snapshot in counts.items():
-            self.counts[name] = _COUNTS[name]().to(self.device)
-            self.counts[name].restore(snapshot)
+            self.rollout_counts[name] = _COUNTS[name]().to(self.device)
+            self.rollout_counts[name].restore(snapshot)

@@ -158,3 +158,13 @@ def test_large_groups_are_left_to_adam(monkeypatch):
     learn(*adams)
     assert_same(ours, adams)
     assert len(gradients_of(ours[1])) == 4
+
+
+def test_a_gradient_of_nan_leaves_nothing_behind():
+    (network, optimizer), _ = pair()
+    learn(network, optimizer)
+    network(torch.full((1, 3), torch.nan)).sum().backward()
+    gradients = gradients_of(optimizer)
+    scale_to_norm(gradients, 0.5, total_norm(gradients))
+    learn(network, optimizer)
+    assert all(parameter.isfinite().all() for parameter in network.parameters())

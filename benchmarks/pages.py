@@ -1,0 +1,78 @@
+"""Write what an algorithm reached into its page of the guide, from the JSON under `benchmarks/results/`.
+
+    python benchmarks/pages.py [--check]
+
+fills the section between `<!-- scores -->` and `<!-- end of scores -->` of every page in `docs/algorithms/` that has
+one, and draws the curves beside it, for which it needs matplotlib. `--check` only says whether the tables are up to
+date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import curves
+from table import GOALS, HERE, RESULTS, _markdown, _score, load_scores
+
+DOCS = HERE.parent / "docs"
+BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
+_NOTE = """\
+The final checkpoint, 100 episodes for each seed with the mode of the policy and raw rewards. Every seed and the command
+for each are in the [benchmarks](../../benchmarks/README.md).
+"""
+
+
+def figure(algorithm: str) -> Path:
+    """Return where the curves of an algorithm are."""
+    return DOCS / "figures" / f"curves_{algorithm}.svg"
+
+
+def section(algorithm: str, results: Path = RESULTS) -> str:
+    """Return what the page of an algorithm says about its scores: a row for each configuration, and the curves."""
+    found = load_scores(results, algorithm)
+    if not found:
+        return "No shipped configuration of it has been measured yet.\n"
+    goals: dict[str, float] = json.loads(GOALS.read_text())
+    rows = []
+    for name, runs in sorted(found.items()):
+        means = [run["evaluation"]["mean"] for run in runs]
+        rows.append(
+            [
+                f"[`{name}`](../../configs/{name}.yaml)",
+                runs[0]["settings"]["data"]["env_id"],
+                f"{max(run['env_steps'] for run in runs):,}",
+                f"{goals[name]:g}" if name in goals else "",
+                _score(statistics.fmean(means)),
+                str(len(runs)),
+                _score(min(means)) if len(runs) == 1 else f"{_score(min(means))} to {_score(max(means))}",
+            ]
+        )
+    table = _markdown(["configuration", "environment", "steps", "goal", "mean", "seeds", "of single seeds"], rows)
+    return f"{table}\n{_NOTE}\n![Returns against environment steps](../figures/{figure(algorithm).name})\n"
+
+
+def filled(text: str, algorithm: str, results: Path = RESULTS) -> str:
+    """Return a page with the section of `results`; one without the comments as it is."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return before + begin + "\n" + section(algorithm, results) + "\n" + end + after if begin and end else text
+
+
+def with_scores() -> list[Path]:
+    """Return the pages that have such a section."""
+    return [page for page in sorted((DOCS / "algorithms").glob("*.md")) if BEGIN in page.read_text()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is out of date")
+    if parser.parse_args().check:
+        sys.exit(any(filled(page.read_text(), page.stem) != page.read_text() for page in with_scores()))
+    for page in with_scores():
+        page.write_text(filled(page.read_text(), page.stem))
+        if load_scores(RESULTS, page.stem):
+            curves.draw(figure(page.stem), RESULTS, page.stem)
