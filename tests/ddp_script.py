@@ -118,7 +118,7 @@ def train_in_phases() -> dict[str, Any]:
 
 def train_with_replay(num_actors: int) -> dict[str, Any]:
     """CLEAR, collected in step or by an actor of each rank: what each learned, saw and kept."""
-    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork")
+    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork" if num_actors else None)
     torch.manual_seed(0)
     model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=0.01)
     firsts: list[torch.Tensor] = []

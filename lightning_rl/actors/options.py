@@ -42,6 +42,13 @@ class ActorOptions:
         check_number("actor_timeout", self.timeout, above=0)
         lag = self.max_policy_lag
         check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
+        for name, given, default in (
+            ("actor_prefetch", self.prefetch, 1),
+            ("actor_start_method", self.start_method, None),
+            ("actor_timeout", self.timeout, 300.0),
+            ("max_policy_lag", lag, None),
+        ):
+            check(count > 0 or given == default, name, given, f"{default} where num_actors is 0")
 
     def check_environments(self, spec: EnvironmentSpec) -> None:
         """Raise unless actors can step such environments.
