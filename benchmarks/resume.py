@@ -42,20 +42,7 @@ def nanoseconds_per_step(env: gymnasium.Env[Any, Any]) -> float:
 class Unrecorded(SeededEpisodes):
     """All that `SeededEpisodes` does, seeds, checks and places of errors, but for the record."""
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        self.step_count += 1
-        try:
-            observation, reward, terminated, truncated, info = self.env.step(action)
-            over = bool(terminated or truncated)
-        except Exception as error:
-            raise self._failure("step", error) from error
-        if type(reward) is not float:
-            reward = self._to_number(reward)
-        if type(observation) is not np.ndarray or observation.shape != self._shape:
-            self._check_shape(observation)
-        if over:
-            observation = observation.copy()
-        return observation, reward, terminated, truncated, info
+    step = SeededEpisodes.step_unrecorded
 
 
 def recording() -> dict[str, float]:

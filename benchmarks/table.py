@@ -1,4 +1,4 @@
-"""Write the tables of `benchmarks/README.md` from the JSON under `benchmarks/results/`.
+"""Write the tables of `benchmarks/README.md`, and `docs/zoo.md`, from the JSON under `benchmarks/results/`.
 
     python benchmarks/table.py [--check]
 
@@ -15,6 +15,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import zoo
 
 HERE = Path(__file__).resolve().parent
 README = HERE / "README.md"
@@ -198,10 +200,11 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if the README is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; status 1 if one is out of date")
     only_check = parser.parse_args().check
-    before = README.read_text()
-    after = filled(before)
+    pages = {README: filled(README.read_text()), zoo.PAGE: zoo.page(load_scores())}
+    old = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
     if only_check:
-        sys.exit("benchmarks/README.md is out of date: run python benchmarks/table.py" if before != after else 0)
-    README.write_text(after)
+        sys.exit(f"{' and '.join(old)} out of date: run python benchmarks/table.py" if old else 0)
+    for page, text in pages.items():
+        page.write_text(text)

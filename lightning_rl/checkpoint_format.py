@@ -17,17 +17,18 @@ FORMAT = 2
 """Number of the format that is written. Any change to what is stored takes the next one, and a migration."""
 
 
-def read_checkpoint(path: str | Path, field: str = "ckpt_path") -> dict[str, Any]:
+def read_checkpoint(path: str | Path, field: str | None = None) -> dict[str, Any]:
     """Read a checkpoint of this package, and bring it to the present format.
 
     Args:
         path: The file.
-        field: The option that named it, for errors.
+        field: The option that named it, for errors; None: the `ckpt_path` of a Trainer's command, which takes names.
 
     Raises:
         ConfigurationError: There is no such file, it is something else, or a newer version of this package wrote it.
     """
-    names = ", 'last' or 'best'" if field == "ckpt_path" else ""
+    names = ", 'last' or 'best'" if field is None else ""
+    field = field or "ckpt_path"
     checkpoint = load_plain(path, field, f"a checkpoint of lightning_rl{names}")
     upgrade(checkpoint, f"{field}={str(path)!r}")
     return checkpoint

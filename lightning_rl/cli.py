@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
@@ -60,6 +62,13 @@ class OnPolicyCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         self._lock = RunLock()
         super().__init__(*args, **kwargs)
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - those of the parser
+        """Return a parser whose option `--config` takes the names of the shipped configurations too."""
+        parser = self.parser_class(**{"dump_header": [f"lightning=={version('lightning')}"], **kwargs})
+        about = "A file in YAML, or the name of a shipped one: ppo/cartpole."
+        parser.add_argument("-c", "--config", action=ActionConfig, help=about)
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jsonargparse import ActionConfigFile, ArgumentParser  # type: ignore[attr-defined]
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
@@ -22,7 +22,6 @@ from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
-from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.validation import ConfigurationError
 
 _OURS = (
@@ -50,12 +49,6 @@ class OneErrorParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         # An option that lacks its end is misspelt, on the command line as in a file.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - those of argparse
-        """Add an option; one for files of settings takes the names of the shipped ones too."""
-        if kwargs.get("action") is ActionConfigFile:
-            kwargs |= {"action": ActionConfig, "help": "A file in YAML, or the name of a shipped one: ppo/cartpole."}
-        return super().add_argument(*args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message and exit with status 2."""

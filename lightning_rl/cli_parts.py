@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.evaluation import Episode
 from lightning_rl.random_state import gather_ranks
+from lightning_rl.shipped_configs import resolve
 
 CONFIG = "config.yaml"
 # A null that was given in place of another default must be in the file.
@@ -82,7 +83,7 @@ def chooses_data_class(args: Sequence[str]) -> bool:
             return True
         if name == "--data" and _chooses(_content(value)):
             return True
-        if name in ("-c", "--config") and any(_chooses(part.get("data")) for part in _parts(_content(value))):
+        if name in ("-c", "--config") and any(_chooses(x.get("data")) for x in _parts(_content(value, resolve))):
             return True
     return False
 
@@ -97,9 +98,10 @@ def _parts(content: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     return [x for x in (content, *content.values()) if isinstance(x, dict)] if isinstance(content, dict) else []
 
 
-def _content(value: str) -> Any:  # noqa: ANN401 - whatever is in it
+def _content(value: str, name: Callable[[str], str] = str) -> Any:  # noqa: ANN401 - whatever is in it
     """Return what a file has, or an argument itself; nothing where the parser will say what is wrong with it."""
     try:
+        value = name(value)
         return yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value)
     except (OSError, ValueError, yaml.YAMLError):
         return None

@@ -24,6 +24,7 @@ _NOT_SETTINGS = (
     "ckpt_path",
     "num_threads",
     "data.seed",
+    "data.init_args.seed",
     "trainer.logger",
     "trainer.callbacks",
     "trainer.default_root_dir",
@@ -72,7 +73,7 @@ class Log:
     @property
     def environment(self) -> str:
         """Id of the environment, where it is known."""
-        return str(self.settings.get("data.env_id", ""))
+        return str(self.settings.get("data.env_id") or self.settings.get("data.init_args.env_id", ""))
 
 
 def find_logs(path: str | Path) -> list[Log]:
@@ -144,7 +145,11 @@ def _common_steps(runs: Sequence[Series]) -> Array:
     first, last = max(run.steps[0] for run in runs), min(run.steps[-1] for run in runs)
     steps = np.unique(np.concatenate([run.steps for run in runs]))
     steps = steps[(steps >= first) & (steps <= last)]
-    check(len(steps) > 0, "runs", f"{len(runs)} runs", "such as have environment steps in common")
+    if not len(steps):
+        raise ConfigurationError(
+            f"the {len(runs)} runs of a curve have no environment steps in common: one begins at {first:g}, another "
+            f"ends at {last:g}; expected such as overlap"
+        )
     return steps if len(steps) <= _MOST_POINTS else np.linspace(first, last, _MOST_POINTS)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
@@ -29,35 +27,29 @@ from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
     EnvironmentSpec,
-    FilmMaker,
     OnEnvFailure,
     RewardClip,
     WrapperOptions,
-    check_filmable,
     spaces_of,
 )
 from lightning_rl.environments.bottleneck import BottleneckWatch
-from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
-from lightning_rl.evaluation import Episode
-from lightning_rl.evaluator import Evaluator
+from lightning_rl.episodes_datamodule import EpisodesDataModule
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy import copy_to_cpu
 from lightning_rl.policy_interface import Policy
 from lightning_rl.restoring import plain_parts, say_changes
 from lightning_rl.rollout import Rollout
-from lightning_rl.sampler import Sampler, take_failures
+from lightning_rl.sampler import Sampler
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
     check,
-    check_bool,
     check_positive_int,
     is_int,
     to_class_spec,
 )
 
 
-class RolloutDataModule(LightningDataModule):
+class RolloutDataModule(EpisodesDataModule):
     """Owns the environments and yields on-policy batches.
 
     One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected when the
@@ -172,13 +164,9 @@ class RolloutDataModule(LightningDataModule):
         info_keys: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
-        super().__init__()
         check(isinstance(env_id, str), "env_id", env_id, "an id: register an environment of your own first")
-        for name in ("num_envs", "rollout_length", "rollouts_per_epoch", "eval_episodes"):
+        for name in ("num_envs", "rollout_length", "rollouts_per_epoch"):
             check_positive_int(name, locals()[name])
-        if num_eval_envs is not None:
-            check_positive_int("num_eval_envs", num_eval_envs)
-        check_bool("eval_deterministic", eval_deterministic)
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
         check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
         always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
@@ -196,7 +184,7 @@ class RolloutDataModule(LightningDataModule):
             previous_reward=previous_reward,
             action_mask=action_mask,
         )
-        self.spec = EnvironmentSpec(
+        spec = EnvironmentSpec(
             env_id,
             env_kwargs or {},
             (*always, *only_training),
@@ -207,7 +195,8 @@ class RolloutDataModule(LightningDataModule):
             options=options,
             imports=tuple(imports),
         )
-        self.eval_spec = self.spec.for_evaluation(always)
+        super().__init__(spec.for_evaluation(always), eval_episodes, num_eval_envs, eval_deterministic, seed)
+        self.spec = spec
         self.actors = ActorOptions(
             num_actors,
             actor_prefetch,
@@ -222,19 +211,12 @@ class RolloutDataModule(LightningDataModule):
         self.num_envs = num_envs
         self.rollout_length = rollout_length
         self.rollouts_per_epoch = rollouts_per_epoch
-        self.eval_episodes = eval_episodes
-        self.num_eval_envs = num_eval_envs
-        self.eval_deterministic = eval_deterministic
         self.info_keys = list(info_keys)
-        self.seed = seed
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
-        self._evaluator = Evaluator(self.eval_spec, num_eval_envs)
         self._bottleneck = BottleneckWatch(self.spec, num_envs)
         self._source: BoundedLag | None = None
-        self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._seed_given = seed is not None
-        self._told_of_failure = False
         self._missing_infos: set[str] | None = set(self.info_keys) or None
         self._rollouts = 0
         self._collected_version: int | None = None
@@ -293,26 +275,12 @@ class RolloutDataModule(LightningDataModule):
             self._source = None
         self._sampler.remember(in_between=not self.rollout_pending)
         self._sampler.close()
-        self._evaluator.close()
-        if self._filming is not None:
-            self._filming[0].close()
+        self.close_evaluation()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
         self._collected_version = None  # what an earlier fit left undone, this one does not go on from
         return OnDemandLoader(self.collect, self.rollouts_per_epoch)
-
-    def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
-        """Return the loader of one set of evaluation episodes."""
-        return OnDemandLoader(self.play, 1)
-
-    def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
-        """Return the loader of one set of evaluation episodes, other ones than those that validation selects by."""
-        return OnDemandLoader(partial(self.play, role=TESTING), 1)
-
-    def predict_dataloader(self) -> OnDemandLoader[list[Episode]]:
-        """Return the loader of one set of evaluation episodes with their observations, actions and rewards."""
-        return OnDemandLoader(partial(self.play, role=TESTING, record=True), 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from; a collective call."""
@@ -393,98 +361,3 @@ class RolloutDataModule(LightningDataModule):
             for key in sorted(self._missing_infos):
                 rank_zero_warn(f"info_keys={key!r} was in no info of the first {self._rollouts} rollouts")
             self._missing_infos = None
-
-    def _tell_of(self, failures: Sequence[str] | None) -> None:
-        """Tell of the first environment that was replaced."""
-        if failures and not self._told_of_failure:
-            self._told_of_failure = True
-            rank_zero_warn(
-                f"{failures[0]}. It was made anew and begins a new episode, as will others that fail "
-                "(on_env_failure='restart'); rollout/env_restarts counts them"
-            )
-
-    def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
-        """Play this rank's share of the evaluation episodes with the current policy.
-
-        Args:
-            role: Branch of the tree of seeds; validation and test play different episodes.
-            record: Keep observations, actions and rewards.
-        """
-        assert self.trainer is not None
-        evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
-        shares = [
-            len(range(rank, self.eval_episodes, self.trainer.world_size)) for rank in range(self.trainer.world_size)
-        ]
-        first = sum(shares[: self._rank])
-        return self._play(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
-
-    def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Take one picture of an environment.
-
-        Args:
-            env_kwargs: More arguments of its constructor: the size of the picture, a camera of the simulation.
-
-        Raises:
-            ConfigurationError: Its backend has no pictures, or they cannot be made on this machine.
-        """
-        spec = self.eval_spec.for_filming(env_kwargs)
-        check_filmable(spec)
-        if self.spec.backend == "native" and (found := spaces_of(spec)) != self._probe():
-            raise ConfigurationError(
-                f"backend='native': single environments of {spec.env_id}, which are filmed, have other spaces: "
-                f"expected {self._probe()}, found {found}"
-            )
-
-    def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:
-        """Play episodes with the current policy, and film them: the same ones each time, unlike those of evaluation.
-
-        Args:
-            films: Takes the frames of each episode, numbered from 0.
-            num_episodes: How many, on this rank.
-            env_kwargs: As in `check_filmable`.
-        """
-        evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
-        try:
-            return self._play(evaluator, num_episodes, FILMING, films=films)
-        finally:
-            evaluator.close()
-
-    def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Film the episodes of `predict` from now on, in which nothing else changes.
-
-        Args:
-            films: Takes the frames of each episode, numbered from 0 over all ranks; None: film no more.
-            env_kwargs: As in `check_filmable`.
-        """
-        if self._filming is not None:
-            self._filming[0].close()
-        spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
-        self._filming = None if films is None else (Evaluator(spec, self.num_eval_envs), films)
-
-    def _play(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
-        assert self.trainer is not None
-        policy, _, dtype, device = self._policy()
-        seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
-        options = {"record": False, "deterministic": self.eval_deterministic} | options
-        with self.trainer.precision_plugin.forward_context():
-            path = (seed, role, self._rank)
-            episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
-        self._tell_of(take_failures(evaluator.environments))
-        return episodes
-
-    @property
-    def _rank(self) -> int:
-        return self.trainer.global_rank if self.trainer is not None else 0
-
-    def _policy(self) -> tuple[Policy, int, torch.dtype, torch.device]:
-        """Take policy, its version, dtype and device from the module that is being trained or evaluated.
-
-        The only place where the data side knows of the model side.
-        """
-        assert self.trainer is not None
-        module = self.trainer.lightning_module
-        policy: Any = module.policy
-        device = module.device
-        if device.type == "xla":  # which runs whole graphs: one for each step of the environments would be slower
-            policy, device = copy_to_cpu(policy), torch.device("cpu")
-        return policy, int(getattr(module, "policy_version", 0)), next(policy.parameters()).dtype, device

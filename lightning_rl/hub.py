@@ -7,16 +7,18 @@ it first.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.trained import CONFIG, Score, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.trained import CONFIG, Score, config_file, config_of, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError, check
 
 CHECKPOINT = "model.ckpt"
@@ -54,8 +56,8 @@ def make_hub_folder(
     hub = _huggingface_hub()
     folder = Path(folder)
     check(not folder.exists() or not any(folder.iterdir()), "folder", str(folder), "a new or an empty folder")
-    checkpoint = read_checkpoint(ckpt_path, "path")
-    config = config_of(ckpt_path) if config is None else Path(config)
+    checkpoint = read_checkpoint(ckpt_path, "ckpt_path")
+    config = config_of(ckpt_path) if config is None else config_file(config)
     state = checkpoint[CHECKPOINT_KEY]
     facts = {
         "algorithm": state["algorithm"],
@@ -96,19 +98,22 @@ def push_to_hub(
         The address of the commit.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, or its environment is not known.
+        ConfigurationError: It is no checkpoint of this package, its environment is not known, or the Hub refuses.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
-    model, data = load_algorithm(ckpt_path), load_data(ckpt_path, config)
+    if hub.get_token() is None:  # before anything is played
+        raise ConfigurationError("the Hub does not know who you are: expected `hf auth login`, or a token in HF_TOKEN")
+    model, data = load_algorithm(ckpt_path, "ckpt_path"), load_data(ckpt_path, config)
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "repository"
         make_hub_folder(folder, ckpt_path, score, data.spec.env_id, config=config, repo_id=repo_id)
         api = hub.HfApi(library_name="lightning-rl", library_version=__version__)
-        api.create_repo(repo_id, private=private, exist_ok=True)
         message = message or f"{type(model).__name__} after {model.env_steps} environment steps"
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
+        with _talking_about(repo_id):
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
 
 
 def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Path | None = None) -> Path:
@@ -120,15 +125,25 @@ def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Pa
         folder: Where to; None: the cache of `huggingface_hub`.
 
     Raises:
-        ConfigurationError: There is no checkpoint of this package in the repository.
+        ConfigurationError: There is no checkpoint of this package in the repository, or no such repository.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
-    found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
+    with _talking_about(repo_id):
+        found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
     path = Path(found) / CHECKPOINT
     check(path.is_file(), "repo_id", repo_id, f"a repository with a {CHECKPOINT}")
     read_checkpoint(path, "repo_id")
     return path
+
+
+@contextlib.contextmanager
+def _talking_about(repo_id: str) -> Iterator[None]:
+    """Say in one message what went wrong between this machine and the Hub, whichever library noticed it."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigurationError(f"repo_id={repo_id!r}: {type(error).__name__}: {error}") from error
 
 
 def _check_repo_id(repo_id: str) -> None:

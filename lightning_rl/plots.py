@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.curves import Series, Statistic, summarize
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, check_positive_int
 
 # Of Okabe and Ito: told apart by readers who do not see all colours.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _GOAL = "#555555"
 _INSTALL = "pip install 'lightning-rl[plot]'"
 _MOST_SINGLE_RUNS = 10
+# Characters of a line of a legend.
+_LABEL_WIDTH = 48
 
 
 @dataclass
@@ -71,8 +74,10 @@ def draw(
             in each.
 
     Raises:
-        ConfigurationError: Matplotlib is not installed, or the seeds of a curve have no steps in common.
+        ConfigurationError: Matplotlib is not installed, an option is out of range, or the seeds of a curve have no
+            steps in common.
     """
+    check_positive_int("columns", columns)
     try:
         import matplotlib as mpl
     except ImportError as error:
@@ -106,7 +111,8 @@ def _figure(panels: Sequence[Panel], columns: int, shared_legend: bool, statisti
         if number % columns == 0 or panel.ylabel != panels[number - 1].ylabel:
             axis.set_ylabel(panel.ylabel)
         if not shared_legend:
-            axis.legend(frameon=False, fontsize=7)
+            # Curves keep their place, however long the names are.
+            axis.legend(frameon=False, fontsize=7).set_in_layout(False)
     return figure
 
 
@@ -130,7 +136,7 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
         color = COLORS[number % len(COLORS)]
         found = summarize(curve.runs, statistic, confidence)
         seeds = "1 seed" if len(curve.runs) == 1 else f"{len(curve.runs)} seeds"
-        label = f"{curve.label}, {seeds}" if counts else curve.label
+        label = textwrap.fill(f"{curve.label}, {seeds}", _LABEL_WIDTH) if counts else curve.label
         marker = "o" if len(found.steps) == 1 else None  # a line needs two
         axis.plot(found.steps, found.center, color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
         if found.low is None:

@@ -19,6 +19,8 @@ from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments.seeding import TESTING
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.recorded_episodes import RecordedEpisodes
+from lightning_rl.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class
 
 CONFIG = "config.yaml"
@@ -48,21 +50,25 @@ class Score:
         return asdict(self)
 
 
-def load_algorithm(path: str | Path) -> OnPolicyAlgorithm:
+def load_algorithm(path: str | Path, field: str = "path") -> OnPolicyAlgorithm:
     """Return the algorithm in a checkpoint, of whichever class it is, on the CPU.
+
+    Args:
+        path: The checkpoint.
+        field: The option that named it, for errors.
 
     Raises:
         ConfigurationError: It is no checkpoint of this package, or its class is not known.
     """
-    checkpoint = read_checkpoint(path, "path")
+    checkpoint = read_checkpoint(path, field)
     options = checkpoint["hyper_parameters"]
     name = options.get("_class_path") or checkpoint[CHECKPOINT_KEY]["algorithm"]
     found: Any = None
     if name is not None:
-        found = import_class("path", name) if "." in name else getattr(algorithms, name, None)
+        found = import_class(field, name) if "." in name else getattr(algorithms, name, None)
     if found is None:
         raise ConfigurationError(
-            f"path={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
+            f"{field}={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
             "command line trained; load it by its own class's load_from_checkpoint"
         )
     return found.load_from_checkpoint(path, map_location="cpu")  # type: ignore[no-any-return]
@@ -75,39 +81,67 @@ def config_of(path: str | Path) -> Path | None:
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
+def config_file(given: str | Path) -> Path:
+    """Return the file of a configuration, given as such or as the name of a shipped one.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    try:
+        path = Path(resolve(str(given)))
+    except FileNotFoundError as error:
+        raise ConfigurationError(str(error)) from error
+    if not path.is_file():
+        raise ConfigurationError(f"config={str(given)!r} does not exist: expected the configuration of a run")
+    return path
+
+
 def load_data(path: str | Path, config: str | Path | None = None) -> RolloutDataModule:
     """Return the environments that a checkpoint was trained on.
 
     Args:
         path: The checkpoint.
-        config: Configuration of the run; None takes that of `config_of`, or without one what the checkpoint says.
+        config: Configuration of the run, a file or the name of a shipped one; None takes that of `config_of`, or
+            without one what the checkpoint says.
 
     Raises:
         ConfigurationError: The configuration has no data, or neither says which environments these were.
     """
     config = config_of(path) if config is None else config
     if config is not None:
-        return _from_config(Path(config))
-    stored = read_checkpoint(path, "path").get(RolloutDataModule.__qualname__, {}).get("settings", {})
+        return _from_config(config_file(config))
+    checkpoint = read_checkpoint(path, "path")
+    parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
+    stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
     if "env_id" not in stored:
         raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
     return RolloutDataModule(**stored)
 
 
 def _from_config(path: Path) -> RolloutDataModule:
-    if not path.is_file():
-        raise ConfigurationError(f"config={str(path)!r} does not exist: expected the configuration of a run")
     content = yaml.safe_load(path.read_text())
     data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict):
         raise ConfigurationError(f"config={str(path)!r} has no data: expected the configuration of a run")
+    kind, data = _environments(data)
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(RolloutDataModule, "data", fail_untyped=False)
+    parser.add_class_arguments(kind, "data", fail_untyped=False)
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # older releases call it so
     try:
         return instantiate(parser.parse_object({"data": data})).data  # type: ignore[no-any-return]
     except ArgumentError as error:
         raise ConfigurationError(f"config={str(path)!r}: {error}") from error
+
+
+def _environments(data: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    """Return the class of a configuration's data, and its options; recorded episodes are not needed to play."""
+    if "class_path" not in data:
+        return RolloutDataModule, data
+    module, _, name = data["class_path"].rpartition(".")
+    options = data.get("init_args") or {}
+    if module.partition(".")[0] in ("", __package__) and name in ("RolloutDataModule", "RecordedEpisodes"):
+        return RolloutDataModule, {option: value for option, value in options.items() if option != "episodes"}
+    return import_class("data", data["class_path"]), options
 
 
 def play_episodes(

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from lightning_rl import CLEAR, PPG, OffPolicyPPG
+from lightning_rl import CLEAR, PPG, VMPO, OffPolicyPPG
 from tests.helpers import (
+    DISCRETE,
+    VECTOR,
     FixedRollouts,
     MemoryLogger,
     Recorder,
@@ -116,7 +118,7 @@ def train_in_phases() -> dict[str, Any]:
 
 def train_with_replay(num_actors: int) -> dict[str, Any]:
     """CLEAR, collected in step or by an actor of each rank: what each learned, saw and kept."""
-    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork")
+    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork" if num_actors else None)
     torch.manual_seed(0)
     model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=0.01)
     firsts: list[torch.Tensor] = []
@@ -139,6 +141,18 @@ def train_with_replay(num_actors: int) -> dict[str, Any]:
     }
 
 
+def learn_duals(rank: int, **trainer_options: Any) -> dict[str, torch.Tensor]:
+    """V-MPO: parameters after three rollouts, of which the second rank has no step."""
+    torch.manual_seed(0)
+    model = VMPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=3, learning_rate=1e-2).double()
+    rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in range(3)]
+    for rollout in rollouts if rank else ():
+        rollout.valid[:] = False
+        rollout.num_steps = 0
+    make_trainer(precision="64-true", **trainer_options).fit(model, FixedRollouts(rollouts, model))
+    return parameters_of(model)
+
+
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
@@ -148,6 +162,7 @@ def main(folder: Path) -> None:
     combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
     left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
+    left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 

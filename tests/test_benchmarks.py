@@ -1,7 +1,9 @@
 """The scripts under benchmarks/: they run, and what they wrote is what the README says."""
 
+import copy
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rl import shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +30,7 @@ import scaling  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
 import torch_cartpole  # noqa: E402
+import zoo  # noqa: E402
 
 
 def run(script, *args):
@@ -144,7 +148,8 @@ def test_readme_tables_are_those_of_the_results():
 
 def test_pages_of_algorithms_have_the_scores_of_the_results():
     found = pages.with_scores()
-    assert {name.partition("/")[0] for name in table.load_scores()} <= {page.stem for page in found}
+    measured = {name.partition("/")[0] for name in table.load_scores()}
+    assert measured & {page.stem for page in (ROOT / "docs/algorithms").glob("*.md")} <= {page.stem for page in found}
     for page in found:
         assert pages.filled(page.read_text(), page.stem) == page.read_text(), "run python benchmarks/pages.py"
         for name in table.load_scores(algorithm=page.stem):
@@ -162,6 +167,33 @@ def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
     row = pages.section("ppo", tmp_path).splitlines()[2]
     assert row.endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
     assert pages.section("a2c", tmp_path).startswith("No shipped configuration")
+
+
+def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
+    page = zoo.PAGE.read_text()
+    assert zoo.page(table.load_scores()) == page, "run python benchmarks/table.py"
+    assert re.findall(r"^\| `lightning-rl fit --config (\S+)`", page, re.MULTILINE) == shipped_configs.names()
+    published = json.loads(zoo.PUBLISHED.read_text())
+    assert set(published["scores"]) <= set(shipped_configs.names())
+    assert {score["source"] for score in published["scores"].values()} == set(published["sources"])
+
+
+def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
+    runs = [run for found in table.load_scores().values() for run in found if run["evaluation"]["mean"] == 500][:2]
+    config = {"data": {"env_id": "CartPole-v1"}, "max_env_steps": 1_000}
+    score, source = {"score": "7", "steps": "10", "source": "x"}, {"title": "X", "url": "u"}
+    published = {"scores": {"a/b": score}, "sources": {"x": source}}
+    nothing = zoo.row("a/b", config, [], 475, published)
+    assert nothing[1:] == ["CartPole-v1", "1,000", "", "", "", "475", "not run", "7 after 10, [X](u)"]
+    alone = zoo.row("ppo/c", config, runs[:1], None, published)
+    assert [alone[4], alone[7]] == ["500.0 [500.0, 500.0], episodes", "no goal"]
+    runs = [runs[0], copy.deepcopy(runs[1])]
+    runs[1]["evaluation"]["mean"] = 400.0
+    short = zoo.row("ppo/c", config, runs, 475, published)
+    assert [short[3], short[4], short[7]] == ["2", "450.0 [400.0, 500.0], seeds", "**not reached**"]
+    assert zoo.outcome([500, 475], 475) == "reached"
+    low, high = zoo.interval([0.0, 1.0] * 50)  # the normal approximation: ± 1.96 · 0.05
+    assert (low, high) == pytest.approx((0.402, 0.598), abs=0.015)
 
 
 def test_curves_have_a_panel_for_each_configuration(tmp_path):

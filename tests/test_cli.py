@@ -218,9 +218,11 @@ def test_the_class_of_the_data_can_be_chosen(capsys):
         assert data["class_path"] == "lightning_rl.RecordedEpisodes", arguments
         chosen = {name: data["init_args"][name] for name in ("env_id", "episodes", "num_envs")}
         assert chosen == {"env_id": "CartPole-v1", "episodes": "some.pt", "num_envs": 3}
+    cloning = ["fit", "--config", "behaviour_cloning/cartpole", "--data.episodes=some.pt"]
+    assert configuration(capsys, *cloning)["data"]["init_args"]["episodes"] == "some.pt"
     Path("empty.yaml").write_text("")
     Path("broken.yaml").write_text("data: [")
-    for file in (CARTPOLE, "empty.yaml", "broken.yaml", "missing.yaml", "."):
+    for file in (CARTPOLE, "ppo/cartpole", "ppo/none", "empty.yaml", "broken.yaml", "missing.yaml", "."):
         assert not chooses_data_class(["fit", "--config", file, "--data.num_envs=3"])
     assert not chooses_data_class(["fit", "--data={env_id: CartPole-v1}", "--model.class_path=PPO", "--config"])
     message = refused(capsys, "fit", "--config", "data.yaml", "--model=BehaviourCloning", "--data.episode=x", status=2)

@@ -13,7 +13,17 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_rl import A2C, PPG, PPO, OffPolicyPPG, OnPolicyAlgorithm, PPOKLPenalty, RolloutDataModule, TFAgentsPPO
+from lightning_rl import (
+    A2C,
+    PPG,
+    PPO,
+    VMPO,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
 from tests.combination_probes import ACTIONS, MASKABLE, OBSERVATIONS, SAMPLE, Combination, data_options, model_options
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
 from tests.test_precision import BOUNDS
@@ -43,6 +53,7 @@ OTHERS: dict[type[OnPolicyAlgorithm], dict[str, Any]] = {
     A2C: {},
     PPG: {"num_policy_iterations": 2},  # an auxiliary phase after two rollouts
     PPOKLPenalty: {},
+    VMPO: {"num_epochs": 1},
     # What the preset does by default is for numbers alone, which not all observations have.
     TFAgentsPPO: {"normalize_observations": False},
 }

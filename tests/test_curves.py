@@ -84,6 +84,17 @@ def test_runs_that_differ_by_their_seed_alone_are_one_curve(tmp_path):
         find_logs(tmp_path / "c")
 
 
+def test_a_run_whose_data_have_a_class_is_of_its_environment(tmp_path):
+    for seed in range(2):
+        write_run(tmp_path / f"version_{seed}", [seed])
+        data = {"class_path": "lightning_rl.RecordedEpisodes", "init_args": {"env_id": "CartPole-v1", "seed": seed}}
+        config = {"data": data, "model": {"class_path": "lightning_rl.BehaviourCloning"}}
+        (tmp_path / f"version_{seed}/config.yaml").write_text(yaml.safe_dump(config))
+    ((name, logs),) = by_experiment(find_logs(tmp_path)).items()
+    assert name == "BehaviourCloning (CartPole-v1)"
+    assert [log.environment for log in logs] == ["CartPole-v1"] * 2
+
+
 def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
     write_run(tmp_path, [1, 2, 3])
     write_run(tmp_path, [30, 40], first=30)
@@ -137,6 +148,7 @@ def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch
         (["nowhere"], "'nowhere' has no log"),
         (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
         (["run", "--confidence=2"], "confidence=2.0 is not valid"),
+        (["run", "--columns=0"], "columns=0 is not valid"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, arguments, message):
@@ -144,7 +156,17 @@ def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, a
     with pytest.raises(SystemExit) as exit_:
         plot(monkeypatch, *arguments)
     assert exit_.value.code == 1
-    assert capsys.readouterr().err.startswith(f"lightning-rl plot: error: {message}")
+    assert capsys.readouterr().err.startswith(f"lightning-rl: error: {message}")
+
+
+def test_long_names_take_no_place_from_the_curves(in_tmp_path, monkeypatch, capsys, recwarn):
+    for number in range(12):
+        write_run(Path(f"runs/{number}"), [1, 2], init_from=f"runs/pretraining/CartPole-v1/{'x' * 150}_{number}.ckpt")
+    plot(monkeypatch, "runs", "--out=curves.svg")
+    assert not [warning for warning in recwarn if "constrained_layout" in str(warning.message)]
+    labels = re.findall(r">([^<>\n]+)</text>", Path("curves.svg").read_text())
+    assert max(map(len, labels)) <= 60
+    assert sum("xxxx_7.ckpt" in label for label in labels) == 1
 
 
 def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import torch
 
 from lightning_rl import FailedUpdate
 from tests import recorded_combinations
+from tests.ddp_script import learn_duals
 from tests.programs import run_ranks
 from tests.recorded import CASES, EPOCHS, MINIBATCHES_OF_A_PASS, NUM_ENVS, ROLLOUTS, UPDATES, learn_alone
 from tests.recorded_combinations import RANKED
@@ -175,6 +176,13 @@ def test_ranks_go_through_the_phases_of_ppg_together(ranks, name):
     assert len(first["divergences"]) == len(second["divergences"]) >= 2
     assert all(0 < x < 0.1 for x in first["divergences"])
     assert first["kept"] == second["kept"]
+
+
+def test_a_rank_without_steps_leaves_duals_and_policy_to_the_others(ranks):
+    """V-MPO takes the steps of one process that has the rollouts of the first rank alone."""
+    alone = learn_duals(0)
+    for rank in ranks:
+        torch.testing.assert_close(rank["duals"], alone, rtol=0, atol=1e-12)
 
 
 def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):

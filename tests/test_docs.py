@@ -25,9 +25,9 @@ BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<why>.*) -->\n)?^ *```(?P<language>.*)\n(?P<code>(?s:.*?))^ *```$", re.MULTILINE
 )
 # Pages whose blocks have tests of their own in tests/test_readme.py, which look at what comes out.
-TESTED_ELSEWHERE = ("getting_started", "coming_from_tf_agents", "export", "logging", "custom")
+TESTED_ELSEWHERE = ("getting_started", "coming_from_tf_agents", "export", "logging", "custom", "watching")
 PUBLIC = ("", ".functional", ".callbacks", ".distributions", ".environments")
-PROGRAMS = ("pip", "tensorboard", "jupyter", "pytest", "source", "cd")
+PROGRAMS = ("pip", "python", "tensorboard", "jupyter", "pytest", "source", "cd")
 COMING_FROM = {
     "stable_baselines3": {"PPO": "PPO", "A2C": "A2C"},
     "cleanrl": {"PPO": "PPO", "PPG": "PPG"},

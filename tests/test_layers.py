@@ -46,6 +46,7 @@ LAYERS = [
     {"loaders", "evaluator", "minari_data", "restoring"},
     {"sampler"},
     {"actors"},
+    {"episodes_datamodule"},
     {"datamodule", "algorithms.base"},
     {"algorithms", "callbacks", "progress", "recorded_episodes"},
     {"trained"},

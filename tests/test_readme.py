@@ -17,6 +17,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    VMPO,
     BehaviourCloning,
     CriticPretraining,
     OffPolicyPPG,
@@ -231,6 +232,7 @@ def test_every_link_leads_somewhere(page):
         ("ppo", PPO, OnPolicyAlgorithm),
         ("a2c", A2C, A2C),
         ("ppo_kl", PPOKLPenalty, PPOKLPenalty),
+        ("vmpo", VMPO, VMPO),
         ("ppg", PPG, PPG),
         ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
         ("impala", IMPALA, UnrollLearner),
@@ -282,6 +284,7 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
     ("config", "options"),
     [
         ("ppo", []),
+        ("vmpo", []),
         ("ppg", ["--model.num_policy_iterations=1"]),
         ("offpolicyppg", ["--model.num_policy_iterations=1", "--model.batch_size=32"]),
         ("clear", []),

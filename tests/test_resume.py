@@ -17,6 +17,7 @@ from lightning_rl import (
     IMPALA,
     PPG,
     PPO,
+    VMPO,
     CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
@@ -84,6 +85,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
     "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
+    "vmpo": ({"env_id": "CartPole-v1"}, {"algorithm": VMPO, "num_minibatches": 2, "learning_rate": 1e-2}),
     # Stopped after three rollouts at the end of a phase, after four in the next one.
     "ppg": (
         {"env_id": "CartPole-v1"},

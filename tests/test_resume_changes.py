@@ -301,7 +301,7 @@ def test_a_checkpoint_of_the_first_format_is_brought_up_to_date(tmp_path):
     ours, data = checkpoint["lightning_rl"], checkpoint["RolloutDataModule"]
     for name in ("version", "algorithm", "precision", "planned_env_steps", "skipped_updates"):
         del ours[name]
-    del data["settings"], ours["ranks"][0]["window"]["restarts"]
+    del data["settings"], ours["ranks"][0]["window"]["counts"]
     for record in data["ranks"][0]["environments"]["environments"]:
         del record["reward_sum"], record["ends"]
     ours["format"] = 1

@@ -3,15 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
 import yaml
 
-from lightning_rl import PPO, __version__
+from lightning_rl import PPO, RolloutDataModule, __version__
 from lightning_rl.commands import run_command
-from lightning_rl.hub import FILES, make_hub_folder, pull_from_hub
+from lightning_rl.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
 from lightning_rl.trained import Score, config_of, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
@@ -19,6 +20,13 @@ from tests.helpers import make_data, make_model, make_trainer
 SHARING = Path(__file__).parents[1] / "docs/sharing.md"
 PARTIAL = {"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}
 SCORE = Score(mean=123.456, std=7.0, episodes=4, deterministic=True)
+
+
+class OwnData(RolloutDataModule):
+    """Data with an option of their own."""
+
+    def __init__(self, own: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +83,34 @@ def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
     (tmp_path / "other.yaml").write_text("data: {env_id: CartPole-v1, num_env: 3}\n")
     with pytest.raises(ConfigurationError, match=r"other\.yaml.*num_env"):
         load_data(checkpoint, tmp_path / "other.yaml")
+    assert load_data(checkpoint, "ppo/acrobot").spec.env_id == "Acrobot-v1"
+    with pytest.raises(ConfigurationError, match=r"config='ppo/acrobat': expected a file, or the name of a shipped"):
+        load_data(checkpoint, "ppo/acrobat")
     with pytest.raises(ConfigurationError, match=r"config='nowhere\.yaml' does not exist"):
         load_data(checkpoint, "nowhere.yaml")
+
+
+def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=True)
+    content["RecordedEpisodes"] = content.pop("RolloutDataModule")
+    torch.save(content, tmp_path / "cloned.ckpt")
+    assert load_data(tmp_path / "cloned.ckpt").spec.env_id == "CartPole-v1"
+    options = {"env_id": "CartPole-v1", "wrappers": [PARTIAL], "eval_episodes": 3}
+    config = tmp_path / "config.yaml"
+    for name, given in (
+        ("lightning_rl.RecordedEpisodes", {"episodes": "gone.pt"}),
+        ("RecordedEpisodes", {"episodes": "minari:gone"}),
+        ("lightning_rl.RolloutDataModule", {}),
+        (f"{OwnData.__module__}.{OwnData.__qualname__}", {"own": 4}),
+    ):
+        config.write_text(yaml.safe_dump({"data": {"class_path": name, "init_args": options | given}}))
+        data = load_data(checkpoint, config)
+        assert (data.spec.env_id, data.eval_episodes) == ("CartPole-v1", 3)
+        assert isinstance(data, OwnData) == ("own" in given)
+        assert play_episodes(load_algorithm(checkpoint), data, 1)[0].episodes == 1
+    config.write_text(yaml.safe_dump({"data": {"class_path": "nowhere.Data", "init_args": options}}))
+    with pytest.raises(ConfigurationError, match=r"data: class_path='nowhere\.Data' cannot be imported"):
+        load_data(checkpoint, config)
 
 
 def test_an_algorithm_or_environment_that_nothing_says_is_asked_for(checkpoint, tmp_path):
@@ -136,6 +170,7 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
             Path(local_dir, name).write_bytes(content)
         return local_dir
 
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
     monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -160,6 +195,16 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
     assert sent["created"] == ("me/ppo-cartpole", {"private": False, "exist_ok": True})
     assert namespace["model"].env_steps == 32
 
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    with pytest.raises(ConfigurationError, match="expected `hf auth login`, or a token in HF_TOKEN"):
+        push_to_hub("me/cart", checkpoint)
+
+    def unreachable(*args, **options):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigurationError, match="repo_id='me/cart': LocalEntryNotFoundError: no connection"):
+        pull_from_hub("me/cart")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: tmp_path)
     with pytest.raises(ConfigurationError, match=r"repo_id='me/cart' is not valid: expected a repository with a model"):
         pull_from_hub("me/cart")
@@ -167,10 +212,21 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
         pull_from_hub("cart")
 
 
-def test_errors_of_commands_are_one_message(capsys):
+def test_errors_of_commands_are_one_message(capsys, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    for command in (["push", "me/cart"], ["export"]):
+        with pytest.raises(SystemExit) as ended:
+            run_command([*command, "--ckpt_path=nowhere.ckpt"])
+        assert ended.value.code == 1
+        assert capsys.readouterr().err.splitlines() == [
+            "lightning-rl: error: ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint of lightning_rl"
+        ]
     with pytest.raises(SystemExit) as ended:
-        run_command(["push", "me/cart", "--ckpt_path=nowhere.ckpt"])
-    assert ended.value.code == 1
-    assert capsys.readouterr().err.startswith("lightning-rl: error: path='nowhere.ckpt' does not exist: expected")
+        run_command(["export", "--ckpt_path=nowhere.ckpt", "--episods=3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "lightning-rl: error: unrecognized arguments: --episods=3; did you mean episodes?",
+        "All options: lightning-rl export --help",
+    ]
     assert not run_command(["fit", "--help"])
     assert not run_command([])

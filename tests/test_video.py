@@ -267,14 +267,16 @@ def test_the_policy_is_filmed_as_it_is_evaluated(tmp_path):
 # ------------------------------------------------------------------ predict
 
 
-def test_predict_writes_what_it_plays(in_tmp_path, capsys):
+def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
     arguments = ["predict", "--model=PPO", f"--data.env_id={DRAWN}", "--data.imports=[tests.test_video]"]
     arguments += ["--data.eval_episodes=3", "--data.num_eval_envs=2", "--trainer.accelerator=cpu", "--data.seed=1"]
     main(arguments)
     plain = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
-    main([*arguments, "--record=out"])
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        main([*arguments, "--record=out"])
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")] == plain
     assert sorted(path.name for path in Path("out").glob("*.mp4")) == [f"episode={n}.mp4" for n in range(3)]
+    assert "Videos: out" in caplog.messages
     main([*arguments, "--record=out", "--record_as=[minari]"])
     assert sorted(path.name for path in Path("out/minari/Drawn-v0").glob("ppo*")) == ["ppo-v0", "ppo-v1"]
     first, second = (load_episodes(f"minari:out/minari/Drawn-v0/ppo-v{n}") for n in range(2))

@@ -53,6 +53,14 @@ class ActorOptions:
         check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
         backends = get_args(ActorBackend)
         check(self.backend in backends, "actor_backend", self.backend, f"one of {', '.join(backends)}")
+        for name, given, default in (
+            ("actor_prefetch", self.prefetch, 1),
+            ("actor_start_method", self.start_method, None),
+            ("actor_timeout", self.timeout, 300.0),
+            ("max_policy_lag", lag, None),
+            ("actor_backend", self.backend, "processes"),
+        ):
+            check(count > 0 or given == default, name, given, f"{default} where num_actors is 0")
         self._check_ray()
 
     def _check_ray(self) -> None:
@@ -66,9 +74,7 @@ class ActorOptions:
         expected = "None with actor_backend='ray', which starts processes in its own way"
         check(self.start_method is None, "actor_start_method", self.start_method, expected)
         address = self.ray_address
-        check(
-            address is None or (isinstance(address, str) and address != ""), "ray_address", address, "None, or a text"
-        )
+        check(address is None or isinstance(address, str), "ray_address", address, "an address, or None")
         if self.resources is not None:
             names = isinstance(self.resources, Mapping) and all(isinstance(name, str) for name in self.resources)
             check(names and len(self.resources) > 0, "actor_resources", self.resources, "names with amounts, {CPU: 1}")

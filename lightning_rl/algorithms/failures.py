@@ -35,8 +35,8 @@ class FailedUpdate:
     Parameters are only changed by updates before it, so from those that the run was left with, the same rollout and the
     same order of minibatches, `replay` arrives at the same numbers. Of several ranks the one where it began saves it,
     and a replay takes that rank's rows for those of all. What is made with the parameters as they were before the first
-    updates or during them is made with those that the run was left with: the distributions of KL penalties, and what
-    `recompute_advantages` estimates.
+    updates or during them is made with those that the run was left with: the distributions that KL penalties and V-MPO
+    measure from, so that the divergence of a replay is about 0, and what `recompute_advantages` estimates.
 
     Attributes:
         module: The algorithm with the parameters that the update began with, on the CPU.

@@ -28,13 +28,12 @@ class VMPO(ActingDistribution):
 
     with ψ = softmax(A / η) over the half of the minibatch with the larger advantages, and KL the mean divergence
     KL(old ‖ new) from the policy that acted, exact and over whole actions. The temperature η and the coefficient α are
-    learned with the weights; with several ranks each takes the better half of its own rows.
+    learned with the weights; with several ranks each takes the better half of its own rows, for as much as it has.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser, Adam by default; η and α have that of the group `dual` if
-            `parameter_groups` names it.
+        learning_rate: Step size of the optimiser, that of η and α too; `parameter_groups` may name these, `dual`.
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass.
         gae_lambda: λ of the advantage estimates. May be a schedule.
@@ -75,8 +74,7 @@ class VMPO(ActingDistribution):
         check_number("value_coef", value_coef, at_least=0)
         self.num_epochs, self.num_minibatches = num_epochs, num_minibatches
         self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
-        self.temperature_epsilon, self.kl_epsilon = temperature_epsilon, kl_epsilon
-        self.value_coef = value_coef
+        self.temperature_epsilon, self.kl_epsilon, self.value_coef = temperature_epsilon, kl_epsilon, value_coef
 
     def make_policy(self) -> ActorCritic:
         """Return the policy, with the duals η and α beside its weights, for the optimiser to have them all."""
@@ -86,10 +84,9 @@ class VMPO(ActingDistribution):
         return policy
 
     @property
-    def duals(self) -> tuple[Tensor, Tensor]:
-        """The temperature η and the coefficient α, both above 0."""
-        temperature, kl_coef = softplus(self.policy.get_parameter("dual")).unbind()
-        return temperature, kl_coef
+    def duals(self) -> Tensor:
+        """The temperature η and the coefficient α, `[2]`, wherever a step leads not below 1e-8."""
+        return softplus(self.policy.get_parameter("dual")) + 1e-8
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, and return the losses."""
@@ -106,17 +103,17 @@ class VMPO(ActingDistribution):
         distribution, values = self.evaluate(batch)
         log_probs = distribution.log_prob(batch.actions)
         temperature, kl_coef = self.duals
-        counted = batch.advantages if "weights" not in batch.fields else batch.advantages[batch.weights != 0]
-        best = batch.advantages >= counted.median() if len(counted) else batch.advantages > torch.inf
-        advantages = batch.advantages[best]
-        policy_loss = rl.vmpo_policy_loss(log_probs[best], advantages, temperature)
-        temperature_loss = rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon)
+        weights = batch.weights if "weights" in batch.fields else None
+        best = rl.better_half(batch.advantages, weights)
+        advantages, weights = batch.advantages[best], None if weights is None else weights[best]
+        share = batch.mean(torch.ones_like(values))  # of this rank in the rows of all, times their number
+        policy_loss = share * rl.vmpo_policy_loss(log_probs[best], advantages, temperature, weights)
+        temperature_loss = share * rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
         kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
         value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
         self.diagnostics.add(policy_loss=policy_loss, temperature_loss=temperature_loss, value_loss=value_loss)
         self.diagnostics.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)
         self.entropy(distribution, batch)
         self.observe_first_ratios(log_probs - batch.log_probs)
-        return self.total(
-            policy_loss, temperature_loss, rl.lagrangian(kl, kl_coef, self.kl_epsilon), self.value_coef * value_loss
-        )
+        penalty = rl.lagrangian(kl, kl_coef, self.kl_epsilon)
+        return self.total(policy_loss, temperature_loss, penalty, self.value_coef * value_loss)

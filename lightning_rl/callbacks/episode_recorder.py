@@ -82,7 +82,9 @@ class EpisodeRecorder(Callback):
         self._episodes += outputs if "minari" in self.formats else []
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write those of all ranks as one data set."""
+        """Write those of all ranks as one data set, and say where everything is."""
+        if "video" in self.formats:
+            rank_zero_info(f"Videos: {self.folder}")
         if "minari" in self.formats:
             episodes = list(chain.from_iterable(gather_ranks(self._episodes)))
             if trainer.is_global_zero:

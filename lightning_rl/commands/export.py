@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from jsonargparse import ArgumentParser
-
+from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import relative, say
 from lightning_rl.commands import COMMANDS
 from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, export_policy
@@ -14,9 +13,9 @@ from lightning_rl.export.folder import check_options
 from lightning_rl.trained import load_algorithm, load_data, play_episodes
 
 
-def parser() -> ArgumentParser:
+def parser() -> OneErrorParser:
     """Return what reads the arguments."""
-    made = ArgumentParser(prog="lightning-rl export", description=COMMANDS["export"])
+    made = OneErrorParser(prog="lightning-rl export", description=COMMANDS["export"])
     made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
     made.add_argument(
         "--format",
@@ -47,7 +46,7 @@ def run(arguments: list[str]) -> None:
     """Play some episodes, write the programs, and hold them to the policy on what was seen there."""
     options = parser().parse_args(arguments)
     check_options(options.format, options.programs)
-    model = load_algorithm(options.ckpt_path)
+    model = load_algorithm(options.ckpt_path, "ckpt_path")
     data = load_data(options.ckpt_path, options.config)
     score, observations = play_episodes(model, data, options.episodes)
     beside = Path(options.ckpt_path).absolute().parent.parent / "policies"

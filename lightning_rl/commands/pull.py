@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser
-
+from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import relative, say
 from lightning_rl.commands import COMMANDS
 from lightning_rl.hub import pull_from_hub
 from lightning_rl.trained import config_of
 
 
-def parser() -> ArgumentParser:
+def parser() -> OneErrorParser:
     """Return what reads the arguments."""
-    made = ArgumentParser(prog="lightning-rl pull", description=COMMANDS["pull"])
+    made = OneErrorParser(prog="lightning-rl pull", description=COMMANDS["pull"])
     made.add_argument("repo_id", type=str, help="The repository, owner/name.")
     made.add_argument("--revision", type=str | None, default=None, help="A branch, tag or commit.")
     made.add_argument("--folder", type=str | None, default=None, help="Where to; by default the cache of the Hub.")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from jsonargparse import ArgumentParser
-
+from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import say
 from lightning_rl.commands import COMMANDS
 from lightning_rl.hub import push_to_hub
 
 
-def parser() -> ArgumentParser:
+def parser() -> OneErrorParser:
     """Return what reads the arguments."""
-    made = ArgumentParser(prog="lightning-rl push", description=COMMANDS["push"])
+    made = OneErrorParser(prog="lightning-rl push", description=COMMANDS["push"])
     made.add_argument("repo_id", type=str, help="The repository, owner/name; made if there is none.")
     made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
     made.add_argument(

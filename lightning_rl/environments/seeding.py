@@ -108,9 +108,19 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Step; an exception is raised again with index, episode, seed and step."""
-        self.step_count += 1
         # What the environment does to an action of its own must not be done to the record.
         kept: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
+        result = self.step_unrecorded(action)
+        self._observation, reward, terminated, truncated, _ = result
+        self._log.append(kept)
+        self._reward_sum += reward
+        if terminated or truncated:
+            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
+        return result
+
+    def step_unrecorded(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
+        """Step as `step` does, but for the record: this is no longer where `recorded` says."""
+        self.step_count += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
             over = bool(terminated or truncated)
@@ -120,13 +130,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             reward = self._to_number(reward)
         if type(observation) is not np.ndarray or observation.shape != self._shape:
             self._check_shape(observation)
-        self._log.append(kept)
-        self._reward_sum += reward
         if over:
             # The reset that follows must not write over it, even if the environment always returns the same array.
             observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
-            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
-        self._observation = observation
         return observation, reward, terminated, truncated, info
 
     def recorded(self) -> dict[str, Any]:

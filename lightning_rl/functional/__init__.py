@@ -30,7 +30,7 @@ from lightning_rl.functional.returns import (
     td_lambda_returns,
     vtrace,
 )
-from lightning_rl.functional.vmpo import lagrangian, vmpo_policy_loss, vmpo_temperature_loss
+from lightning_rl.functional.vmpo import better_half, lagrangian, vmpo_policy_loss, vmpo_temperature_loss
 
 __all__ = [
     "VTraceReturns",
@@ -38,6 +38,7 @@ __all__ = [
     "approx_kl_k1",
     "approx_kl_k2",
     "approx_kl_k3",
+    "better_half",
     "clip_indicator",
     "clipped_surrogate_loss",
     "clipped_value_loss",

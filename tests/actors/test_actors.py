@@ -166,6 +166,10 @@ def test_a_policy_that_cannot_be_sent_is_refused():
         ({"actor_start_method": "thread"}, "actor_start_method='thread'.*fork, spawn, forkserver"),
         ({"actor_timeout": 0}, "actor_timeout=0"),
         ({"max_policy_lag": -1}, "max_policy_lag=-1"),
+        ({"num_actors": 0, "actor_start_method": None, "max_policy_lag": 2}, "max_policy_lag=2.*where num_actors is 0"),
+        ({"num_actors": 0, "actor_start_method": None, "actor_prefetch": 2}, "actor_prefetch=2.*where num_actors is 0"),
+        ({"num_actors": 0, "actor_start_method": None, "actor_timeout": 9}, "actor_timeout=9.*where num_actors is 0"),
+        ({"num_actors": 0}, "actor_start_method='fork'.*None where num_actors is 0"),
         ({"backend": "async"}, "backend='async'.*beside num_actors"),
     ],
 )

@@ -204,6 +204,7 @@ def test_an_address_that_leads_nowhere_is_refused(ray):
         ({"actor_resources": {}}, "actor_resources={}"),
         ({"actor_resources": {"CPU": -1}}, r"actor_resources\['CPU'\]=-1"),
         ({"ray_address": 1}, "ray_address=1"),
+        ({"num_actors": 0}, "actor_backend='ray'.*processes where num_actors is 0"),
         ({"backend": "async"}, "backend='async'.*beside num_actors"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import PPO, EnvStepLimit, FailedUpdate
-from lightning_rl.rollout import Rollout
+from lightning_rl import PPO, EnvStepLimit, FailedUpdate, PPOKLPenalty
+from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_numerics import NAN, Sabotaged, make
 from tests.helpers import (
@@ -39,6 +40,19 @@ class BrokenRollouts(PPO):
         if self.policy_version in self.broken:
             rollout.rewards[2, 1] = NAN
         super().training_step(rollout, batch_idx)
+
+
+class BrokenPenalty(PPOKLPenalty):
+    """The loss of the third minibatch is infinite; divergences are remembered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.divergences: list[float] = []
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.divergences.append(batch.mean(self.divergence(batch, self.evaluate(batch)[0])).item())
+        return loss * torch.inf if len(self.divergences) == 3 else loss
 
 
 def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Path:
@@ -71,6 +85,16 @@ def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_pat
     assert failed.replay() == pytest.approx(again, rel=0, abs=0, nan_ok=True)
     if spoil == "advantage":
         assert failed.minibatch.advantages.isnan().nonzero().tolist() == [[0]]
+
+
+def test_divergences_of_a_replay_are_from_the_parameters_that_were_saved(tmp_path):
+    """Those that acted are gone: what was away from them then is not away from these."""
+    torch.manual_seed(0)
+    model = BrokenPenalty(VECTOR, DISCRETE, learning_rate=0.1, **OPTIONS)
+    failed = FailedUpdate.load(fail(model, tmp_path))
+    assert model.divergences[0] < 1e-6 < 1e-3 < model.divergences[2]
+    assert not math.isfinite(failed.replay()["grad_norm"])
+    assert failed.module.divergences == pytest.approx([0] * 3, abs=1e-6)
 
 
 def test_schedules_that_end_with_the_run_are_where_they_were(tmp_path):

@@ -1,0 +1,139 @@
+"""The page `docs/zoo.md`: every shipped configuration, what it reaches, and what others have published.
+
+`python benchmarks/table.py` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE.parent / "configs"
+GOALS = HERE / "goals.json"
+PUBLISHED = HERE / "published.json"
+PAGE = HERE.parent / "docs" / "zoo.md"
+RESAMPLES = 2_000
+
+INTRODUCTION = """# Model zoo
+
+Every shipped configuration: the command that trains it, what its final policy scores, and what others have published.
+The score is the mean return of 100 episodes of the most likely actions, averaged over seeds 0, 1, …, each trained
+once and none left out. In brackets is the 95 % bootstrap interval of that mean: over **seeds** where there are
+several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
+over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
+that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
+is not. A goal is not always the published score: that stands beside it.
+
+"""
+
+ENDING = """
+The published scores were measured by their authors, each in a way of their own:
+
+"""
+
+REGENERATED = """
+`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes a result, and `python benchmarks/table.py`
+writes this page from them and from [`benchmarks/published.json`](../benchmarks/published.json). Standard deviations
+and commits are in the [table of scores](../benchmarks/README.md#scores).
+"""
+
+
+def page(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
+    """Return the page.
+
+    Args:
+        runs: Results of every configuration that has some, by seed.
+    """
+    goals, published = json.loads(GOALS.read_text()), json.loads(PUBLISHED.read_text())
+    head = ["command", "environment", "steps", "seeds", "score", "wall (CPU)", "goal", "", "published"]
+    rows = [head, ["---"] * len(head)]
+    for path in sorted(CONFIGS.glob("*/*.yaml")):
+        name = path.relative_to(CONFIGS).with_suffix("").as_posix()
+        rows.append(row(name, yaml.safe_load(path.read_text()), runs.get(name, ()), goals.get(name), published))
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    sources = [f"* [{x['title']}]({x['url']}): {x['about']}\n" for x in published["sources"].values()]
+    return INTRODUCTION + table + ENDING + "".join(sources) + REGENERATED
+
+
+def row(
+    name: str,
+    config: dict[str, Any],
+    runs: Sequence[dict[str, Any]],
+    goal: float | None,
+    published: Mapping[str, Any],
+) -> list[str]:
+    """Return the cells of a configuration.
+
+    Args:
+        name: `<algorithm>/<name>`.
+        config: What its file holds.
+        runs: Its results, by seed; none if it was not run.
+        goal: What each seed is held to, if there is something.
+        published: What `published.json` holds.
+    """
+    data = config["data"]
+    env_id = data.get("env_id") or data["init_args"]["env_id"]
+    command = f"`lightning-rl fit --config {name}` ([file](../configs/{name}.yaml))"
+    return [
+        command,
+        env_id,
+        f"{config['max_env_steps']:,}",
+        str(len(runs) or ""),
+        _score(runs),
+        _seconds(runs),
+        "" if goal is None else f"{goal:g}",
+        outcome([run["evaluation"]["mean"] for run in runs], goal),
+        _published(published["scores"].get(name), published["sources"]),
+    ]
+
+
+def outcome(means: Sequence[float], goal: float | None) -> str:
+    """Return how the mean returns of seeds stand to a goal."""
+    if not means:
+        return "not run"
+    if goal is None:
+        return "no goal"
+    return "reached" if min(means) >= goal else "**not reached**"
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the bootstrap interval of a mean: percentiles of the means of values drawn anew; always the same ones."""
+    generator = random.Random(0)
+    means = sorted(statistics.fmean(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    outside = round(RESAMPLES * (1 - confidence) / 2)
+    return means[outside], means[-1 - outside]
+
+
+def _score(runs: Sequence[dict[str, Any]]) -> str:
+    if not runs:
+        return ""
+    means = [run["evaluation"]["mean"] for run in runs]
+    several = len(runs) > 1
+    low, high = interval(means if several else runs[0]["evaluation"]["returns"])
+    mean = statistics.fmean(means)
+    digits = 1 if abs(mean) >= 5 else 3
+    over = "seeds" if several else "episodes"
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}], {over}"
+
+
+def _seconds(runs: Sequence[dict[str, Any]]) -> str:
+    if not runs:
+        return ""
+    wall, cpu = (statistics.median(run["training_seconds"][clock] for run in runs) for clock in ("wall", "cpu"))
+    return f"{wall:,.0f} s ({cpu:,.0f} s)"
+
+
+def _published(found: Mapping[str, str] | None, sources: Mapping[str, Mapping[str, str]]) -> str:
+    if found is None:
+        return "none that compares"
+    after = f" after {found['steps']}" if found["steps"] else ""
+    of = f" ({found['of']})" if "of" in found else ""
+    source = sources[found["source"]]
+    return f"{found['score']}{after}, [{source['title']}]({source['url']}){of}"

@@ -1,0 +1,83 @@
+"""V-MPO's losses: worked out by hand, by a loop, and what they have their minimum at."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_rl.functional import better_half, lagrangian, vmpo_policy_loss, vmpo_temperature_loss
+
+ADVANTAGES = torch.tensor([0.3, -0.1, 2.0, 0.9, 0.4], dtype=torch.float64)
+LOG_PROBS = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.1], dtype=torch.float64)
+WEIGHTS = torch.tensor([1.0, 3.0, 2.0, 1.0, 2.0], dtype=torch.float64)
+
+
+def scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def test_the_better_half_is_rounded_up_and_of_the_rows_that_count():
+    assert better_half(ADVANTAGES).tolist() == [2, 3, 4]
+    assert better_half(ADVANTAGES[:4]).tolist() == [2, 3]
+    assert len(better_half(torch.zeros(6))) == 3  # of equal ones too
+    assert better_half(ADVANTAGES, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5])).tolist() == [4, 0]
+    nothing = torch.tensor([math.nan, 1.0]), torch.zeros(2)
+    assert better_half(*nothing).tolist() == better_half(torch.zeros(0)).tolist() == []
+
+
+def test_the_policy_loss_is_that_of_a_loop():
+    eta = scalar(0.7)
+    exponentials = [math.exp(a / 0.7) for a in ADVANTAGES.tolist()]
+    pairs = zip(exponentials, LOG_PROBS.tolist(), strict=True)
+    expected = -sum(e / sum(exponentials) * log_prob for e, log_prob in pairs)
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    loss = vmpo_policy_loss(log_probs, ADVANTAGES, eta)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    loss.backward()
+    assert eta.grad is None
+    assert log_probs.grad.tolist() == pytest.approx([-e / sum(exponentials) for e in exponentials], rel=1e-12)
+    # Two rows with the advantages 0 and η log 3 have the weights 1/4 and 3/4.
+    two = vmpo_policy_loss(torch.tensor([-1.0, -2.0]), torch.tensor([0.0, 2 * math.log(3)]), torch.tensor(2.0))
+    assert two.item() == pytest.approx(0.25 + 1.5)
+
+
+def test_a_row_counts_as_often_as_its_weight_says():
+    again = [0, 1, 1, 1, 2, 2, 3, 4, 4]
+    eta = torch.tensor(0.7, dtype=torch.float64)
+    weighted = vmpo_policy_loss(LOG_PROBS, ADVANTAGES, eta, 0.1 * WEIGHTS)
+    torch.testing.assert_close(weighted, vmpo_policy_loss(LOG_PROBS[again], ADVANTAGES[again], eta))
+    weighted = vmpo_temperature_loss(ADVANTAGES, eta, 0.2, 0.1 * WEIGHTS)
+    torch.testing.assert_close(weighted, vmpo_temperature_loss(ADVANTAGES[again], eta, 0.2))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS])
+def test_the_temperature_loss_is_least_where_the_weights_are_epsilon_from_uniform(weights):
+    """Its derivative is ε - KL(ψ ‖ uniform)."""
+    uniform = torch.full((5,), 0.2, dtype=torch.float64) if weights is None else weights / weights.sum()
+    for value in (0.2, 1.0, 5.0):
+        eta = scalar(value)
+        loss = vmpo_temperature_loss(ADVANTAGES, eta, 0.1, weights)
+        mean = (uniform * (ADVANTAGES / value).exp()).sum().item()
+        assert loss.item() == pytest.approx(value * 0.1 + value * math.log(mean), rel=1e-12)
+        loss.backward()
+        psi = uniform * (ADVANTAGES / value).exp() / mean
+        divergence = (psi * (psi / uniform).log()).sum().item()
+        assert eta.grad.item() == pytest.approx(0.1 - divergence, rel=1e-9)
+
+
+def test_equal_advantages_leave_a_temperature_loss_of_epsilon_above_them_and_no_rows_none():
+    assert vmpo_temperature_loss(torch.full((4,), 3.0), torch.tensor(2.0), 0.1).item() == pytest.approx(3.2)
+    eta = scalar(2.0)
+    empty = ADVANTAGES[:0]
+    loss = vmpo_temperature_loss(empty, eta, 0.1) + vmpo_policy_loss(empty, empty, eta)
+    loss.backward()
+    assert loss.item() == eta.grad.item() == 0
+
+
+def test_the_lagrangian_moves_the_coefficient_by_the_slack_and_the_divergence_by_the_coefficient():
+    kl, alpha = scalar(0.03), scalar(5.0)
+    loss = lagrangian(kl, alpha, 0.01)
+    assert loss.item() == pytest.approx(5 * 0.01)  # α ε: the divergence cancels
+    loss.backward()
+    assert kl.grad.item() == 5
+    assert alpha.grad.item() == pytest.approx(0.01 - 0.03)  # descent makes α larger
