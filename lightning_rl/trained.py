@@ -112,7 +112,7 @@ def load_data(path: str | Path, config: str | Path | None = None) -> RolloutData
         return _from_config(config_file(config))
     checkpoint = read_checkpoint(path, "path")
     parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
-    stored = next((part["settings"] for part in parts if "settings" in part), {})
+    stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
     if "env_id" not in stored:
         raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
     return RolloutDataModule(**stored)
