@@ -142,7 +142,8 @@ class Reports(Updates):
         logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
         if self.frames != self.env_steps:
             logged["time/frames"] = float(self.frames)
-        logged |= {name: count.compute() for name, count in self.rollout_counts.items()}
+        # A run that goes on without actors has theirs from its checkpoint.
+        logged |= {name: count.compute() for name, count in self.rollout_counts.items() if count.update_called}
         self._log_reduced(logged)
         self.begin_window()
 

@@ -263,3 +263,10 @@ def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
     assert resumed.policy_version == 8 and resumed.env_steps == 8 * 32
     assert first.rollouts[0].starts[0].all() and first.rollouts[0].policy_version == 4
     assert data._sampler.starts == 1 and again._sampler.starts == 2  # so other episodes
+
+    # Without actors, what is counted of theirs is logged no more.
+    logger, in_step = MemoryLogger(), make_data(rollouts_per_epoch=1)
+    model = make(in_step, **options)
+    make_trainer(max_epochs=3, logger=logger, log_every_n_steps=1).fit(model, in_step, ckpt_path=tmp_path / "x.ckpt")
+    assert "train/policy_lag_max" in model.rollout_counts and not logger.rows("train/policy_lag_max")
+    assert [step for step, _ in logger.rows("train/loss")] == [5 * 32, 6 * 32]
