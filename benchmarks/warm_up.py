@@ -4,8 +4,8 @@
 
 A policy is cloned from episodes of a controller of MountainCar, which pushes the way the car goes, and PPO goes on
 from there: at once, or after `critic_warmup_steps` in which the values alone are learned. To a fresh critic every step
-on the way to the hill is as bad as the steps that are left are many, whatever is done. The mode of the policy is
-evaluated after each of its first updates. Needs the extra `envpool`. The result goes to
+on the way to the hill is as bad as the steps that are left are many, whatever is done. The policy that learns, and
+not its mode, is evaluated after each of its first updates. Needs the extra `envpool`. The result goes to
 `benchmarks/results/warm_up/mountain_car.json`.
 """
 
@@ -27,7 +27,13 @@ from lightning_rl.evaluation import Episode
 
 ENV_ID = "MountainCar-v0"
 UPDATES, WARM_UP_ROLLOUTS = 6, 50
-DATA: dict[str, Any] = {"num_envs": 32, "rollout_length": 128, "eval_episodes": 40, "backend": "envpool"}
+DATA: dict[str, Any] = {
+    "num_envs": 32,
+    "rollout_length": 128,
+    "backend": "envpool",
+    "eval_episodes": 40,
+    "eval_deterministic": False,
+}
 CLONING: dict[str, Any] = {"learning_rate": 3e-3}
 CLONING_BATCHES = 600
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "num_minibatches": 16}
