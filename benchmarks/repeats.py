@@ -1,10 +1,11 @@
-"""How many decisions PPO needs for the same score with actions that it may hold for a while, and without.
+"""How many decisions PPO needs for a score with actions that it may hold for a while, and without.
 
     OMP_NUM_THREADS=1 python benchmarks/repeats.py [--seeds 3]
 
-Acrobot, whose score is the number of its steps until the tip is up, whoever decides in how many of them. The policy is
-evaluated all along; a decision is one action of the policy, held for 1 to `MAX_REPEATS` steps. The result
-goes to `benchmarks/results/repeats/acrobot.json`.
+MountainCar earns -1 for each of its steps until the car is on the hill, whoever decides in how many of them, and 200
+steps of random actions hardly ever get it there: it has to be pushed one way for a while and then the other. A decision
+is one action of the policy, held for 1 to `MAX_REPEATS` steps. The policy is evaluated after every `EVERY` decisions,
+and learns until it scores `GOAL`. The result goes to `benchmarks/results/repeats/mountain_car.json`.
 """
 
 from __future__ import annotations
@@ -14,46 +15,54 @@ import statistics
 from typing import Any
 
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from short_runs import Scores, quiet_trainer, write_result
 
 from lightning_rl import PPO, RolloutDataModule
 
-ENV_ID, GOAL = "Acrobot-v1", -100.0
-EPOCHS, MAX_REPEATS = 12, 4
-DATA: dict[str, Any] = {"num_envs": 8, "rollout_length": 128, "rollouts_per_epoch": 4, "eval_episodes": 20}
+ENV_ID, GOAL = "MountainCar-v0", -120.0
+EPOCHS, MAX_REPEATS = 60, 16
+DATA: dict[str, Any] = {"num_envs": 16, "rollout_length": 64, "rollouts_per_epoch": 4, "eval_episodes": 20}
+EVERY = DATA["num_envs"] * DATA["rollout_length"] * DATA["rollouts_per_epoch"]
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "num_epochs": 4,
     "num_minibatches": 16,
-    "gae_lambda": 0.94,
+    "gae_lambda": 0.98,
+    "normalize_observations": True,
     "normalize_rewards": True,
 }
 
 
 def run(seed: int, repeats: int | None) -> dict[str, Any]:
-    """Return the score and the decisions of an episode at every evaluation, and when the goal was reached first."""
+    """Return what it took to reach the goal, or the limit, and what the policy scores then in how many decisions."""
     seed_everything(seed)
     data = RolloutDataModule(ENV_ID, learned_action_repeat=repeats, seed=seed, **DATA)
     model = PPO(data.observation_space, data.action_space, **SETTINGS)
     kept = Scores()
-    quiet_trainer(kept, max_epochs=EPOCHS).fit(model, data)
-    reached = [steps for steps, score in zip(kept.env_steps, kept.returns, strict=True) if score >= GOAL]
+    at_goal = EarlyStopping("val/episode_return", mode="max", stopping_threshold=GOAL, patience=EPOCHS)
+    quiet_trainer(kept, at_goal, max_epochs=EPOCHS).fit(model, data)
     return {
-        "decisions_to_goal": reached[0] if reached else None,
-        "final_score": kept.returns[-1],
-        "final_decisions_of_an_episode": kept.lengths[-1],
+        "reached": kept.returns[-1] >= GOAL,
+        "decisions": model.env_steps,
+        "steps_of_the_environment": model.frames,
+        "score": kept.returns[-1],
+        "decisions_of_an_episode": kept.lengths[-1],
         "scores": list(zip(kept.env_steps, kept.returns, strict=True)),
     }
 
 
 def compare(seeds: int) -> dict[str, Any]:
     """Return what both take with every seed."""
-    result: dict[str, Any] = {"env_id": ENV_ID, "goal": GOAL, "settings": SETTINGS, "data": DATA}
+    limit = EPOCHS * EVERY
+    result: dict[str, Any] = {"env_id": ENV_ID, "goal": GOAL, "decisions_at_most": limit}
+    result |= {"settings": SETTINGS, "data": DATA}
     for name, repeats in (("each_step", None), (f"up_to_{MAX_REPEATS}_steps", MAX_REPEATS)):
         runs = [run(seed, repeats) for seed in range(seeds)]
-        means = ("final_score", "final_decisions_of_an_episode")
-        result[name] = {what: round(statistics.fmean(one[what] for one in runs), 2) for what in means}
-        result[name] |= {"decisions_to_goal": [one["decisions_to_goal"] for one in runs], "runs": runs}
+        means = ("decisions", "steps_of_the_environment", "score", "decisions_of_an_episode")
+        result[name] = {"reached": [one["reached"] for one in runs]}
+        result[name] |= {what: round(statistics.fmean(one[what] for one in runs), 2) for what in means}
+        result[name]["runs"] = runs
     return result
 
 
@@ -61,4 +70,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
-    write_result("repeats/acrobot", lambda: compare(seeds))
+    write_result("repeats/mountain_car", lambda: compare(seeds))

@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3]
 
-A policy is cloned from episodes of the controller that comes with LunarLander, and PPO goes on from there: at once, or
-after `critic_warmup_steps` in which the values alone are learned. Policy and critic share an encoder: that is where the
-loss of values that are worth nothing does its harm, and with encoders of their own the policy stood both. Its mode is
-evaluated after each of its first updates. The result goes to `benchmarks/results/warm_up/lunarlander.json`.
+A policy is cloned from episodes of a controller of MountainCar, which pushes the way the car goes, and PPO goes on
+from there: at once, or after `critic_warmup_steps` in which the values alone are learned. To a fresh critic every step
+on the way to the hill is as bad as the steps that are left are many, whatever is done. The policy that learns, and
+not its mode, is evaluated after each of its first updates. Needs the extra `envpool`. The result goes to
+`benchmarks/results/warm_up/mountain_car.json`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,24 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.box2d.lunar_lander import heuristic
 from lightning.pytorch import seed_everything
 from short_runs import Scores, quiet_trainer, write_result
 
 from lightning_rl import PPO, BehaviourCloning, RecordedEpisodes, RolloutDataModule
 from lightning_rl.evaluation import Episode
 
-ENV_ID = "LunarLander-v3"
-UPDATES, WARM_UP_ROLLOUTS = 6, 20
-DATA: dict[str, Any] = {"num_envs": 8, "rollout_length": 128, "eval_episodes": 12, "reward_scale": 0.1}
-CLONING: dict[str, Any] = {"learning_rate": 3e-3, "shared_encoder": True}
-CLONING_BATCHES = 100
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "num_epochs": 4,
-    "num_minibatches": 16,
-    "gamma": 0.999,
-    "gae_lambda": 0.98,
-    "shared_encoder": True,
+ENV_ID = "MountainCar-v0"
+UPDATES, WARM_UP_ROLLOUTS = 6, 50
+DATA: dict[str, Any] = {
+    "num_envs": 32,
+    "rollout_length": 128,
+    "backend": "envpool",
+    "eval_episodes": 40,
+    "eval_deterministic": False,
 }
+CLONING: dict[str, Any] = {"learning_rate": 3e-3}
+CLONING_BATCHES = 600
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "num_minibatches": 16}
 
 
 def controlled(episodes: int = 40) -> list[Episode]:
@@ -46,7 +45,7 @@ def controlled(episodes: int = 40) -> list[Episode]:
     for seed in range(episodes):
         observations, actions, rewards, over = [env.reset(seed=seed)[0]], [], [], False
         while not over:
-            actions.append(int(heuristic(env, observations[-1])))
+            actions.append(2 if observations[-1][1] >= 0 else 0)
             observation, reward, terminated, truncated, _ = env.step(actions[-1])
             observations.append(observation)
             rewards.append(float(reward))
@@ -70,19 +69,41 @@ def scores(seed: int, episodes: list[Episode], folder: Path) -> dict[str, list[f
     found = {"cloned": kept.returns}
     for name, rollouts in (("ppo", 0), ("ppo_with_warm_up", WARM_UP_ROLLOUTS)):
         seed_everything(seed)
-        data = RolloutDataModule(ENV_ID, rollouts_per_epoch=1, seed=seed, **DATA)
-        warm_up = rollouts * data.rollout_length * data.num_envs
-        model = PPO(data.observation_space, data.action_space, critic_warmup_steps=warm_up, **SETTINGS)
-        model.init_from(folder / "cloned.ckpt")
-        kept = Scores()
-        quiet_trainer(kept, max_epochs=rollouts + UPDATES).fit(model, data)
-        assert kept.returns[:rollouts] == found["cloned"] * rollouts, "the policy is not learned before"
-        found[name] = kept.returns[rollouts:]
+        begun, *found[name] = first_updates(folder, rollouts, seed)
+        assert [begun] == found["cloned"], "the policy is not learned before"
     return found
 
 
+def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
+    """Return the scores after each of the first updates of PPO, and before them that of the policy it begins with.
+
+    Args:
+        folder: With the checkpoint of the cloned policy.
+        rollouts: Of warm-up, which come before those updates and are not evaluated one by one.
+        seed: Of the environments.
+    """
+    data = RolloutDataModule(ENV_ID, rollouts_per_epoch=1, seed=seed, **DATA)
+    steps = rollouts * data.rollout_length * data.num_envs
+    model = PPO(data.observation_space, data.action_space, critic_warmup_steps=steps, **SETTINGS)
+    model.init_from(folder / "cloned.ckpt")
+    warm = None
+    if rollouts:
+        warming = quiet_trainer(max_epochs=rollouts, limit_val_batches=0)
+        warming.fit(model, data)
+        warming.save_checkpoint(warm := folder / "warm.ckpt")
+    kept = Scores()
+    learning = quiet_trainer(kept, max_epochs=rollouts + UPDATES)
+    learning.validate(model, data, verbose=False)
+    learning.fit(model, data, ckpt_path=warm and str(warm))
+    return kept.returns
+
+
 def compare(seeds: int) -> dict[str, Any]:
-    """Return the scores of every seed, and which share of the cloned policy's score they are."""
+    """Return the scores of every seed, and which share of the cloned policy's score is kept.
+
+    All scores are below 0: how many steps the car takes. Half of the score is kept where it takes twice as many; 60 %
+    or so is the least that can be, since an episode is cut off after 200 steps.
+    """
     episodes = controlled()
     with tempfile.TemporaryDirectory() as folder:
         runs = [scores(seed, episodes, Path(folder)) for seed in range(seeds)]
@@ -96,7 +117,7 @@ def compare(seeds: int) -> dict[str, Any]:
         "controller": round(statistics.fmean(episode.episode_return for episode in episodes), 2),
     }
     for name in ("ppo", "ppo_with_warm_up"):
-        shares = [[score / run["cloned"][-1] for score in run[name]] for run in runs]
+        shares = [[run["cloned"][-1] / score for score in run[name]] for run in runs]
         result[name] = {
             "mean_share_of_the_cloned_score": [round(statistics.fmean(share), 4) for share in shares],
             "lowest_share_of_the_cloned_score": [round(min(share), 4) for share in shares],
@@ -108,4 +129,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds
-    write_result("warm_up/lunarlander", lambda: compare(seeds))
+    write_result("warm_up/mountain_car", lambda: compare(seeds))

@@ -346,14 +346,15 @@ def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
 
 
 def test_learned_repeats_take_fewer_decisions_to_the_goal():
-    found = json.loads((BENCHMARKS / "results/repeats/acrobot.json").read_text())
-    each, held = found["each_step"], found["up_to_4_steps"]
-    assert min(each["final_score"], held["final_score"]) >= found["goal"]
-    assert held["final_decisions_of_an_episode"] < 0.5 * each["final_decisions_of_an_episode"]
+    found = json.loads((BENCHMARKS / "results/repeats/mountain_car.json").read_text())
+    each, held = found["each_step"]["runs"], found["up_to_16_steps"]["runs"]
+    assert min(len(each), len(held)) >= 3 and min(run["score"] for run in each + held) >= found["goal"]
+    for what, share in (("decisions", 0.5), ("decisions_of_an_episode", 0.2)):
+        assert max(run[what] for run in held) < share * min(run[what] for run in each)
 
 
 def test_a_warm_critic_keeps_what_a_fresh_one_makes_ppo_forget():
-    found = json.loads((BENCHMARKS / "results/warm_up/lunarlander.json").read_text())
-    assert min(found["ppo_with_warm_up"]["mean_share_of_the_cloned_score"]) >= 0.9
-    assert max(found["ppo"]["mean_share_of_the_cloned_score"]) < 0.7
-    assert max(found["ppo"]["lowest_share_of_the_cloned_score"]) < 0.2
+    found = json.loads((BENCHMARKS / "results/warm_up/mountain_car.json").read_text())
+    fresh, warm = (found[name]["lowest_share_of_the_cloned_score"] for name in ("ppo", "ppo_with_warm_up"))
+    assert all(kept > lost for kept, lost in zip(warm, fresh, strict=True)) and min(fresh) < 0.65
+    assert sorted(warm)[1] >= 0.9  # with two seeds of three
