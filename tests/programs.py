@@ -142,9 +142,8 @@ def _pipe() -> tuple[TextIO, int]:
 def _server() -> socket.socket:
     """Start the server, once for all tests of this process; it ends when this socket does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
 
@@ -164,7 +163,7 @@ def _serve(requests: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # so that collections of the programs copy no memory
-    given = filter(None, os.environ["PYTHONPATH"].split(os.pathsep))
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     base = [entry for entry in sys.path[1:] if entry not in {*given}]
     while True:
         message, files, *_ = socket.recv_fds(requests, MAX_REQUEST, 3)

@@ -377,7 +377,7 @@ def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(t
     assert model.env_steps == 3 * 24 - 1
     state = torch.load(tmp_path / "after_1.ckpt", weights_only=True)
     window = state["lightning_rl"]["ranks"][0]["window"]
-    assert window["restarts"]["states"]["total"] == 1
+    assert window["counts"]["rollout/env_restarts"]["states"]["total"] == 1
 
 
 def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> None:
