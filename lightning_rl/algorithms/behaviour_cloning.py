@@ -83,11 +83,8 @@ class BehaviourCloning(OnPolicyAlgorithm):
 
     def update(self, batch: Batch) -> None:
         """Make passes of gradient steps over a batch, unless they are stopped."""
-        for _ in range(self.num_epochs):
-            for minibatch in self.minibatches(batch, self.num_minibatches):
-                self.optimize(self.loss(minibatch), only="actor")
-                if self.diagnostics.known_closed:
-                    return
+        for minibatch in self.passes(batch, self.num_epochs, self.num_minibatches):
+            self.optimize(self.loss(minibatch), only="actor")
 
     def observe_loss(self, rollout: Rollout | Batch) -> None:
         """Compute the loss over recorded steps."""

@@ -81,12 +81,10 @@ class CriticPretraining(UnrollLearner):
 
     def update(self, batch: Batch) -> None:
         """Make passes of gradient steps over a batch, unless they are stopped."""
-        for _ in range(self.num_epochs):
-            for minibatch in self.minibatches(batch, self.num_minibatches):
-                self.optimize(self.loss(minibatch))
-                if self.diagnostics.known_closed:
-                    return
-        self.log_histograms(batch, "update")
+        for minibatch in self.passes(batch, self.num_epochs, self.num_minibatches):
+            self.optimize(self.loss(minibatch))
+        if not self.diagnostics.known_closed:
+            self.log_histograms(batch, "update")
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return the targets less the values, and the targets, `[T, B]`."""

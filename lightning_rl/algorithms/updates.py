@@ -128,6 +128,14 @@ class Updates(Shortcuts):
         self.weigh(parts)
         yield from map(self.begin_minibatch, parts)
 
+    def passes(self, batch: Batch, num_passes: int, num_minibatches: int) -> Iterator[Batch]:
+        """Yield the minibatches of several passes, until it is known that no further update will be made."""
+        for _ in range(num_passes):
+            for minibatch in self.minibatches(batch, num_minibatches):
+                yield minibatch
+                if self.diagnostics.known_closed:
+                    return
+
     def begin_minibatch(self, batch: Batch) -> Batch:
         """Return a minibatch to be learned from next; what is recorded from now on is of it."""
         self.diagnostics.next_minibatch()
@@ -241,7 +249,8 @@ class Updates(Shortcuts):
         for optimizer in optimizers:
             optimizer.zero_grad()
         self._backward(not_finite_throughout(loss), only)
-        norms = self.gradient_norms()
+        gradients = self._gradients()
+        norms = {name: total_norm(found) for name, found in gradients.items()}
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
             # Whether it is finite, in fewer kernels than `isfinite`.
@@ -252,7 +261,7 @@ class Updates(Shortcuts):
         before = None if keep_if is None else OptimizerSnapshot(x.optimizer for x in optimizers)
         for name, optimizer in zip(GRADIENT_NORMS, optimizers, strict=False):
             if name in norms:
-                self._clip_gradients(optimizer, norms[name])
+                self._clip_gradients(gradients[name], norms[name])
                 self._step(optimizer, counts=optimizer is optimizers[0])
         if before is not None and keep_if is not None:
             self._take_back_unless(keep_if, before)
@@ -290,11 +299,14 @@ class Updates(Shortcuts):
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""
-        gradients = {n: gradients_of(x.optimizer) for n, x in zip(GRADIENT_NORMS, self.optimizers_in_use, strict=False)}
-        return {name: total_norm(found) for name, found in gradients.items() if found}
+        return {name: total_norm(found) for name, found in self._gradients().items()}
 
-    def _clip_gradients(self, optimizer: LightningOptimizer, grad_norm: Tensor) -> None:
-        gradients = gradients_of(optimizer.optimizer)
+    def _gradients(self) -> dict[str, list[Tensor]]:
+        """Return the gradients of each optimiser that has some, by the name that their norm is logged by."""
+        gradients = {n: gradients_of(x.optimizer) for n, x in zip(GRADIENT_NORMS, self.optimizers_in_use, strict=False)}
+        return {name: found for name, found in gradients.items() if found}
+
+    def _clip_gradients(self, gradients: list[Tensor], grad_norm: Tensor) -> None:
         if self.max_grad_value is not None:
             for gradient in gradients:
                 gradient.clamp_(-self.max_grad_value, self.max_grad_value)
