@@ -15,26 +15,11 @@ clock = measure.Clock()
 import stable_baselines3  # noqa: E402
 import torch  # noqa: E402
 from environments import EPISODE_RETURNS, factories  # noqa: E402
+from sb3_ticks import Ticks  # noqa: E402
 from stable_baselines3 import PPO  # noqa: E402
-from stable_baselines3.common.callbacks import BaseCallback  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize  # noqa: E402
 
 clock.imported()
-
-
-class Ticks(BaseCallback):
-    """A rollout and its update are over when the next rollout begins, or training ends."""
-
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_start(self) -> None:
-        if self.num_timesteps:
-            clock.tick(self.num_timesteps)
-
-    def _on_training_end(self) -> None:
-        clock.tick(self.num_timesteps)
-
 
 parser = argparse.ArgumentParser()
 measure.add_arguments(parser)
@@ -67,5 +52,5 @@ PPO(
     policy_kwargs=policy_options,
     device="cpu",
     seed=args.seed,
-).learn(workload["rollouts"] * workload["rows"], callback=Ticks())
+).learn(workload["rollouts"] * workload["rows"], callback=Ticks(clock))
 measure.report("sb3", stable_baselines3.__version__, args, clock, EPISODE_RETURNS)
