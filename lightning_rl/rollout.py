@@ -241,7 +241,10 @@ class Batch:
     def weight(self) -> float:
         """One over the total weight of the rows, unless it was set."""
         if self._weight is None:
-            self._weight = 1 / (float(self.total_weight) or 1.0)
+            weight = 1 / (float(self.total_weight) or 1.0)
+            if "weights" not in self.fields:
+                return weight
+            self._weight = weight
         return self._weight
 
     @weight.setter
@@ -274,6 +277,8 @@ class Batch:
         """
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
+        elif self._weight is None and len(x):
+            return x.mean()
         return x.sum() * self.weight
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:

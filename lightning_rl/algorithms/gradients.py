@@ -25,7 +25,6 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return norm
 
 
-@torch.no_grad()
 def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients so that their global norm, which is `norm`, is at most `max_norm`."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

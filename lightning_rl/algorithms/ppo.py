@@ -229,11 +229,11 @@ class PPO(OnPolicyAlgorithm):
         normalized = self.normalize_advantages == "minibatch"
         advantages = self.normalized_advantages(batch) if normalized else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
-        if not self.overlapped:  # which begins with 1 by itself
-            self.observe_first_ratios(log_probs - batch.log_probs)
         low, high = self.clip_ranges
         inputs = (log_probs, batch.log_probs, advantages, self._range(low), self._range(high))
         rows = self._compiled(policy_rows)(*inputs, self.log_prob_clip, self.dual_clip)
+        if not self.overlapped:  # which begins with 1 by itself
+            self.observe_first_ratios(rows.log_ratios)
         policy_loss = batch.mean(rows.losses)
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)

@@ -13,6 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_rl.algorithms.flat_adam import FlatAdam
+
 
 class Shortcuts(LightningModule):
     """A module that finds out who takes part in its backward passes and steps, and asks nobody else.
@@ -62,7 +64,10 @@ class Shortcuts(LightningModule):
             return
         if counts:
             optimizer._on_before_step()
-        raw.step()
+        if isinstance(raw, FlatAdam):
+            raw.step_alone()
+        else:
+            raw.step()
         if counts:
             optimizer._on_after_step()
 

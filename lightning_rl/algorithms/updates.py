@@ -248,13 +248,13 @@ class Updates(Shortcuts):
         optimizers = self.optimizers_in_use
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self._backward(not_finite_throughout(loss), only)
+        self._backward(loss if self.world_size == 1 else not_finite_throughout(loss), only)
         gradients = self._gradients()
         norms = {name: total_norm(found) for name, found in gradients.items()}
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
-            # Whether it is finite, in fewer kernels than `isfinite`.
-            self.diagnostics.close_for_good_unless(grad_norm - grad_norm == 0)
+            # Whether both are finite, in fewer kernels than `isfinite`.
+            self.diagnostics.close_for_good_unless((grad_norm + loss.detach()) * 0 == 0)
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open

@@ -342,9 +342,15 @@ def _clipped_surrogate_loss(
     """
     weights = -advantages.detach()
     bound = torch.minimum(weights * (1.0 - clip_range_low), weights * (1.0 + clip_range_high))
-    # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
-    bound = bound.nan_to_num(0.0, torch.inf, -torch.inf)
+    if not _is_finite(clip_range_low) or not _is_finite(clip_range_high):
+        # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
+        bound = bound.nan_to_num(0.0, torch.inf, -torch.inf)
     return (log_ratios.exp() * weights).clamp(min=bound)
+
+
+def _is_finite(clip_range: Tensor | float) -> bool:
+    """Whether a range is known to be finite without looking into a tensor."""
+    return not isinstance(clip_range, Tensor) and abs(clip_range) < torch.inf
 
 
 def huber_value_loss(values: Tensor, targets: Tensor, delta: float) -> Tensor:

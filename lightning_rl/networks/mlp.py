@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.layers import orthogonal_linear
+from lightning_rl.layers import apply_layers, orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
 from lightning_rl.validation import check, check_positive_int
@@ -72,13 +72,13 @@ class MLPEncoder(nn.Module):
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
         if self._is_vector and observations.is_floating_point():  # what the layers take as it is
-            return self.layers(observations)  # type: ignore[no-any-return]
+            return apply_layers(self.layers, observations)
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         pairs = zip(self._of_inputs, self.inputs.values(), strict=True)
         parts = [to_numbers(part_at(observations, path), dtype) for path, to_numbers in pairs]
         for path, encoder in zip(self._of_encoders, self.encoders.values(), strict=True):
             parts.append(encoder(part_at(observations, path)))
-        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))  # type: ignore[no-any-return]
+        return apply_layers(self.layers, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
 
 def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:

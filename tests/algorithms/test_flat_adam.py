@@ -23,7 +23,7 @@ def make_network() -> nn.Sequential:
 
 
 def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: slice = slice(None)) -> None:
-    """Take clipped steps; with a `part` of the layers, the others get no gradient."""
+    """Take clipped steps, in either way in turn; with a `part` of the layers, the others get no gradient."""
     for step in range(steps):
         optimizer.zero_grad()
         inputs = torch.linspace(-1, 2, 12, dtype=network[0].weight.dtype).view(4, 3) + step  # type: ignore[arg-type]
@@ -31,7 +31,10 @@ def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: sl
         (outputs - step).square().mean().backward()
         gradients = gradients_of(optimizer)
         scale_to_norm(gradients, 0.5, total_norm(gradients))
-        optimizer.step()
+        if isinstance(optimizer, FlatAdam) and step % 2 == 0:
+            optimizer.step_alone()
+        else:
+            optimizer.step()
 
 
 def assert_same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> None:
@@ -149,6 +152,27 @@ def test_hooks_around_a_step_are_called_once():
     ours[1].register_step_post_hook(lambda *_: calls.append("after"))
     learn(*ours, steps=2)
     assert calls == ["before", "after"] * 2
+
+
+def test_whoever_waits_for_steps_sees_all_of_them():
+    (network, optimizer), _ = pair()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    learn(network, optimizer, steps=1)
+    with torch.profiler.profile() as profile:
+        learn(network, optimizer, steps=1)
+    scheduler.step()  # would warn if it had seen no step
+    assert "Optimizer.step#FlatAdam.step" in {event.name for event in profile.events()}
+
+
+def test_a_step_alone_does_without_what_is_around_a_step(monkeypatch):
+    ours, adams = pair()
+    learn(*ours)
+    monkeypatch.setattr(FlatAdam, "step", None)
+    learn(*ours, steps=1)
+    monkeypatch.undo()
+    learn(*adams)
+    learn(*adams, steps=1)
+    assert_same(ours, adams)
 
 
 def test_large_groups_are_left_to_adam(monkeypatch):
