@@ -17,6 +17,7 @@ from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
+from lightning_rl.normalization import frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
@@ -104,7 +105,7 @@ class Collector:
         recurrent = as_recurrent(policy)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
-        with torch.inference_mode():
+        with torch.inference_mode(), frozen_moments(policy):
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
                 row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)

@@ -18,7 +18,7 @@ from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.normalization import exact_dtype
+from lightning_rl.normalization import exact_dtype, frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
@@ -97,7 +97,8 @@ class TensorCollector:
         recurrent = as_recurrent(policy)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
-        with torch.no_grad():  # not `inference_mode`: the tensors of the environments are their own
+        # Not `inference_mode`: the tensors of the environments are their own.
+        with torch.no_grad(), frozen_moments(policy):
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
                 if recurrent is None:

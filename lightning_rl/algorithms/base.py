@@ -32,7 +32,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
-from lightning_rl.normalization import RewardScale, make_reward_normalizer
+from lightning_rl.normalization import RewardScale, frozen_moments, make_reward_normalizer
 from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
@@ -310,7 +310,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.diagnostics.observe(action_saturation=share)
         for replay in self.replays.values():
             replay.begin()
-        with suppress(NotFiniteError), self.trainer.profiler.profile("update"), explained_anomaly():  # type: ignore[attr-defined]
+        profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
+        with suppress(NotFiniteError), profiled, explained_anomaly(), frozen_moments(self.policy):
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):

@@ -220,7 +220,7 @@ class Updates(Shortcuts):
             self.diagnostics.add(l2_penalty=penalty)
             terms = (*terms, penalty)
         loss = functools.reduce(operator.add, terms)
-        absolute = self.over_ranks(torch.stack([term.detach() for term in terms])).abs()
+        absolute = self.over_ranks(torch.stack(terms).detach()).abs()
         self.diagnostics.add(loss=loss, total_abs_loss=absolute.sum())
         return loss
 
@@ -249,7 +249,7 @@ class Updates(Shortcuts):
         for optimizer in optimizers:
             optimizer.zero_grad()
         self._backward(loss if self.world_size == 1 else not_finite_throughout(loss), only)
-        gradients = self._gradients()
+        gradients = self._gradients(optimizers)
         norms = {name: total_norm(found) for name, found in gradients.items()}
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
@@ -299,11 +299,11 @@ class Updates(Shortcuts):
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""
-        return {name: total_norm(found) for name, found in self._gradients().items()}
+        return {name: total_norm(found) for name, found in self._gradients(self.optimizers_in_use).items()}
 
-    def _gradients(self) -> dict[str, list[Tensor]]:
+    def _gradients(self, optimizers: Sequence[LightningOptimizer]) -> dict[str, list[Tensor]]:
         """Return the gradients of each optimiser that has some, by the name that their norm is logged by."""
-        gradients = {n: gradients_of(x.optimizer) for n, x in zip(GRADIENT_NORMS, self.optimizers_in_use, strict=False)}
+        gradients = {n: gradients_of(x.optimizer) for n, x in zip(GRADIENT_NORMS, optimizers, strict=False)}
         return {name: found for name, found in gradients.items() if found}
 
     def _clip_gradients(self, gradients: list[Tensor], grad_norm: Tensor) -> None:

@@ -24,6 +24,14 @@ class DiagonalGaussian(Distribution):
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = at_least_float32(mean)
         self.log_std = at_least_float32(log_std)
+        self._log_volume: Tensor | None = None
+
+    @property
+    def log_volume(self) -> Tensor:
+        """Σ log std over action dimensions; one number where all rows have the same, else `[...]`."""
+        if self._log_volume is None:
+            self._log_volume = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1]).sum(-1)
+        return self._log_volume
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw mean + std · ε; the action is not clipped to any bounds."""
@@ -37,12 +45,12 @@ class DiagonalGaussian(Distribution):
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of `action` (shape `[..., a]`), summed over action dimensions."""
         z = (action - self.mean) * (-self.log_std).exp()
-        log_std = self.log_std.expand_as(self.mean).sum(-1)
-        return -0.5 * z.square().sum(-1) - log_std - 0.5 * _LOG_2PI * self.mean.shape[-1]
+        return -0.5 * z.square().sum(-1) - (self.log_volume + 0.5 * _LOG_2PI * self.mean.shape[-1])
 
     def entropy(self) -> Tensor:
         """Return Σ (log std + ½ log 2πe)."""
-        return self.log_std.expand_as(self.mean).sum(-1) + 0.5 * (1 + _LOG_2PI) * self.mean.shape[-1]
+        entropy = self.log_volume + 0.5 * (1 + _LOG_2PI) * self.mean.shape[-1]
+        return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Distribution) -> Tensor:
         """Return the closed form, summed over action dimensions."""

@@ -7,7 +7,7 @@ actions that were taken.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.functional import _checks as check
 from lightning_rl.functional._checks import computation_dtype
@@ -71,7 +71,7 @@ def value_loss(values: Tensor, targets: Tensor) -> Tensor:
         ValueError: If the shapes differ.
     """
     check.same_shape(values=values, targets=targets)
-    return 0.5 * (values - targets.detach()).square()
+    return 0.5 * nn.functional.mse_loss(values, targets.detach(), reduction="none")
 
 
 def clipped_value_loss(values: Tensor, targets: Tensor, old_values: Tensor, clip_range: Tensor | float) -> Tensor:
