@@ -23,6 +23,7 @@ import compare  # noqa: E402
 import compare_all  # noqa: E402
 import curves  # noqa: E402
 import gpu  # noqa: E402
+import measure  # noqa: E402
 import pages  # noqa: E402
 import reproduce  # noqa: E402
 import retention  # noqa: E402
@@ -269,7 +270,7 @@ def test_cartpole_in_torch_is_gymnasiums():
     assert ours.step(torch.tensor([0, 1]))[3].tolist() == [False, True]
 
 
-RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "peak_rss_mb": 300}
+RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "startup_s": 5.0, "peak_rss_mb": 300}
 
 
 def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
@@ -295,6 +296,29 @@ def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
     digest[0] = "b"
     compare.compare(asked)
     assert len(done) == 14, "the package has changed since"
+    assert compare.seconds_of_pair(asked) == 2 * (5 + compare.STEPS["W1"] / 20)
+    assert compare.seconds_of_pair(compare.Comparison("W1", "sb3", "native", folder=tmp_path)) is None
+
+
+def test_a_driver_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(compare, "TIMEOUT", 0.2)
+    with pytest.raises(RuntimeError, match=r"not done after 0\.2 s"):
+        compare.run([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_drivers_of_peers_begin_with_the_command_line_and_count_whole_rollouts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["driver.py", "W3", "--steps", "5000", "--seed", "7"])
+    begun = measure.begin()
+    assert (begun.args.seed, begun.workload["rollouts"], begun.workload["minibatch"]) == (7, 4, 256)
+    for _ in range(begun.workload["rollouts"]):
+        begun.tick()
+    begun.report("a peer", "1.0", [3.0, 4.0], note="why")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["env_steps"], found["total_steps"], found["final_return"]) == (2048, 4096, 3.5)
+    assert (found["peer"], found["workload"], found["seed"], found["note"]) == ("a peer", "W3", 7, "why")
+    with pytest.raises(SystemExit):
+        measure.begin(images=False)
+    assert "vectors" in capsys.readouterr().err
 
 
 def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
@@ -307,7 +331,11 @@ def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
         assert (BENCHMARKS / "peers" / script).is_file()
         lines = (BENCHMARKS / "peers" / f"requirements-{comparison.peer}.txt").read_text().splitlines()
         assert "torch==2.13.0" in lines and all("==" in line for line in lines)
-        assert comparison.pairs == (5 if comparison.peer in compare_all.FASTEST[comparison.workload] else 1)
+        in_pairs = compare_all.IN_PAIRS[comparison.workload]
+        again = {"peer": comparison.peer, "backend": comparison.backend, "compiled": comparison.compiled}
+        assert comparison.pairs == (
+            5 if again in [{"backend": "sync", "compiled": False} | how for how in in_pairs] else 1
+        )
 
 
 def test_start_up_compares_whole_processes(monkeypatch):
