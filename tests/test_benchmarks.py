@@ -11,8 +11,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_rl import shipped_configs
+from lightning_rl import ActorCritic, shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,7 @@ import curves  # noqa: E402
 import gpu  # noqa: E402
 import measure  # noqa: E402
 import pages  # noqa: E402
+import record  # noqa: E402
 import reproduce  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
@@ -353,13 +355,65 @@ def test_scaling_times_as_many_steps_whatever_the_number_of_environments(monkeyp
     assert set(scaling.environments("torch", 1, (8,))["cpu_microseconds_per_step"]) == {"8"}
 
 
-def test_measurements_for_the_gpu_run_on_the_cpu():
-    args = "--num_envs 8 --rollout_length 4 --rollouts 1 --repeats 1 --eager --device cpu"
-    found = gpu.measure_all(gpu.parse(args.split()))
+_TINY = ["--num_envs", "8", "--rollout_length", "4", "--rollouts", "1", "--repeats", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def measured_on_the_cpu():
+    return gpu.measure_all(gpu.parse([*_TINY, "--eager"]))
+
+
+def test_measurements_for_the_gpu_run_on_the_cpu(measured_on_the_cpu):
+    found = measured_on_the_cpu
     assert found["microseconds"]["minibatch_rows"] == 8
     assert min(found["microseconds"].values()) > 0
     assert set(found["microseconds"]) == {"minibatch_rows", "gradient_step_eager", "act_and_step_eager"}
     assert found["training_steps_per_second"]["eager"] > 0
+
+
+def test_what_is_replayed_as_a_graph_asks_nothing_of_the_host():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without data, which refuse to tell any
+        env = torch_cartpole.TorchCartPole()
+        policy = ActorCritic(env.single_observation_space, env.single_action_space)
+        gpu.GradientStep(policy, torch.randn(8, 4), 2, compiled=False)()
+        gpu.ActAndStep(policy, 8, torch.device("cpu"))()
+        with pytest.raises(DataDependentOutputException):
+            torch.ones(3).sum().item()
+
+
+def test_tables_have_what_the_scripts_save(measured_on_the_cpu, tmp_path):
+    about = {"source": {"commit": "0123456789", "dirty": False}, "hardware": {"accelerator": None}}
+    found = {
+        "gpu/cartpole.json": measured_on_the_cpu,
+        "memory/growth.json": {"rollouts": 2000, "bytes_per_rollout": 36.4},
+        "memory/images.json": {"num_envs": 64, "rollout_length": 128, "data_mib": 220.7, "rollout_mib": 222.4}
+        | {"peak_mib": 1000.4},
+        "scaling/processes.json": {"num_envs": 64, "backend": "native", "speed_up": 1.8},
+        "scaling/environments-torch.json": {"backend": "torch", "cpu_microseconds_per_step": {"8": 9.04, "1024": 3.0}},
+        "start_up.json": {"median_cpu_seconds": {"both": 2.0}, "ratios": {"help": 1.1}},
+    }
+    for name, result in found.items():
+        record.write_json(tmp_path / name, result | about)
+    text = table.start_up(tmp_path) + table.memory(tmp_path) + table.scaling(tmp_path) + table.gpu(tmp_path)
+    rate = found["gpu/cartpole.json"]["training_steps_per_second"]["eager"]
+    for cells in (
+        ["both", "2.00"],
+        ["ratio: help", "**1.10**"],
+        ["growth for each of 2,000 rollouts", "36 B"],
+        ["64 Pong environments × 128 steps: process at its peak", "1,000 MiB"],
+        ["two processes over one, 64 environments (native)", "**1.80**"],
+        ["torch: µs of CPU a step, by environments", "8: 9.0, 1024: 3.0"],
+        ["cartpole, 8 × 4: training, eager", f"**{rate:,}** steps a second", "cpu"],
+    ):
+        assert f"| {' | '.join(cells)} | 01234567 |" in text, cells
+
+
+def test_results_are_saved_where_it_is_asked_for(tmp_path):
+    args = gpu.parse([*_TINY, "--save", str(tmp_path)])
+    record.save({"found": 1}, args.save, "gpu/cartpole.json")
+    assert {"found", "source", "versions", "hardware"} == set(json.loads((tmp_path / "gpu/cartpole.json").read_text()))
+    assert gpu.parse(["--save"]).save == record.RESULTS
+    assert gpu.parse([]).save is None
 
 
 def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
