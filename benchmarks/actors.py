@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save
 
 from lightning_rl import IMPALA, RolloutDataModule
 from lightning_rl.policy import ActorCritic
@@ -140,12 +140,10 @@ if __name__ == "__main__":
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=600)
     parser.add_argument("--share", action="store_true", help="measure the policy's share of an actor's time")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_saving(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = share() if arguments.share else compare(arguments)
-    if arguments.save:
-        name = "share" if arguments.share else f"cartpole-{arguments.actors}"
-        about = {"source": source(), "versions": versions(), "hardware": hardware()}
-        write_json(RESULTS / "actors" / f"{name}.json", result | about)
+    name = "share" if arguments.share else f"cartpole-{arguments.actors}"
+    save(result, arguments.save, f"actors/{name}.json")
     print("\n" + json.dumps(result), flush=True)

@@ -2,13 +2,14 @@
 
     python benchmarks/compare.py W1 sb3
     python benchmarks/compare.py W1 sb3 --backend native
+    python benchmarks/compare.py W3 rl_games --compiled
 
 Ours, theirs, ours, theirs …: what else the machine does meanwhile meets both. Each run is a process of its own; the
 ratio of each pair is ours / theirs, and the median over pairs is what is reported. The peer runs in the virtual
 environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`), which has `benchmarks/peers/requirements-<peer>.txt`
 installed, on Gymnasium's synchronous environments; `--backend` is what ours run on. The result goes to
-`benchmarks/results/throughput/<workload>-<peer>[-<backend>].json`, a pair at a time: started again, it goes on where it
-was, unless the package has changed since.
+`benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled].json`, a pair at a time: started again, it goes
+on where it was, unless the package has changed since.
 """
 
 from __future__ import annotations
@@ -34,11 +35,14 @@ PEERS = {
     "sheeprl": (("W1", "W2", "W3"), "sheeprl_ppo.py"),
     "tianshou": (("W1", "W2"), "tianshou_ppo.py"),
     "torchrl": (("W1", "W2"), "torchrl_ppo.py"),
+    "sample_factory": (("W1",), "sample_factory_ppo.py"),
     "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
     "ding": (("W5",), "ding_ppg.py"),
 }
 # Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
-STEPS = {"W1": 100_000, "W2": 24_576, "W3": 6_144, "W4": 16_384, "W5": 65_536}
+STEPS = {"W1": 100_000, "W2": 24_576, "W3": 5_120, "W4": 16_384, "W5": 65_536}
+TIMEOUT = 1200
+"""Seconds after which a run is taken for hung: many times what any takes."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +96,13 @@ def run(command: list[str]) -> dict[str, Any]:
     """Run a driver on one thread and return its last line.
 
     Raises:
-        RuntimeError: It failed; with what it wrote.
+        RuntimeError: It failed, with what it wrote, or was not done in time.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command[1:])} was not done after {TIMEOUT} s") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[1:])} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -111,6 +118,16 @@ def done_before(comparison: Comparison, digest: str) -> list[dict[str, Any]]:
     steps = comparison.steps or STEPS[comparison.workload]
     same = same and kept.get("steps") == steps
     return list(kept["runs"][: 2 * comparison.pairs]) if same else []
+
+
+def seconds_of_pair(comparison: Comparison) -> float | None:
+    """Return how long a pair takes, by those that are kept of any version of the package; None where there are none."""
+    if not comparison.path.exists():
+        return None
+    runs = json.loads(comparison.path.read_text())["runs"]
+    steps = comparison.steps or STEPS[comparison.workload]
+    sides = ([run["startup_s"] + steps / run["sps"] for run in runs[side::2]] for side in (0, 1))
+    return sum(statistics.median(side) for side in sides)
 
 
 def compare(comparison: Comparison) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 The two fastest peers of a workload meet ours in five pairs, the others in one. What is kept already of the package as
 it is now is not run again, so that an interrupted run goes on where it was; a pair that fails is told of and left out.
 
-    python benchmarks/compare_all.py --list             what would be run, and what is kept
+    python benchmarks/compare_all.py --list             what would be run, what is kept, how long the others take
     python benchmarks/compare_all.py --workloads W1 W4  some workloads only
     python benchmarks/compare_all.py --pairs 1          a quick look
 """
@@ -16,40 +16,48 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from compare import PEERS, STEPS, Comparison, compare, done_before, interpreter
+from compare import PEERS, STEPS, Comparison, compare, done_before, interpreter, seconds_of_pair
 from record import RESULTS, source
 
-# The two that have been seen to be the fastest, per workload; and what else ours are run with against these.
-FASTEST = {
-    "W1": ("skrl", "sb3"),
-    "W2": ("sb3", "skrl"),
-    "W3": ("rl_games", "skrl"),
-    "W4": ("sb3_contrib",),
-    "W5": ("ding",),
+# In pairs: against the two that have been seen to be the fastest, and what else ours are run with against the first of
+# them. rl_games compiles its model on images, and so do ours beside it.
+IN_PAIRS: dict[str, list[dict[str, Any]]] = {
+    "W1": [
+        {"peer": "skrl"},
+        {"peer": "sb3"},
+        {"peer": "skrl", "backend": "native"},
+        {"peer": "skrl", "backend": "torch"},
+    ],
+    "W2": [{"peer": "sb3"}, {"peer": "skrl"}, {"peer": "sb3", "backend": "envpool"}],
+    "W3": [
+        {"peer": "rl_games", "compiled": True},
+        {"peer": "skrl"},
+        {"peer": "rl_games", "compiled": True, "backend": "native"},
+    ],
+    "W4": [{"peer": "sb3_contrib"}],
+    "W5": [{"peer": "ding"}],
 }
-OTHERWISE = {
-    "W1": [{"backend": "native"}, {"backend": "torch"}, {"backend": "envpool"}],
-    "W2": [{"backend": "envpool"}],
-    "W3": [{"compiled": True}, {"backend": "native"}, {"backend": "envpool"}],
+# Once, besides the other peers.
+ONCE: dict[str, list[dict[str, Any]]] = {
+    "W1": [{"peer": "skrl", "backend": "envpool"}],
+    "W3": [{"peer": "rl_games"}, {"peer": "rl_games", "compiled": True, "backend": "envpool"}],
 }
 
 
 def plan(workloads: Sequence[str], pairs: int) -> list[Comparison]:
     """Return the comparisons of these workloads, the most telling first."""
-    fastest = [Comparison(workload, peer, pairs=pairs) for workload in workloads for peer in FASTEST[workload]]
-    otherwise = [
-        Comparison(workload, FASTEST[workload][0], pairs=pairs, **how)
-        for workload in workloads
-        for how in OTHERWISE.get(workload, [])
-    ]
+    in_pairs = [Comparison(workload, pairs=pairs, **how) for workload in workloads for how in IN_PAIRS[workload]]
+    met = {(comparison.workload, comparison.peer) for comparison in in_pairs}
     others = [
-        Comparison(workload, peer, pairs=1)
+        {"workload": workload, "peer": peer}
         for workload in workloads
         for peer, (known, _) in PEERS.items()
-        if workload in known and peer not in FASTEST[workload]
+        if workload in known and (workload, peer) not in met
     ]
-    return fastest + otherwise + others
+    others += [{"workload": workload, **how} for workload in workloads for how in ONCE.get(workload, [])]
+    return in_pairs + [Comparison(pairs=1, **how) for how in others]
 
 
 def main() -> int:
@@ -68,7 +76,9 @@ def main() -> int:
             continue
         comparison = dataclasses.replace(comparison, steps=args.steps, folder=args.out)
         kept = len(done_before(comparison, digest)) // 2
-        print(f"{comparison.path.stem}: {kept} of {comparison.pairs} pairs are there", flush=True)
+        seconds = (comparison.pairs - kept) * (seconds_of_pair(comparison) or 0)
+        expected = f", about {seconds / 60:.1f} minutes for the others" if seconds else ""
+        print(f"{comparison.path.stem}: {kept} of {comparison.pairs} pairs are there{expected}", flush=True)
         if args.list or kept == comparison.pairs:
             continue
         if not interpreter(comparison.peer).exists():

@@ -22,7 +22,7 @@ import torch_cartpole
 from gymnasium import spaces
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save
 from torch import Tensor
 
 from lightning_rl import PPO, ActorCritic, RolloutDataModule
@@ -183,7 +183,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", action="store_true", help="a gradient step on frames, and no training")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_saving(parser)
     return parser.parse_args(args)
 
 
@@ -202,7 +202,5 @@ if __name__ == "__main__":
     arguments = parse()
     torch.set_float32_matmul_precision("high")
     result = measure_all(arguments)
-    if arguments.save:
-        kept = result | {"source": source(), "versions": versions(), "hardware": hardware()}
-        write_json(RESULTS / "gpu" / ("images.json" if arguments.images else "cartpole.json"), kept)
+    save(result, arguments.save, f"gpu/{'images' if arguments.images else 'cartpole'}.json")
     print(json.dumps(result), flush=True)

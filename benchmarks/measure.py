@@ -85,6 +85,50 @@ def workload(args: argparse.Namespace) -> dict[str, Any]:
     return chosen
 
 
+class Run:
+    """One run of a peer's driver.
+
+    Attributes:
+        args: Of the command line.
+        workload: That was asked for.
+        clock: Of the run.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.workload = workload(args)
+        self.clock = Clock()
+        self._steps = 0
+
+    def imported(self) -> None:
+        """Call once all imports are done: PyTorch has `THREADS` threads from here on."""
+        self.clock.imported()
+        sys.modules["torch"].set_num_threads(THREADS)
+
+    def tick(self) -> None:
+        """Call when a rollout of the workload's size has been learned from."""
+        self._steps += self.workload["rows"]
+        self.clock.tick(self._steps)
+
+    def report(self, peer: str, version: str, episode_returns: list[float], note: str = "") -> None:
+        """Print the result as one line of JSON, the last of the output."""
+        report(peer, version, self.args, self.clock, episode_returns, note=note)
+
+
+def begin(*, images: bool = True) -> Run:
+    """Read a peer driver's command line; call it before anything heavy is imported.
+
+    Args:
+        images: Whether it can do the workloads whose observations are images.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args()
+    if not (images or WORKLOADS[args.workload]["hidden"]):
+        parser.error(f"workload={args.workload!r}: expected one whose observations are vectors")
+    return Run(args)
+
+
 def report(
     peer: str,
     version: str,

@@ -17,7 +17,7 @@ import measure
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save
 
 from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.nested import leaves
@@ -120,11 +120,9 @@ if __name__ == "__main__":
     parser.add_argument("--rollouts", type=int, default=2000, help="of growth")
     parser.add_argument("--num_envs", type=int, default=64, help="of images")
     parser.add_argument("--length", type=int, default=128, help="of images")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_saving(parser)
     args = parser.parse_args()
     torch.set_num_threads(measure.THREADS)
     result = growth(args.rollouts) if args.what == "growth" else images(args.num_envs, args.length)
-    if args.save:
-        kept = result | {"source": source(), "versions": versions(), "hardware": hardware()}
-        write_json(RESULTS / "memory" / f"{args.what}.json", kept)
+    save(result, args.save, f"memory/{args.what}.json")
     print(json.dumps(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -76,6 +77,17 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def add_saving(parser: argparse.ArgumentParser) -> None:
+    """Add `--save`, alone or with a folder to take the place of `benchmarks/results`."""
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER", help="keep the result")
+
+
+def save(result: dict[str, Any], folder: Path | None, name: str) -> None:
+    """Keep a result as `name` in a folder, with what makes it traceable; None keeps nothing."""
+    if folder is not None:
+        write_json(folder / name, result | {"source": source(), "versions": versions(), "hardware": hardware()})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ import measure
 import torch
 import torch_cartpole
 from lightning.pytorch import Callback, LightningModule, Trainer
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import Backend
@@ -124,7 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num_envs", type=int, default=64, help="in all, for processes")
     parser.add_argument("--processes", type=int, default=1, help="for one, which runs a single measurement")
     parser.add_argument("--repeats", type=int, default=5, help="for processes")
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_saving(parser)
     return parser.parse_args()
 
 
@@ -139,10 +139,8 @@ def main(args: argparse.Namespace) -> None:
         result = processes(args.num_envs, args.backend, args.rollouts, args.repeats)
     else:
         result = one(args.num_envs, args.backend, args.rollouts, args.processes)
-    if result is not None and args.save:
-        kept = result | {"source": source(), "versions": versions(), "hardware": hardware()}
-        write_json(RESULTS / "scaling" / f"{name}.json", kept)
     if result is not None:
+        save(result, args.save, f"scaling/{name}.json")
         print(json.dumps(result), flush=True)
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from typing import Any
 
-from record import RESULTS, hardware, source, versions, write_json
+from record import add_saving, save
 
 _QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
 SCRIPTS = {
@@ -70,10 +70,8 @@ def measure_all(repeats: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="keep the result")
+    add_saving(parser)
     args = parser.parse_args()
     result = measure_all(args.repeats)
-    if args.save:
-        kept = result | {"source": source(), "versions": versions(), "hardware": hardware()}
-        write_json(RESULTS / "start_up.json", kept)
+    save(result, args.save, "start_up.json")
     print(json.dumps(result))

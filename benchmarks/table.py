@@ -131,6 +131,22 @@ def scaling(results: Path = RESULTS) -> str:
     return _markdown(["what", "found", "commit"], rows)
 
 
+def gpu(results: Path = RESULTS) -> str:
+    """Return the table of what was measured with everything on one device."""
+    rows = []
+    for path in sorted(results.glob("gpu/*.json")):
+        found = json.loads(path.read_text())
+        where, commit = found["hardware"]["accelerator"] or found["device"], _commit(found["source"])
+        size = f"{path.stem}, {found['num_envs']:,} × {found['rollout_length']}"
+        parts = dict(found["microseconds"])
+        minibatch = f"minibatch of {parts.pop('minibatch_rows'):,.0f}"
+        for name, value in parts.items():
+            rows.append([f"{size}, {minibatch}: {name.replace('_', ' ')}", f"{value:,.1f} µs", where, commit])
+        for name, rate in found.get("training_steps_per_second", {}).items():
+            rows.append([f"{size}: training, {name}", f"**{rate:,}** steps a second", where, commit])
+    return _markdown(["what", "found", "on", "commit"], rows)
+
+
 def lightning_share(results: Path = RESULTS) -> str:
     """Return the table of Lightning's share."""
     rows = []
@@ -140,6 +156,7 @@ def lightning_share(results: Path = RESULTS) -> str:
         rows.append(
             [
                 found["workload"],
+                found.get("backend", "sync"),
                 found["with"],
                 f"{found['env_steps']:,}",
                 f"**{found['lightning_share']:.1%}**",
@@ -147,7 +164,7 @@ def lightning_share(results: Path = RESULTS) -> str:
                 _commit(found["source"]),
             ]
         )
-    return _markdown(["workload", "with", "steps", "share", "fifths of the run", "commit"], rows)
+    return _markdown(["workload", "backend", "with", "steps", "share", "fifths of the run", "commit"], rows)
 
 
 def profile(results: Path = RESULTS) -> str:
@@ -182,6 +199,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "start-up": start_up,
     "memory": memory,
     "scaling": scaling,
+    "gpu": gpu,
 }
 """What makes each table of the README, by the name in the comments around it."""
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/throughput.py W1 --steps 100000
 
 `--full` adds what a user's run has: TensorBoard, checkpoints, a progress bar. `--share` measures how much of a run is
-Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in alternation; with `--save` it
-goes to `benchmarks/results/throughput/`.
+Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in alternation; `--save`
+keeps it in `benchmarks/results/throughput/`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
-from record import RESULTS, hardware, source, versions, write_json  # noqa: E402
+from record import add_saving, save  # noqa: E402
 from workload_ppo import BareLoop, make_data, make_model  # noqa: E402
 
 import lightning_rl  # noqa: E402
@@ -146,6 +146,7 @@ def share(args: argparse.Namespace, workload: dict[str, Any], parts: str) -> dic
     fifths = [timed[begin : begin + length] for begin in range(0, length * (len(timed) // length), length)]
     return {
         "workload": args.workload,
+        "backend": args.backend,
         "with": "TensorBoard" + (", checkpoints, progress bar" if parts == "full" else ""),
         "seed": args.seed,
         "env_steps": len(timed) * workload["rows"],
@@ -169,7 +170,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="compile what can be")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
-    parser.add_argument("--save", action="store_true", help="keep the result of --share")
+    add_saving(parser)
     parsed = parser.parse_args(args)
     if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
         parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
@@ -183,9 +184,8 @@ if __name__ == "__main__":
     if arguments.share:
         kind = "full" if arguments.full else "logged"
         result = share(arguments, chosen, kind)
-        if arguments.save:
-            place = RESULTS / "throughput" / f"share-{arguments.workload}-{kind}.json"
-            write_json(place, result | {"source": source(), "versions": versions(), "hardware": hardware()})
+        parts = [arguments.workload, *([] if arguments.backend == "sync" else [arguments.backend]), kind]
+        save(result, arguments.save, f"throughput/share-{'-'.join(parts)}.json")
         print("\n" + json.dumps(result), flush=True)
         sys.exit()
     ticks, _ = fit(arguments, chosen, clock, "full" if arguments.full else "plain")

@@ -11,8 +11,9 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_rl import shipped_configs
+from lightning_rl import ActorCritic, shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,9 @@ import compare  # noqa: E402
 import compare_all  # noqa: E402
 import curves  # noqa: E402
 import gpu  # noqa: E402
+import measure  # noqa: E402
 import pages  # noqa: E402
+import record  # noqa: E402
 import reproduce  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
@@ -269,7 +272,7 @@ def test_cartpole_in_torch_is_gymnasiums():
     assert ours.step(torch.tensor([0, 1]))[3].tolist() == [False, True]
 
 
-RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "peak_rss_mb": 300}
+RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "startup_s": 5.0, "peak_rss_mb": 300}
 
 
 def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
@@ -295,6 +298,29 @@ def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
     digest[0] = "b"
     compare.compare(asked)
     assert len(done) == 14, "the package has changed since"
+    assert compare.seconds_of_pair(asked) == 2 * (5 + compare.STEPS["W1"] / 20)
+    assert compare.seconds_of_pair(compare.Comparison("W1", "sb3", "native", folder=tmp_path)) is None
+
+
+def test_a_driver_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(compare, "TIMEOUT", 0.2)
+    with pytest.raises(RuntimeError, match=r"not done after 0\.2 s"):
+        compare.run([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+def test_drivers_of_peers_begin_with_the_command_line_and_count_whole_rollouts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["driver.py", "W3", "--steps", "5000", "--seed", "7"])
+    begun = measure.begin()
+    assert (begun.args.seed, begun.workload["rollouts"], begun.workload["minibatch"]) == (7, 4, 256)
+    for _ in range(begun.workload["rollouts"]):
+        begun.tick()
+    begun.report("a peer", "1.0", [3.0, 4.0], note="why")
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["env_steps"], found["total_steps"], found["final_return"]) == (2048, 4096, 3.5)
+    assert (found["peer"], found["workload"], found["seed"], found["note"]) == ("a peer", "W3", 7, "why")
+    with pytest.raises(SystemExit):
+        measure.begin(images=False)
+    assert "vectors" in capsys.readouterr().err
 
 
 def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
@@ -307,7 +333,11 @@ def test_every_peer_of_the_plan_has_a_driver_and_pinned_requirements():
         assert (BENCHMARKS / "peers" / script).is_file()
         lines = (BENCHMARKS / "peers" / f"requirements-{comparison.peer}.txt").read_text().splitlines()
         assert "torch==2.13.0" in lines and all("==" in line for line in lines)
-        assert comparison.pairs == (5 if comparison.peer in compare_all.FASTEST[comparison.workload] else 1)
+        in_pairs = compare_all.IN_PAIRS[comparison.workload]
+        again = {"peer": comparison.peer, "backend": comparison.backend, "compiled": comparison.compiled}
+        assert comparison.pairs == (
+            5 if again in [{"backend": "sync", "compiled": False} | how for how in in_pairs] else 1
+        )
 
 
 def test_start_up_compares_whole_processes(monkeypatch):
@@ -325,13 +355,65 @@ def test_scaling_times_as_many_steps_whatever_the_number_of_environments(monkeyp
     assert set(scaling.environments("torch", 1, (8,))["cpu_microseconds_per_step"]) == {"8"}
 
 
-def test_measurements_for_the_gpu_run_on_the_cpu():
-    args = "--num_envs 8 --rollout_length 4 --rollouts 1 --repeats 1 --eager --device cpu"
-    found = gpu.measure_all(gpu.parse(args.split()))
+_TINY = ["--num_envs", "8", "--rollout_length", "4", "--rollouts", "1", "--repeats", "1", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def measured_on_the_cpu():
+    return gpu.measure_all(gpu.parse([*_TINY, "--eager"]))
+
+
+def test_measurements_for_the_gpu_run_on_the_cpu(measured_on_the_cpu):
+    found = measured_on_the_cpu
     assert found["microseconds"]["minibatch_rows"] == 8
     assert min(found["microseconds"].values()) > 0
     assert set(found["microseconds"]) == {"minibatch_rows", "gradient_step_eager", "act_and_step_eager"}
     assert found["training_steps_per_second"]["eager"] > 0
+
+
+def test_what_is_replayed_as_a_graph_asks_nothing_of_the_host():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # tensors without data, which refuse to tell any
+        env = torch_cartpole.TorchCartPole()
+        policy = ActorCritic(env.single_observation_space, env.single_action_space)
+        gpu.GradientStep(policy, torch.randn(8, 4), 2, compiled=False)()
+        gpu.ActAndStep(policy, 8, torch.device("cpu"))()
+        with pytest.raises(DataDependentOutputException):
+            torch.ones(3).sum().item()
+
+
+def test_tables_have_what_the_scripts_save(measured_on_the_cpu, tmp_path):
+    about = {"source": {"commit": "0123456789", "dirty": False}, "hardware": {"accelerator": None}}
+    found = {
+        "gpu/cartpole.json": measured_on_the_cpu,
+        "memory/growth.json": {"rollouts": 2000, "bytes_per_rollout": 36.4},
+        "memory/images.json": {"num_envs": 64, "rollout_length": 128, "data_mib": 220.7, "rollout_mib": 222.4}
+        | {"peak_mib": 1000.4},
+        "scaling/processes.json": {"num_envs": 64, "backend": "native", "speed_up": 1.8},
+        "scaling/environments-torch.json": {"backend": "torch", "cpu_microseconds_per_step": {"8": 9.04, "1024": 3.0}},
+        "start_up.json": {"median_cpu_seconds": {"both": 2.0}, "ratios": {"help": 1.1}},
+    }
+    for name, result in found.items():
+        record.write_json(tmp_path / name, result | about)
+    text = table.start_up(tmp_path) + table.memory(tmp_path) + table.scaling(tmp_path) + table.gpu(tmp_path)
+    rate = found["gpu/cartpole.json"]["training_steps_per_second"]["eager"]
+    for cells in (
+        ["both", "2.00"],
+        ["ratio: help", "**1.10**"],
+        ["growth for each of 2,000 rollouts", "36 B"],
+        ["64 Pong environments × 128 steps: process at its peak", "1,000 MiB"],
+        ["two processes over one, 64 environments (native)", "**1.80**"],
+        ["torch: µs of CPU a step, by environments", "8: 9.0, 1024: 3.0"],
+        ["cartpole, 8 × 4: training, eager", f"**{rate:,}** steps a second", "cpu"],
+    ):
+        assert f"| {' | '.join(cells)} | 01234567 |" in text, cells
+
+
+def test_results_are_saved_where_it_is_asked_for(tmp_path):
+    args = gpu.parse([*_TINY, "--save", str(tmp_path)])
+    record.save({"found": 1}, args.save, "gpu/cartpole.json")
+    assert {"found", "source", "versions", "hardware"} == set(json.loads((tmp_path / "gpu/cartpole.json").read_text()))
+    assert gpu.parse(["--save"]).save == record.RESULTS
+    assert gpu.parse([]).save is None
 
 
 def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):

@@ -6,7 +6,6 @@ phase has minibatches of the same size. Both sides have two networks, and one au
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -19,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -29,13 +28,8 @@ from ding.policy.ppg import PPGPolicy  # noqa: E402
 from easydict import EasyDict  # noqa: E402
 from environments import EPISODE_RETURNS, factories  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-torch.set_num_threads(measure.THREADS)
+run.imported()
+workload = run.workload
 
 
 class Environment(BaseEnv):  # type: ignore[misc]
@@ -71,13 +65,12 @@ class Environment(BaseEnv):  # type: ignore[misc]
         return f"Environment({workload['env_id']})"
 
 
-learn, done_steps = PPGPolicy._forward_learn, [0]
+learn = PPGPolicy._forward_learn
 
 
 def learn_and_tick(self: PPGPolicy, data: Any) -> Any:  # noqa: ANN401
     found = learn(self, data)
-    done_steps[0] += workload["rows"]
-    clock.tick(done_steps[0])
+    run.tick()
     return found
 
 
@@ -136,9 +129,9 @@ os.chdir(tempfile.mkdtemp())
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
     serial_pipeline_onpolicy_ppg(
         (EasyDict(settings), EasyDict(kinds)),
-        seed=args.seed,
+        seed=run.args.seed,
         env_setting=[Environment, [EasyDict()] * workload["num_envs"], [EasyDict()]],
         max_env_step=workload["rollouts"] * workload["rows"],
     )
 note = "policy and value learned in separate passes"
-measure.report("ding", version("DI-engine"), args, clock, EPISODE_RETURNS, note=note)
+run.report("ding", version("DI-engine"), EPISODE_RETURNS, note=note)

@@ -5,7 +5,6 @@ Advantages are normalised over the whole rollout, and the epsilon of its Adam is
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -18,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import numpy as np  # noqa: E402
 from environments import EPISODE_RETURNS, factories  # noqa: E402
@@ -29,12 +28,8 @@ from rl_games.common.algo_observer import AlgoObserver  # noqa: E402
 from rl_games.common.ivecenv import IVecEnv  # noqa: E402
 from rl_games.torch_runner import Runner  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
+run.imported()
+workload = run.workload
 
 
 class Environments(IVecEnv):  # type: ignore[misc]
@@ -45,7 +40,7 @@ class Environments(IVecEnv):  # type: ignore[misc]
         self.env: Any = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
     def reset(self) -> Any:  # noqa: ANN401
-        return self._observed(self.env.reset(seed=args.seed)[0])
+        return self._observed(self.env.reset(seed=run.args.seed)[0])
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
         observations, rewards, terminated, truncated, _ = self.env.step(actions)
@@ -75,7 +70,7 @@ class Ticks(AlgoObserver):  # type: ignore[misc]
     def after_print_stats(self, frame: int, epoch_num: int, total_time: float) -> None:
         if epoch_num > self.epoch:
             self.epoch = epoch_num
-            clock.tick(epoch_num * workload["rows"])
+            run.tick()
 
 
 def orthogonal(gain: float) -> dict[str, Any]:
@@ -110,7 +105,7 @@ vecenv.register("GYMNASIUM", lambda name, num_actors, **options: Environments())
 env_configurations.register("workload", {"vecenv_type": "GYMNASIUM", "env_creator": lambda **options: None})
 kind = "continuous" if workload["normalize"] else "discrete"
 params = {
-    "seed": args.seed,
+    "seed": run.args.seed,
     "torch_threads": measure.THREADS,
     "algo": {"name": f"a2c_{kind}"},
     "model": {"name": "continuous_a2c_logstd" if kind == "continuous" else "discrete_a2c"},
@@ -154,4 +149,4 @@ with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
     runner.load({"params": params})
     runner.run({"train": True})
 note = "advantages normalised over the rollout; compiled model"
-measure.report("rl_games", version("rl-games"), args, clock, EPISODE_RETURNS, note=note)
+run.report("rl_games", version("rl-games"), EPISODE_RETURNS, note=note)

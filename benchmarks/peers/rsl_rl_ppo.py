@@ -6,7 +6,6 @@ No workload with images. Observations are normalised by Gymnasium's wrappers, as
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -18,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin(images=False)
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -30,16 +29,9 @@ from rsl_rl.runners import OnPolicyRunner  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-if not workload["hidden"]:
-    parser.error(f"workload={args.workload!r}: expected one whose observations are vectors")
-torch.set_num_threads(measure.THREADS)
-torch.manual_seed(args.seed)
+run.imported()
+workload = run.workload
+torch.manual_seed(run.args.seed)
 
 
 class Environments(VecEnv):  # type: ignore[misc]
@@ -53,7 +45,7 @@ class Environments(VecEnv):  # type: ignore[misc]
         self.num_actions = 1 if self.discrete else self.env.single_action_space.shape[0]
         self.max_episode_length = 1000
         self.episode_length_buf = torch.zeros(self.num_envs, dtype=torch.long)
-        self.observations = self._observed(self.env.reset(seed=args.seed)[0])
+        self.observations = self._observed(self.env.reset(seed=run.args.seed)[0])
 
     def get_observations(self) -> TensorDict:
         return self.observations
@@ -101,15 +93,14 @@ settings = {
 }
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
     runner = OnPolicyRunner(Environments(), settings, log_dir=None, device="cpu")
-    update, done = runner.alg.update, [0]
+    update = runner.alg.update
 
     def update_and_tick() -> Any:  # noqa: ANN401
         losses = update()
-        done[0] += workload["rows"]
-        clock.tick(done[0])
+        run.tick()
         return losses
 
     runner.alg.update = update_and_tick
     runner.learn(workload["rollouts"])
-note = "a Gaussian's sign chooses the action" if args.workload == "W1" else ""
-measure.report("rsl_rl", version("rsl-rl-lib"), args, clock, EPISODE_RETURNS, note=note)
+note = "a Gaussian's sign chooses the action" if run.args.workload == "W1" else ""
+run.report("rsl_rl", version("rsl-rl-lib"), EPISODE_RETURNS, note=note)

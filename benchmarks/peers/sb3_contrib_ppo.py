@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import sb3_contrib  # noqa: E402
 import torch  # noqa: E402
@@ -19,13 +18,8 @@ from sb3_contrib import RecurrentPPO  # noqa: E402
 from sb3_ticks import Ticks  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-torch.set_num_threads(measure.THREADS)
+run.imported()
+workload = run.workload
 layers = {"pi": workload["hidden"], "vf": workload["hidden"]}
 RecurrentPPO(
     "MlpLstmPolicy",
@@ -44,6 +38,6 @@ RecurrentPPO(
     max_grad_norm=workload["max_grad_norm"],
     policy_kwargs={"net_arch": layers, "activation_fn": torch.nn.Tanh, "lstm_hidden_size": workload["lstm"]},
     device="cpu",
-    seed=args.seed,
-).learn(workload["rollouts"] * workload["rows"], callback=Ticks(clock))
-measure.report("sb3_contrib", sb3_contrib.__version__, args, clock, EPISODE_RETURNS)
+    seed=run.args.seed,
+).learn(workload["rollouts"] * workload["rows"], callback=Ticks(run.clock))
+run.report("sb3_contrib", sb3_contrib.__version__, EPISODE_RETURNS)

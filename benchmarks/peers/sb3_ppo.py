@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import stable_baselines3  # noqa: E402
 import torch  # noqa: E402
@@ -19,13 +18,8 @@ from sb3_ticks import Ticks  # noqa: E402
 from stable_baselines3 import PPO  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-torch.set_num_threads(measure.THREADS)
+run.imported()
+workload = run.workload
 
 environments: VecEnv = DummyVecEnv(factories(workload, own_normalization=True))
 if workload["normalize"]:
@@ -51,6 +45,6 @@ PPO(
     max_grad_norm=workload["max_grad_norm"],
     policy_kwargs=policy_options,
     device="cpu",
-    seed=args.seed,
-).learn(workload["rollouts"] * workload["rows"], callback=Ticks(clock))
-measure.report("sb3", stable_baselines3.__version__, args, clock, EPISODE_RETURNS)
+    seed=run.args.seed,
+).learn(workload["rollouts"] * workload["rows"], callback=Ticks(run.clock))
+run.report("sb3", stable_baselines3.__version__, EPISODE_RETURNS)

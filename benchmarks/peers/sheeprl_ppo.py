@@ -5,7 +5,6 @@ The deviations of its Gaussians depend on the observation.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -18,23 +17,17 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import gymnasium  # noqa: E402
-import torch  # noqa: E402
 from environments import EPISODE_RETURNS, factories  # noqa: E402
 from gymnasium.wrappers import FrameStackObservation  # noqa: E402
 from sheeprl.algos.ppo import ppo  # noqa: E402
-from sheeprl.cli import run  # noqa: E402
+from sheeprl.cli import run as run_sheeprl  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-torch.set_num_threads(measure.THREADS)
-train, done = ppo.train, [0]
+run.imported()
+workload = run.workload
+train = ppo.train
 
 
 def make_environment() -> gymnasium.Env[Any, Any]:
@@ -45,8 +38,7 @@ def make_environment() -> gymnasium.Env[Any, Any]:
 
 def train_and_tick(*arguments: Any, **options: Any) -> int:  # noqa: ANN401
     steps: int = train(*arguments, **options)
-    done[0] += workload["rows"]
-    clock.tick(done[0])
+    run.tick()
     return steps
 
 
@@ -54,7 +46,7 @@ ppo.train = train_and_tick
 scratch = tempfile.mkdtemp()
 settings = {
     "exp": "ppo",
-    "seed": args.seed,
+    "seed": run.args.seed,
     "num_threads": measure.THREADS,
     "log_root": scratch,
     "hydra.run.dir": scratch,
@@ -101,5 +93,5 @@ if not workload["hidden"]:
     }
 sys.argv[1:] = [name if value is None else f"{name}={value}" for name, value in settings.items()]
 with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-    run()
-measure.report("sheeprl", version("sheeprl"), args, clock, EPISODE_RETURNS)
+    run_sheeprl()
+run.report("sheeprl", version("sheeprl"), EPISODE_RETURNS)

@@ -5,7 +5,6 @@ Advantages are normalised over the whole rollout; skrl offers nothing else.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 import tempfile
@@ -16,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin()
 
 import skrl  # noqa: E402
 import torch  # noqa: E402
@@ -31,14 +30,9 @@ from skrl.trainers.torch import SequentialTrainer  # noqa: E402
 from skrl.utils import set_seed  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-torch.set_num_threads(measure.THREADS)
-set_seed(args.seed)
+run.imported()
+workload = run.workload
+set_seed(run.args.seed)
 environments = wrap_env(
     SyncVectorEnv(factories(workload, own_normalization=False), autoreset_mode=AutoresetMode.SAME_STEP)
 )
@@ -158,13 +152,12 @@ agent = PPO(
     cfg=settings,
     **SPACES,
 )
-update, done = agent.update, [0]
+update = agent.update
 
 
 def update_and_tick(**kwargs: Any) -> None:  # noqa: ANN401
     update(**kwargs)
-    done[0] += workload["rows"]
-    clock.tick(done[0])
+    run.tick()
 
 
 agent.update = update_and_tick
@@ -178,4 +171,4 @@ SequentialTrainer(
         "close_environment_at_exit": False,
     },
 ).train()
-measure.report("skrl", skrl.__version__, args, clock, EPISODE_RETURNS, note="advantages normalised over the rollout")
+run.report("skrl", skrl.__version__, EPISODE_RETURNS, note="advantages normalised over the rollout")

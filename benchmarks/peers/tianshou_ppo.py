@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin(images=False)
 
 import numpy as np  # noqa: E402
 import tianshou  # noqa: E402
@@ -30,23 +29,16 @@ from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic  # noqa: E
 from torch import Tensor, nn  # noqa: E402
 from torch.distributions import Categorical, Distribution, Independent, Normal  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-if not workload["hidden"]:
-    parser.error(f"workload={args.workload!r}: expected one whose observations are vectors")
-torch.set_num_threads(measure.THREADS)
-torch.manual_seed(args.seed)
-np.random.seed(args.seed)
+run.imported()
+workload = run.workload
+torch.manual_seed(run.args.seed)
+np.random.seed(run.args.seed)
 
 makers = factories(workload, own_normalization=False)
 example = makers[0]()
 space, action_space = example.observation_space, example.action_space
 environments = DummyVectorEnv(makers)
-environments.seed(args.seed)
+environments.seed(run.args.seed)
 
 
 def network() -> Net:
@@ -92,13 +84,12 @@ algorithm = PPO(
     gamma=workload["gamma"],
     max_batchsize=workload["rows"],
 )
-update, done = algorithm.update, [0]
+update = algorithm.update
 
 
 def update_and_tick(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
     found = update(*arguments, **options)
-    done[0] += workload["rows"]
-    clock.tick(done[0])
+    run.tick()
     return found
 
 
@@ -116,4 +107,4 @@ algorithm.run_training(
         show_progress=False,
     )
 )
-measure.report("tianshou", tianshou.__version__, args, clock, EPISODE_RETURNS)
+run.report("tianshou", tianshou.__version__, EPISODE_RETURNS)

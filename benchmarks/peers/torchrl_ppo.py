@@ -5,7 +5,6 @@ Advantages are computed once for each rollout; TorchRL's own example does it in 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from functools import partial
@@ -16,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import measure
 
-clock = measure.Clock()
+run = measure.begin(images=False)
 
 import torch  # noqa: E402
 import torchrl  # noqa: E402
@@ -33,16 +32,9 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import ClipPPOLoss  # noqa: E402
 from torchrl.objectives.value import GAE  # noqa: E402
 
-clock.imported()
-
-parser = argparse.ArgumentParser()
-measure.add_arguments(parser)
-args = parser.parse_args()
-workload = measure.workload(args)
-if not workload["hidden"]:
-    parser.error(f"workload={args.workload!r}: expected one whose observations are vectors")
-torch.set_num_threads(measure.THREADS)
-torch.manual_seed(args.seed)
+run.imported()
+workload = run.workload
+torch.manual_seed(run.args.seed)
 
 makers = factories(workload, own_normalization=False)
 example = makers[0]()
@@ -77,7 +69,7 @@ environments = SerialEnv(
     workload["num_envs"],
     [partial(lambda make: GymWrapper(make(), categorical_action_encoding=True), m) for m in makers],
 )
-environments.set_seed(args.seed)
+environments.set_seed(run.args.seed)
 kind: dict[str, Any]
 if isinstance(action_space, spaces.Discrete):
     head = TensorDictModule(mlp(int(action_space.n), 0.01), in_keys=["observation"], out_keys=["logits"])
@@ -110,7 +102,7 @@ buffer = TensorDictReplayBuffer(
     sampler=SamplerWithoutReplacement(),
     batch_size=workload["minibatch"],
 )
-for index, rollout in enumerate(collector):
+for rollout in collector:
     with torch.no_grad():
         advantages(rollout)
     buffer.empty()
@@ -122,6 +114,6 @@ for index, rollout in enumerate(collector):
             (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
             nn.utils.clip_grad_norm_(loss.parameters(), workload["max_grad_norm"])
             optimizer.step()
-    clock.tick((index + 1) * workload["rows"])
+    run.tick()
 collector.shutdown()
-measure.report("torchrl", torchrl.__version__, args, clock, EPISODE_RETURNS)
+run.report("torchrl", torchrl.__version__, EPISODE_RETURNS)
