@@ -13,11 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_rl.nested import Nested, first_leaf, map_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.sequences import Sequences, cut
 from lightning_rl.validation import ConfigurationError
 
 OnTruncation = Literal["bootstrap", "terminal"]
+
+# Of which no second copy is made: bytes of the rows of a rollout.
+_LARGE = 2**24
 
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
@@ -307,6 +310,18 @@ class Batch:
         parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
         for index in range(num_minibatches):
             yield Batch(map_leaves(itemgetter(index), parts))
+
+    def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
+        """Yield what `ordered(order).split(num_minibatches)` yields.
+
+        Where that would put a large copy of the rows beside them, as of images, each minibatch is gathered by itself.
+        """
+        large = self.sequences is None and sum(leaf.nbytes for leaf in leaves(self.fields)) > _LARGE
+        if not large:
+            yield from self.ordered(order).split(num_minibatches)
+            return
+        for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
+            yield Batch(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""

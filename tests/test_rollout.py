@@ -92,6 +92,19 @@ def test_minibatches_partition_the_rows(num_minibatches):
         assert part.weight == 1 / len(part)
 
 
+@pytest.mark.parametrize(("large", "storage"), [(0, 6), (2**24, 20)])
+def test_large_minibatches_are_gathered_one_at_a_time_and_are_the_same(monkeypatch, large, storage):
+    monkeypatch.setattr("lightning_rl.rollout._LARGE", large)
+    batch, order = make_batch(), torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    together = list(batch.ordered(order).split(4))
+    for expected, minibatch in zip(together, batch.minibatches(order, 4), strict=True):
+        assert torch.equal(minibatch.observations, expected.observations)
+        assert torch.equal(minibatch.actions, expected.actions)
+        assert minibatch.weight == expected.weight
+    first = next(batch.minibatches(order, 4)).observations
+    assert first.untyped_storage().nbytes() == 4 * storage  # three rows of two, or ten
+
+
 def test_every_shuffle_is_another_order_and_the_generator_decides():
     generator = torch.Generator().manual_seed(0)
     batch = make_batch(100)

@@ -124,9 +124,11 @@ class Updates(Shortcuts):
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
         """
-        parts = list(batch.ordered(self.minibatch_order(batch.num_items)).split(num_minibatches))
-        self.weigh(parts)
-        yield from map(self.begin_minibatch, parts)
+        cut = batch.minibatches(self.minibatch_order(batch.num_items), num_minibatches)
+        # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
+        for parts in [list(cut)] if self.world_size > 1 else ([part] for part in cut):
+            self.weigh(parts)
+            yield from map(self.begin_minibatch, parts)
 
     def passes(self, batch: Batch, num_passes: int, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of several passes, until it is known that no further update will be made."""
