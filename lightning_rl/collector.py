@@ -21,6 +21,7 @@ from lightning_rl.normalization import frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
+from lightning_rl.step_storage import StepStorage
 
 
 class Collector:
@@ -92,9 +93,7 @@ class Collector:
             self._started = True
         self._put(0, map_leaves(itemgetter(-1), self._observations))
         device = self.generator.device
-        actions: list[Nested] = []
-        log_probs: list[Tensor] = []
-        values: list[Tensor] = []
+        actions, log_probs, values = (StepStorage(self.length) for _ in range(3))
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
         repeats, frames = self.environments.frames_per_step > 1 or self.environments.learned_repeats, 0
@@ -115,10 +114,10 @@ class Collector:
                 else:
                     output = recurrent.act(row, self.generator, memory=self._memory.before(t))
                 acted = clock()
-                actions.append(output.action)
+                actions.put(t, output.action)
                 if output.log_prob is not None and output.value is not None:
-                    log_probs.append(output.log_prob)
-                    values.append(output.value)
+                    log_probs.put(t, output.log_prob)
+                    values.put(t, output.value)
                 taken = map_leaves(_to_numpy, output.environment_action)
                 taken_at = clock()
                 step = self.environments.step(to_environment(self.action_space, taken))
@@ -144,7 +143,7 @@ class Collector:
         if self._lost.any():
             finals += self._cut_off_episodes()
         evaluated = clock()
-        rollout = self._evaluate(policy, actions, log_probs, values, finals)
+        rollout = self._evaluate(policy, actions.whole, log_probs.whole, values.whole, finals)
         in_policy += clock() - evaluated
         rollout.starts = torch.from_numpy(starts)
         if recurrent is not None:
@@ -222,9 +221,9 @@ class Collector:
     def _evaluate(
         self,
         policy: Policy,
-        actions: list[Nested],
-        log_probs: list[Tensor],
-        values: list[Tensor],
+        actions: Nested,
+        log_probs: Tensor | None,
+        values: Tensor | None,
         finals: list[tuple[int, int, Any]],
     ) -> Rollout:
         """Compute log-probabilities and values that acting did not give, and put the rollout together."""
@@ -235,17 +234,16 @@ class Collector:
         for k, (_, _, observation) in enumerate(finals):
             map_leaves(lambda storage, x, k=k: setitem(storage, k, x), final_arrays, observation)
         final_observations = map_leaves(lambda x: torch.from_numpy(x).to(device), final_arrays)
-        stacked_actions = map_stacked(torch.stack, actions)
         terminated = torch.from_numpy(self._terminated).to(device)
         memory = self._memory.at([(t, index) for t, index, _ in finals])
         estimates = estimate(
-            *(policy, observations, stacked_actions, log_probs, values, terminated),
+            *(policy, observations, actions, log_probs, values, terminated),
             Finals(indices, final_observations, memory),
             self._memory.state,
         )
         return Rollout(
             observations=observations,
-            actions=stacked_actions,
+            actions=actions,
             rewards=torch.from_numpy(self._rewards).to(device, self._dtype, copy=True),
             terminated=terminated,
             truncated=torch.from_numpy(self._truncated).to(device),

@@ -43,8 +43,8 @@ def estimate(
     policy: Any,  # noqa: ANN401 - a `Policy`, with memory or without
     observations: Nested,
     actions: Nested,
-    log_probs: list[Tensor],
-    values: list[Tensor],
+    log_probs: Tensor | None,
+    values: Tensor | None,
     terminated: Tensor,
     finals: Finals,
     last_memory: Nested | None,
@@ -55,34 +55,32 @@ def estimate(
         policy: That acted.
         observations: `[T + 1, B, ...]`.
         actions: `[T, B, ...]`.
-        log_probs: Of each step, where acting gave it; else empty.
+        log_probs: `[T, B]`, where acting gave them; else None.
         values: Likewise.
         terminated: `[T, B]`; nothing follows there, which has the value 0.
         finals: Of truncated steps.
         last_memory: Of a policy that has one, before the last observation.
     """
-    if log_probs:
-        log_prob = torch.stack(log_probs)
-    else:
+    if log_probs is None:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)
-        log_prob = in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)
-    return Estimates(log_prob, *estimate_values(policy, observations, values, terminated, finals, last_memory))
+        log_probs = in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)
+    return Estimates(log_probs, *estimate_values(policy, observations, values, terminated, finals, last_memory))
 
 
 def estimate_values(
     policy: Any,  # noqa: ANN401
     observations: Nested,
-    values: list[Tensor],
+    values: Tensor | None,
     terminated: Tensor,
     finals: Finals,
     last_memory: Nested | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the values of a rollout, and those of what its steps reached, `[T, B]`; arguments as in `estimate`."""
-    if values:
-        last = map_leaves(itemgetter(-1), observations)
-        all_values = torch.stack([*values, _value(policy, last, last_memory)])
-    else:
+    if values is None:
         all_values = in_chunks(policy.value, observations, lead=2)
+    else:
+        last = map_leaves(itemgetter(-1), observations)
+        all_values = torch.cat([values, _value(policy, last, last_memory)[None]])
     next_values = all_values[1:].clone()
     if len(finals.indices):
         reached = (finals.observations,) if finals.memory is None else (finals.observations, finals.memory)

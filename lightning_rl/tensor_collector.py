@@ -22,6 +22,7 @@ from lightning_rl.normalization import exact_dtype, frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, as_recurrent
 from lightning_rl.rollout import EpisodeSummary, Rollout
+from lightning_rl.step_storage import StepStorage
 
 
 class TensorCollector:
@@ -92,7 +93,7 @@ class TensorCollector:
             self._put(-1, self.environments.reset())
             self._started = True
         self._put(0, map_leaves(lambda storage: storage[-1].clone(), self._observations))
-        acting = _Acting()
+        acting = _Acting(self.length)
         in_env = 0.0
         recurrent = as_recurrent(policy)
         if recurrent is not None:
@@ -105,10 +106,10 @@ class TensorCollector:
                     output = policy.act(row, self.generator)
                 else:
                     output = recurrent.act(row, self.generator, memory=self._memory.before(t))
-                acting.actions.append(output.action)
+                acting.actions.put(t, output.action)
                 if output.log_prob is not None and output.value is not None:
-                    acting.log_probs.append(output.log_prob)
-                    acting.values.append(output.value)
+                    acting.log_probs.put(t, output.log_prob)
+                    acting.values.put(t, output.value)
                 acted = time.perf_counter()
                 step = self.environments.step(self._convert(output.environment_action))
                 in_env += time.perf_counter() - acted
@@ -216,9 +217,9 @@ class TensorCollector:
         none = map_leaves(lambda storage: storage[0, :0], self._observations)
         indices = torch.cat(acting.indices) if acting.indices else torch.zeros(0, 2, dtype=torch.long, device=device)
         final_observations = map_stacked(torch.cat, [none, *acting.finals])
-        actions = map_stacked(torch.stack, acting.actions)
+        actions = acting.actions.whole
         estimates = estimate(
-            *(policy, self._observations, actions, acting.log_probs, acting.values, self._terminated),
+            *(policy, self._observations, actions, acting.log_probs.whole, acting.values.whole, self._terminated),
             Finals(indices, final_observations, self._memory.at(indices.tolist())),
             self._memory.state,
         )
@@ -242,10 +243,8 @@ class TensorCollector:
 class _Acting:
     """What one rollout has collected so far, an entry for each step."""
 
-    def __init__(self) -> None:
-        self.actions: list[Nested] = []
-        self.log_probs: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def __init__(self, length: int) -> None:
+        self.actions, self.log_probs, self.values = (StepStorage(length) for _ in range(3))
         self.returns: list[Tensor] = []
         self.lengths: list[Tensor] = []
         self.indices: list[Tensor] = []

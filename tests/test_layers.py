@@ -23,7 +23,7 @@ LAYERS = [
         "quiet",
         "shipped_configs",
     },
-    {"curves", "masks", "sequences", "episode_memory", "video"},
+    {"curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
     {
         "spaces",
         "networks",

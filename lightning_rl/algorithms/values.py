@@ -42,12 +42,12 @@ def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
         rollout: Of this policy, or another.
         values: Of its observations by `policy`, `[T, B]`.
     """
-    return _estimate(policy, rollout, list(values))[1]
+    return _estimate(policy, rollout, values)[1]
 
 
-def _estimate(policy: Policy, rollout: Rollout, known: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+def _estimate(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return values of a rollout's observations, `known` where they are, and of what its steps reached, `[T, B]`."""
-    memory, values = EpisodeMemory(), list[Tensor]()
+    memory, values = EpisodeMemory(), None
     if rollout.memory is not None:
         memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
     values = values if known is None else known
@@ -56,7 +56,7 @@ def _estimate(policy: Policy, rollout: Rollout, known: list[Tensor] | None = Non
     return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
 
 
-def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, list[Tensor]]:
+def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, Tensor]:
     """Return what the policy remembers after a rollout, and its value at each step."""
     assert rollout.starts is not None
     memory, values = EpisodeMemory(), []
@@ -71,4 +71,4 @@ def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, l
         assert output.value is not None
         values.append(output.value)
         memory.after(t, output.memory, ends[t], environments, ())
-    return memory, values
+    return memory, torch.stack(values)

@@ -1,0 +1,34 @@
+"""What the steps of a rollout give one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from lightning_rl.nested import Nested, map_leaves
+
+
+class StepStorage:
+    """Memory for what the steps of a rollout give one by one, allocated at the first of them.
+
+    Small tensors that are kept one by one would come to lie between the images that an encoder makes and forgets at
+    each step, and hold the heap in pieces.
+
+    Args:
+        length: Number of steps `T`.
+
+    Attributes:
+        whole: `[T, B, ...]`, nested as what was put in; None where nothing was.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.whole: Nested | None = None
+        self._length = length
+        self._rows: Nested = None
+
+    def put(self, t: int, x: Nested) -> None:
+        """Store `x`, `[B, ...]`, as what step `t` gave."""
+        if self.whole is None:
+            with torch.inference_mode(False):  # the rollout outlives the mode
+                self.whole = map_leaves(lambda leaf: leaf.new_empty(self._length, *leaf.shape), x)
+                self._rows = map_leaves(lambda leaf: list(leaf.unbind()), self.whole)
+        map_leaves(lambda rows, leaf: rows[t].copy_(leaf), self._rows, x)
