@@ -23,6 +23,7 @@ PAGES = "repository"  # the folder of the site that pages of files and folders g
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
+_WIDE = ("zoo.md",)  # pages of a table that needs all the width there is
 _LONGEST = 200_000  # characters of a file that a page shows
 
 
@@ -46,6 +47,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links that leave docs/ to the pages that `on_files` made, and those of such pages back."""
+    if page.file.src_uri in _WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     place = _place(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
