@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import posixpath
 import re
@@ -115,8 +116,16 @@ def _page(target: str) -> str:
     text = path.read_text()
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        return _notebook(text)
     shown = text if len(text) < _LONGEST else text[:_LONGEST] + "\n…"
     return f"# {path.name}\n\n`{target}`\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{shown.rstrip()}\n````\n"
+
+
+def _notebook(text: str) -> str:
+    """Return a notebook as it reads, without what its cells gave."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells) + "\n"
 
 
 def _outside_of_code(text: str, change: Callable[[str], str]) -> str:
