@@ -17,6 +17,7 @@ from pathlib import Path
 
 import curves
 from table import GOALS, HERE, RESULTS, _markdown, _score, load_scores
+from zoo import CONFIGS
 
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
@@ -34,8 +35,11 @@ def figure(algorithm: str) -> Path:
 def section(algorithm: str, results: Path = RESULTS) -> str:
     """Return what the page of an algorithm says about its scores: a row for each configuration, and the curves."""
     found = load_scores(results, algorithm)
+    shipped = [f"{algorithm}/{path.stem}" for path in sorted((CONFIGS / algorithm).glob("*.yaml"))]
+    links = [f"[`{name}`](../../configs/{name}.yaml)" for name in shipped if name not in found]
+    not_run = f"Not run to a score: {', '.join(links)}.\n" if links else ""
     if not found:
-        return "No shipped configuration of it has been measured yet.\n"
+        return not_run or "There is no shipped configuration.\n"
     goals: dict[str, float] = json.loads(GOALS.read_text())
     rows = []
     for name, runs in sorted(found.items()):
@@ -52,7 +56,8 @@ def section(algorithm: str, results: Path = RESULTS) -> str:
             ]
         )
     table = _markdown(["configuration", "environment", "steps", "goal", "mean", "seeds", "of single seeds"], rows)
-    return f"{table}\n{_NOTE}\n![Returns against environment steps](../figures/{figure(algorithm).name})\n"
+    note = f"{_NOTE}\n{not_run}" if not_run else _NOTE
+    return f"{table}\n{note}\n![Returns against environment steps](../figures/{figure(algorithm).name})\n"
 
 
 def filled(text: str, algorithm: str, results: Path = RESULTS) -> str:

@@ -19,7 +19,9 @@ CONFIGS = HERE.parent / "configs"
 GOALS = HERE / "goals.json"
 PUBLISHED = HERE / "published.json"
 PAGE = HERE.parent / "docs" / "zoo.md"
+RESULTS = HERE / "results"
 RESAMPLES = 2_000
+_OUTCOME = 7  # the cell of a row
 
 INTRODUCTION = """# Model zoo
 
@@ -53,13 +55,51 @@ def page(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """
     goals, published = json.loads(GOALS.read_text()), json.loads(PUBLISHED.read_text())
     head = ["command", "environment", "steps", "seeds", "score", "wall (CPU)", "goal", "", "published"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for path in sorted(CONFIGS.glob("*/*.yaml")):
         name = path.relative_to(CONFIGS).with_suffix("").as_posix()
         rows.append(row(name, yaml.safe_load(path.read_text()), runs.get(name, ()), goals.get(name), published))
-    table = "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    table = "".join(f"| {' | '.join(cells)} |\n" for cells in [head, ["---"] * len(head), *rows])
     sources = [f"* [{x['title']}]({x['url']}): {x['about']}\n" for x in published["sources"].values()]
-    return INTRODUCTION + table + ENDING + "".join(sources) + REGENERATED
+    return INTRODUCTION + by_outcome(rows) + table + elsewhere() + ENDING + "".join(sources) + REGENERATED
+
+
+def by_outcome(rows: Sequence[Sequence[str]]) -> str:
+    """Return how many configurations reach their goal, and the names of those that do not, or were not run."""
+    names: dict[str, list[str]] = {}
+    for cells in rows:
+        names.setdefault(cells[_OUTCOME], []).append(cells[0].split("`")[1].rpartition(" ")[2])
+    lines = [f"* reached: {len(names.get('reached', ()))} of {len(rows)}\n"]
+    for found in ("**not reached**", "no goal", "not run"):
+        lines.append(f"* {found}: {', '.join(f'`{name}`' for name in names.get(found, ())) or 'none'}\n")
+    return "".join(lines) + "\n"
+
+
+def elsewhere(results: Path = RESULTS) -> str:
+    """Return what is measured otherwise than by the score of a shipped configuration."""
+    kept, warm, held = (
+        json.loads((results / f"{name}.json").read_text())
+        for name in ("retention/mappings", "warm_up/mountain_car", "repeats/mountain_car")
+    )
+    share = "lowest_share_of_the_cloned_score"
+    fresh, warmed = (", ".join(map(_percent, warm[name][share])) for name in ("ppo", "ppo_with_warm_up"))
+    clears, impalas = (_percent(kept[name]["retention"]) for name in ("CLEAR", "IMPALA"))
+    each, several = (f"{held[name]['decisions']:,.0f}" for name in ("each_step", "up_to_16_steps"))
+    return f"""
+Measured otherwise, with settings of their own:
+
+* [CLEAR](algorithms/clear.md#what-it-keeps): of its score on a first task {clears} is left after a second and a third,
+  with IMPALA {impalas} (three seeds; [result](../benchmarks/results/retention/mappings.json))
+* [Behaviour cloning, then PPO](algorithms/criticpretraining.md): the worst score of the first updates is {fresh} of the
+  cloned one with a fresh critic, {warmed} with one that was learned before (a seed each;
+  [result](../benchmarks/results/warm_up/mountain_car.json))
+* [Actions that are held for a while](environments.md#options-instead-of-wrappers): {several} decisions to the goal on
+  MountainCar rather than {each} (mean of three seeds; [result](../benchmarks/results/repeats/mountain_car.json))
+"""
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def row(

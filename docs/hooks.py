@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import posixpath
 import re
@@ -23,6 +24,7 @@ PAGES = "repository"  # the folder of the site that pages of files and folders g
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash", ".toml": "toml"}
+_WIDE = ("zoo.md",)  # pages of a table that needs all the width there is
 _LONGEST = 200_000  # characters of a file that a page shows
 
 
@@ -46,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links that leave docs/ to the pages that `on_files` made, and those of such pages back."""
+    if page.file.src_uri in _WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     place = _place(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -112,8 +116,16 @@ def _page(target: str) -> str:
     text = path.read_text()
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        return _notebook(text)
     shown = text if len(text) < _LONGEST else text[:_LONGEST] + "\n…"
     return f"# {path.name}\n\n`{target}`\n\n````{_LANGUAGES.get(path.suffix, 'text')}\n{shown.rstrip()}\n````\n"
+
+
+def _notebook(text: str) -> str:
+    """Return a notebook as it reads, without what its cells gave."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(source if kind == "markdown" else f"```python\n{source}\n```" for kind, source in cells) + "\n"
 
 
 def _outside_of_code(text: str, change: Callable[[str], str]) -> str:

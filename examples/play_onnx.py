@@ -2,13 +2,15 @@
 
     python examples/play_onnx.py
 
-after `lightning-rl fit --config configs/ppo/cartpole.yaml` and `lightning-rl export --ckpt_path … --output policy`.
+after `lightning-rl fit --config ppo/cartpole` and `lightning-rl export --ckpt_path last --output policy`.
 Names, dtypes and shapes of what goes in and comes out are in the model's own metadata. A memory is zero where an
 episode begins, and `memory.…` of the next step is `next_memory.…` of this one.
 """
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -20,6 +22,8 @@ class Policy:
     """A model that `lightning-rl export` wrote, for one environment whose observation is an array."""
 
     def __init__(self, path: str) -> None:
+        if not Path(path).is_file():
+            sys.exit(f"{path} does not exist: expected a model that `lightning-rl export --output policy` has written")
         self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self.about = json.loads(self.session.get_modelmeta().custom_metadata_map["policy"])
         self.outputs = [output["name"] for output in self.about["outputs"]]

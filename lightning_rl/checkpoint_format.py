@@ -17,24 +17,25 @@ FORMAT = 2
 """Number of the format that is written. Any change to what is stored takes the next one, and a migration."""
 
 
-def read_checkpoint(path: str | Path, field: str | None = None) -> dict[str, Any]:
+def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = False) -> dict[str, Any]:
     """Read a checkpoint of this package, and bring it to the present format.
 
     Args:
         path: The file.
         field: The option that named it, for errors; None: the `ckpt_path` of a Trainer's command, which takes names.
+        mapped: Leave what tensors hold on the disk until it is used, for a look that does not need it.
 
     Raises:
         ConfigurationError: There is no such file, it is something else, or a newer version of this package wrote it.
     """
     names = ", 'last' or 'best'" if field is None else ""
     field = field or "ckpt_path"
-    checkpoint = load_plain(path, field, f"a checkpoint of lightning_rl{names}")
+    checkpoint = load_plain(path, field, f"a checkpoint of lightning_rl{names}", mapped)
     upgrade(checkpoint, f"{field}={str(path)!r}")
     return checkpoint
 
 
-def load_plain(path: str | Path, field: str, expected: str) -> dict[str, Any]:
+def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False) -> dict[str, Any]:
     """Read a file of tensors and plain values; nothing in it is executed.
 
     Raises:
@@ -44,7 +45,7 @@ def load_plain(path: str | Path, field: str, expected: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise ConfigurationError(f"{named} does not exist: expected {expected}")
     try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
     return content

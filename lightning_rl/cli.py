@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl import quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
-from lightning_rl.algorithms.resuming import check_fits
+from lightning_rl.algorithms.resuming import check_fits, check_resumable
 from lightning_rl.algorithms.warm_start import Part
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
@@ -29,13 +29,14 @@ from lightning_rl.cli_parts import (
     CONFIG,
     EpisodeLines,
     SaveConfig,
+    as_list,
     chooses_data_class,
     default_checkpoints,
     has,
     relative,
     say,
 )
-from lightning_rl.commands import overview
+from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
@@ -51,13 +52,19 @@ _CKPT_PATH_HELP = {
 }
 
 
+class CommandParser(OneErrorParser):
+    """The parser of the whole program, which has more commands than those of the Trainer."""
+
+    further_commands = tuple(COMMANDS)
+
+
 class OnPolicyCLI(LightningCLI):
     """`LightningCLI` whose model gets the environment's spaces, and whose runs have a folder that a restart finds."""
 
     run_dir: Path | None = None
     """Folder of the run; None where nothing is to be written."""
     checkpoint: dict[str, Any] | None = None
-    """What is resumed from or evaluated."""
+    """What is resumed from or evaluated, until it has been held to the model."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         self._lock = RunLock()
@@ -99,9 +106,10 @@ class OnPolicyCLI(LightningCLI):
         )
         parser.add_argument(
             "--init_parts",
-            type=list[Part] | None,
+            type=Part | list[Part] | None,
             default=None,
-            help="What to take from it: policy, critic, normalizers; null takes all that is there.",
+            help="What to take from it: policy, critic or normalizers, or several as [policy, critic]; null takes all "
+            "of them, as far as they are there.",
         )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
@@ -113,9 +121,9 @@ class OnPolicyCLI(LightningCLI):
             parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
             parser.add_argument(
                 "--record_as",
-                type=list[RecordAs],
+                type=RecordAs | list[RecordAs],
                 default=["video", "minari"],
-                help="As what: video (one file for each), minari (a data set), or both.",
+                help="As what: video (one file for each), minari (a data set), or both: [video, minari].",
             )
         return parser
 
@@ -140,7 +148,7 @@ class OnPolicyCLI(LightningCLI):
             say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
-            self.checkpoint = read_checkpoint(path)
+            self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer will read it whole
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""
@@ -161,9 +169,14 @@ class OnPolicyCLI(LightningCLI):
                 self.model.check_run(self.trainer, self.datamodule.rollout_shape)
                 self.model.check_actors(self.datamodule.num_actors)
             if self.checkpoint is not None:
+                if self.subcommand == "fit":
+                    check_resumable(self.checkpoint, self.model)
+                    self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
                 check_fits(self.checkpoint, self.model)
+                self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
             elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
-                self.model.init_from(path, self._get(self.config_init, "init_parts"))
+                parts = self._get(self.config_init, "init_parts")
+                self.model.init_from(path, None if parts is None else as_list(parts))
 
     @contextlib.contextmanager
     def _no_empty_run_dir(self) -> Iterator[None]:
@@ -194,7 +207,7 @@ class OnPolicyCLI(LightningCLI):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
             if (folder := self._get(self.config_init, "record")) is not None:
-                added.append(EpisodeRecorder(folder, self._get(self.config_init, "record_as")))
+                added.append(EpisodeRecorder(folder, as_list(self._get(self.config_init, "record_as"))))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
@@ -282,7 +295,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             RolloutDataModule,
             subclass_mode_model=True,
             subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
-            parser_class=OneErrorParser,
+            parser_class=CommandParser,
             parser_kwargs=parser_options,
             save_config_callback=SaveConfig,
             save_config_kwargs={"save_to_log_dir": False},

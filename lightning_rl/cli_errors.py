@@ -40,11 +40,21 @@ _NOISE = re.compile(
 )
 # The options of such a class are not among those of `--help`.
 _OF_CLASS = re.compile(r"(model|data|trainer\.\w+): Problem with given class_path '(?:lightning_rl\.)?([\w.]+)'")
+# What the parser says of a command that there is not, or none.
+_NO_COMMAND = re.compile(
+    r"(?:argument subcommand: invalid choice: '(.*?)' \(choose from |expected \"subcommand\" to be one of \{)([\w', ]+)"
+)
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 
 class OneErrorParser(LightningArgumentParser):
-    """A parser that says what is wrong, and where to look, but does not list every option."""
+    """A parser that says what is wrong, and where to look, but does not list every option.
+
+    Attributes:
+        further_commands: Commands of the program that are none of this parser's.
+    """
+
+    further_commands: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         # An option that lacks its end is misspelt, on the command line as in a file.
@@ -57,10 +67,19 @@ class OneErrorParser(LightningArgumentParser):
         parser = getattr(ex, "subcommand_parser", None) or self
         text = (error_message(ex) if ex is not None else None) or _brief(message)
         of_class = _OF_CLASS.match(text)
+        if no_command := _NO_COMMAND.match(text):
+            text = _not_a_command(no_command[1], [*re.findall(r"\w+", no_command[2]), *self.further_commands])
         sys.stderr.write(f"lightning-rl: error: {text}{_near_options(parser, text, of_class)}\n")
         which = f"--{of_class[1]}.help {of_class[2]}" if of_class else "--help"
         sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} {which}\n")
         sys.exit(2)
+
+
+def _not_a_command(given: str | None, known: list[str]) -> str:
+    """Say which commands there are, where there is none of this name, or none was given."""
+    if given is None:
+        return f"a command is missing: expected one of {', '.join(known)}"
+    return f"{given!r} is no command: expected one of {', '.join(known)}{_hint(given, known, 0.6)}"
 
 
 def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | None) -> str:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jsonargparse
 import yaml
@@ -21,6 +21,7 @@ from lightning_rl.random_state import gather_ranks
 from lightning_rl.shipped_configs import resolve
 
 CONFIG = "config.yaml"
+_Word = TypeVar("_Word", bound=str)
 # A null that was given in place of another default must be in the file.
 _RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
 _KEEP_NULL = {"skip_unset" if _RENAMED else "skip_none": False}
@@ -116,6 +117,11 @@ def default_checkpoints(folder: Path, given: list[Callback], validates: bool) ->
     if not has(given, LastCheckpoint):
         added.append(LastCheckpoint(folder))
     return added
+
+
+def as_list(given: _Word | list[_Word]) -> list[_Word]:
+    """Return a list, of one word where no list was given: `--record_as video` needs no brackets."""
+    return given if isinstance(given, list) else [given]
 
 
 def has(callbacks: list[Callback], kind: type[Callback]) -> bool:

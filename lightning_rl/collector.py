@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter, setitem
 from typing import Any
 
@@ -19,7 +19,8 @@ from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.normalization import frozen_moments
 from lightning_rl.policy import observation_dtype
-from lightning_rl.policy_interface import Policy, as_recurrent
+from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
+from lightning_rl.profiling import ENVIRONMENT, POLICY, TRANSFER, Profile, profiled
 from lightning_rl.rollout import EpisodeSummary, Rollout
 from lightning_rl.step_storage import StepStorage
 
@@ -77,12 +78,13 @@ class Collector:
         self._returns = np.zeros(shape[1])
         self._lengths = np.zeros(shape[1], np.int64)
 
-    def collect(self, policy: Policy, policy_version: int = 0) -> Rollout:
+    def collect(self, policy: Policy, policy_version: int = 0, profile: Profile | None = None) -> Rollout:
         """Take `length` steps in every environment.
 
         Args:
             policy: Chooses the actions.
             policy_version: Number of updates it has seen.
+            profile: Measures each step's phases under their names, if there is one.
 
         Raises:
             EnvironmentFailure: An environment failed, or returned an observation or reward that is not finite.
@@ -102,25 +104,27 @@ class Collector:
         self._lost.fill(False)
         clock, in_env, in_policy, in_transfer = time.perf_counter, 0.0, 0.0, 0.0
         recurrent = as_recurrent(policy)
+        acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
+        act = profiled(profile, POLICY, acts)
+        take_step = profiled(profile, ENVIRONMENT, self.environments.step)
+        to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
         with torch.inference_mode(), frozen_moments(policy):
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
-                row = row if device.type == "cpu" else map_leaves(lambda x: x.to(device), row)
+                row = row if device.type == "cpu" else to_device(row, device)
                 moved = clock()
-                if recurrent is None:
-                    output = policy.act(row, self.generator)
-                else:
-                    output = recurrent.act(row, self.generator, memory=self._memory.before(t))
+                remembered = {} if recurrent is None else {"memory": self._memory.before(t)}
+                output = act(row, self.generator, **remembered)
                 acted = clock()
                 actions.put(t, output.action)
                 if output.log_prob is not None and output.value is not None:
                     log_probs.put(t, output.log_prob)
                     values.put(t, output.value)
-                taken = map_leaves(_to_numpy, output.environment_action)
+                taken = to_arrays(output.environment_action)
                 taken_at = clock()
-                step = self.environments.step(to_environment(self.action_space, taken))
+                step = take_step(to_environment(self.action_space, taken))
                 in_env += clock() - taken_at
                 in_policy += acted - moved
                 in_transfer += taken_at - acted + moved - begun
@@ -143,7 +147,8 @@ class Collector:
         if self._lost.any():
             finals += self._cut_off_episodes()
         evaluated = clock()
-        rollout = self._evaluate(policy, actions.whole, log_probs.whole, values.whole, finals)
+        evaluate = profiled(profile, POLICY, self._evaluate)
+        rollout = evaluate(policy, actions.whole, log_probs.whole, values.whole, finals)
         in_policy += clock() - evaluated
         rollout.starts = torch.from_numpy(starts)
         if recurrent is not None:
@@ -271,6 +276,14 @@ class Collector:
             self._returns[index] += self._rewards[begin:, index].sum()
             self._lengths[index] += self._valid[begin:, index].sum()
         return summary
+
+
+def _to_device(observations: Nested, device: torch.device) -> Nested:
+    return map_leaves(lambda x: x.to(device), observations)
+
+
+def _to_arrays(actions: Nested) -> Nested:
+    return map_leaves(_to_numpy, actions)
 
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, cast
 
 import torch
 from gymnasium import spaces
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import nn
 
@@ -36,7 +36,7 @@ from lightning_rl.environments.bottleneck import BottleneckWatch
 from lightning_rl.episodes_datamodule import EpisodesDataModule
 from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy_interface import Policy
-from lightning_rl.restoring import plain_parts, say_changes
+from lightning_rl.restoring import check_same_environment, plain_parts, say_changes
 from lightning_rl.rollout import Rollout
 from lightning_rl.sampler import Sampler
 from lightning_rl.validation import (
@@ -291,8 +291,17 @@ class RolloutDataModule(EpisodesDataModule):
         if not self._seed_given:
             self.seed = state_dict["seed"]  # which is then no change
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
+            self.check_resumable(state_dict)
             self._sampler.load_state_dict(state_dict)
             say_changes(state_dict.get("settings", {}), self._settings)  # format 1 has none
+
+    def check_resumable(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise unless a run of these environments can go on from such a state.
+
+        Raises:
+            ConfigurationError: It is of another environment.
+        """
+        check_same_environment(state_dict.get("settings", {}), self.spec.env_id)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -316,8 +325,10 @@ class RolloutDataModule(EpisodesDataModule):
                 self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
             assert self.trainer is not None
             profiler: Profiler = self.trainer.profiler  # type: ignore[attr-defined]
+            # One that measures nothing would still cost a microsecond in every step.
+            profile = None if isinstance(profiler, PassThroughProfiler) else profiler.profile
             with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
-                rollout = self._sampler.collect(policy, version)
+                rollout = self._sampler.collect(policy, version, profile)
             hint = self._bottleneck.look(rollout.parts_of_seconds["env"], time.perf_counter())
             if hint is not None:
                 rank_zero_info(hint)

@@ -75,6 +75,20 @@ def plain_parts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def check_same_environment(before: Mapping[str, Any], env_id: str) -> None:
+    """Raise unless a run in an environment goes on from settings that name the same one, wherever it is registered.
+
+    Raises:
+        ConfigurationError: They name another one.
+    """
+    stored = before.get("env_id", env_id)
+    if stored.rpartition(":")[2] != env_id.rpartition(":")[2]:
+        raise ConfigurationError(
+            f"env_id={env_id!r} does not fit the checkpoint: expected {stored!r}, which it was trained in; init_from "
+            "begins a new run with its parameters"
+        )
+
+
 def say_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Say which settings are not those of the checkpoint; one that it does not know is passed over."""
     for name, value in now.items():

@@ -18,6 +18,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+RUNS = Path("runs")
+"""Where runs are that nothing else was said of, by algorithm and environment."""
+
 CHECKPOINTS = "checkpoints"
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -72,7 +75,7 @@ def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
     """Return the folder of all runs of one setting: `default_root_dir`, or `runs/<algorithm>/<environment>`."""
     if default_root_dir:
         return Path(default_root_dir)
-    return Path("runs") / algorithm.lower() / re.sub(r"[^\w.-]+", "-", env_id)
+    return RUNS / algorithm.lower() / re.sub(r"[^\w.-]+", "-", env_id)
 
 
 def new_run_dir(root: Path) -> Path:
@@ -119,15 +122,17 @@ def _version(path: Path) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def find_checkpoint(root: Path, name: str, resumable: bool = False) -> Path | None:
+def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
     """Return the newest checkpoint of the runs under `root`, None if there is none.
 
     Args:
         root: Folder of the runs.
         name: `last` for the newest of all, `best` for the newest whose name begins so.
         resumable: Pass over those that hold weights only.
+        nested: Runs of several settings are there, each in folders of its own.
     """
-    found = root.glob(f"version_*/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
+    folders = "**/version_*" if nested else "version_*"
+    found = root.glob(f"{folders}/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
     # Of two that were written in the same moment, the one that is called so.
     newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), reverse=True)
     return next((path for path in newest_first if not (resumable and _holds_weights_only(path))), None)
@@ -135,7 +140,7 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False) -> Path | No
 
 def _holds_weights_only(path: Path) -> bool:
     try:
-        return is_weights_only(read_checkpoint(path))
+        return is_weights_only(read_checkpoint(path, mapped=True))
     except ConfigurationError:  # better named in an error than passed over
         return False
 
@@ -156,7 +161,7 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     if newest == checkpoint:
         return run_dir
     try:
-        later = read_checkpoint(newest)[CHECKPOINT_KEY]["env_steps"] > env_steps
+        later = read_checkpoint(newest, mapped=True)[CHECKPOINT_KEY]["env_steps"] > env_steps
     except ConfigurationError:  # it was damaged, which is why another one was chosen
         later = True
     return None if later else run_dir

@@ -19,6 +19,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.policy_interface import Policy
+from lightning_rl.profiling import Profile
 from lightning_rl.random_state import gather_ranks
 from lightning_rl.restoring import restore
 from lightning_rl.rollout import Rollout
@@ -84,15 +85,16 @@ class Sampler:
             states, self._restored = self._restored, []
             restore(self._collector, states, rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")
 
-    def collect(self, policy: Policy, policy_version: int) -> Rollout:
+    def collect(self, policy: Policy, policy_version: int, profile: Profile | None = None) -> Rollout:
         """Collect one rollout from environments that were started.
 
         Args:
             policy: Chooses the actions.
             policy_version: Number of updates it has seen.
+            profile: Measures each step's phases, if there is one.
         """
         assert self._collector is not None
-        rollout = self._collector.collect(policy, policy_version)
+        rollout = self._collector.collect(policy, policy_version, profile)
         if self.spec.on_env_failure == "restart":
             rollout.failures = take_failures(self.environments)
         return rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -20,7 +20,8 @@ from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.normalization import exact_dtype, frozen_moments
 from lightning_rl.policy import observation_dtype
-from lightning_rl.policy_interface import Policy, as_recurrent
+from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
+from lightning_rl.profiling import ENVIRONMENT, POLICY, Profile, profiled
 from lightning_rl.rollout import EpisodeSummary, Rollout
 from lightning_rl.step_storage import StepStorage
 
@@ -78,12 +79,13 @@ class TensorCollector:
         self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
         self._told = False
 
-    def collect(self, policy: Policy, policy_version: int = 0) -> Rollout:
+    def collect(self, policy: Policy, policy_version: int = 0, profile: Profile | None = None) -> Rollout:
         """Take `length` steps in every environment.
 
         Args:
             policy: Chooses the actions.
             policy_version: Number of updates it has seen.
+            profile: Measures each step's phases under their names, if there is one.
 
         Raises:
             EnvironmentFailure: An observation or reward was not finite.
@@ -96,22 +98,23 @@ class TensorCollector:
         acting = _Acting(self.length)
         in_env = 0.0
         recurrent = as_recurrent(policy)
+        acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
+        act = profiled(profile, POLICY, acts)
+        take_step = profiled(profile, ENVIRONMENT, self.environments.step)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         # Not `inference_mode`: the tensors of the environments are their own.
         with torch.no_grad(), frozen_moments(policy):
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
-                if recurrent is None:
-                    output = policy.act(row, self.generator)
-                else:
-                    output = recurrent.act(row, self.generator, memory=self._memory.before(t))
+                remembered = {} if recurrent is None else {"memory": self._memory.before(t)}
+                output = act(row, self.generator, **remembered)
                 acting.actions.put(t, output.action)
                 if output.log_prob is not None and output.value is not None:
                     acting.log_probs.put(t, output.log_prob)
                     acting.values.put(t, output.value)
                 acted = time.perf_counter()
-                step = self.environments.step(self._convert(output.environment_action))
+                step = take_step(self._convert(output.environment_action))
                 in_env += time.perf_counter() - acted
                 self._store(t, step)
                 self._count(t, step, acting)
@@ -125,7 +128,7 @@ class TensorCollector:
                     if step.reached is None:
                         self._memory.keep(t, places, before)
         self.environments.check_finite()
-        rollout = self._put_together(policy, acting)
+        rollout = profiled(profile, POLICY, self._put_together)(policy, acting)
         rollout.policy_version = policy_version
         if recurrent is not None:
             rollout.memory = map_stacked(torch.stack, self._memory.stored)

@@ -20,6 +20,7 @@ from lightning_rl.environments.seeding import TESTING
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.recorded_episodes import RecordedEpisodes
+from lightning_rl.runs import RUNS, find_checkpoint, run_root
 from lightning_rl.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class
 
@@ -72,6 +73,39 @@ def load_algorithm(path: str | Path, field: str = "path") -> OnPolicyAlgorithm:
             "command line trained; load it by its own class's load_from_checkpoint"
         )
     return found.load_from_checkpoint(path, map_location="cpu")  # type: ignore[no-any-return]
+
+
+def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
+    """Return a checkpoint that was given as a file, or as `last` or `best`.
+
+    Args:
+        given: A file; or the newest checkpoint, or the newest of the best ones.
+        config: A configuration, a file or the name of a shipped one, of whose algorithm and environment it has to be;
+            None takes any under `runs`.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if given not in ("last", "best"):
+        return Path(given)
+    root = RUNS if config is None else _root_of(config_file(config))
+    path = find_checkpoint(root, str(given), nested=config is None)
+    if path is None:
+        raise ConfigurationError(f"ckpt_path={given!r}: expected a checkpoint under {root}, there is none")
+    return path
+
+
+def _root_of(config: Path) -> Path:
+    """Return the folder of the runs of a configuration."""
+    content = yaml.safe_load(config.read_text())
+    content = content if isinstance(content, dict) else {}
+    model, data = content.get("model"), content.get("data")
+    algorithm = model.get("class_path") if isinstance(model, dict) else model
+    env_id = data.get("init_args", data).get("env_id") if isinstance(data, dict) else None
+    if algorithm is None or env_id is None:
+        raise ConfigurationError(f"config={str(config)!r} has no model or no env_id: expected the one of a run")
+    root = (content.get("trainer") or {}).get("default_root_dir")
+    return run_root(root, algorithm.rpartition(".")[2], env_id)
 
 
 def config_of(path: str | Path) -> Path | None:

@@ -169,7 +169,7 @@ def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
         file.write_text(json.dumps(run))
     row = pages.section("ppo", tmp_path).splitlines()[2]
     assert row.endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
-    assert pages.section("a2c", tmp_path).startswith("No shipped configuration")
+    assert pages.section("a2c", tmp_path) == "Not run to a score: [`a2c/cartpole`](../../configs/a2c/cartpole.yaml).\n"
 
 
 def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
@@ -195,6 +195,8 @@ def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     short = zoo.row("ppo/c", config, runs, 475, published)
     assert [short[3], short[4], short[7]] == ["2", "450.0 [400.0, 500.0], seeds", "**not reached**"]
     assert zoo.outcome([500, 475], 475) == "reached"
+    summary = zoo.by_outcome([nothing, alone, short])
+    assert summary == "* reached: 0 of 3\n* **not reached**: `ppo/c`\n* no goal: `ppo/c`\n* not run: `a/b`\n\n"
     low, high = zoo.interval([0.0, 1.0] * 50)  # the normal approximation: ± 1.96 · 0.05
     assert (low, high) == pytest.approx((0.402, 0.598), abs=0.015)
 

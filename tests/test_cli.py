@@ -494,8 +494,9 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], 'expected "subcommand" to be one of {fit,validate,test,predict}'),
-        (["train"], "argument subcommand: invalid choice: 'train'"),
+        ([], "a command is missing: expected one of fit, validate, test, predict, export, plot, pull, push$"),
+        (["ftt"], "'ftt' is no command: expected one of fit, .*, push; did you mean fit"),
+        (["--config", "ppo/cartpole", "exprt"], "'exprt' is no command: .*; did you mean export"),
         (["fit"], "the following arguments are required: .*data.env_id, .*model"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
         (
@@ -506,7 +507,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
     ],
-    ids=["nothing", "command", "required", "file", "name", "option", "beginning", "singular"],
+    ids=["nothing", "command", "own_command", "required", "file", "name", "option", "beginning", "singular"],
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
     assert re.match(message, refused(capsys, *arguments, status=2))

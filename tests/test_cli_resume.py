@@ -126,6 +126,54 @@ def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):
     assert [str(warning.message) for warning in recwarn] == []
 
 
+def test_a_run_of_another_algorithm_or_environment_is_not_gone_on_with(capsys):
+    """Though networks and spaces are the same; what may begin with its parameters is a new run."""
+    other = [argument for argument in SMALL if not argument.startswith(("--model", "--data.env_id"))]
+    network = ["--model.hidden_sizes=[8]"]
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    before = files(Path("runs"))
+    for arguments, message in (
+        (
+            ["--data.env_id=CartPole-v1", "--model=A2C"],
+            "ckpt_path names a checkpoint of PPO: expected one of A2C, whose optimiser and clock can go on; init_from",
+        ),
+        (
+            ["--data.env_id=CartPole-v0", "--model=PPO", "--model.num_minibatches=2"],
+            "env_id='CartPole-v0' does not fit the checkpoint: expected 'CartPole-v1', which it was trained in",
+        ),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *other, *arguments, *network, f"--ckpt_path={RUN}/checkpoints/last.ckpt"])
+        assert exit_.value.code == 1
+        assert f"lightning-rl: error: {message}" in capsys.readouterr().err
+        assert files(Path("runs")) == before
+    cli = main(
+        [
+            "test",
+            *other,
+            "--data.env_id=CartPole-v0",
+            "--model=A2C",
+            *network,
+            f"--ckpt_path={RUN}/checkpoints/last.ckpt",
+        ]
+    )
+    assert cli.model.env_steps == 64  # the policy can be looked at anywhere that it fits
+
+
+def test_what_a_checkpoint_holds_is_read_once(monkeypatch):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    whole = []
+    load = torch.load
+
+    def counted(*args, **kwargs):
+        whole.append(not kwargs.get("mmap"))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", counted)
+    main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    assert sum(whole) == 1  # other looks leave the tensors on the disk
+
+
 def test_the_learning_rate_of_the_command_line_wins_over_that_of_the_checkpoint():
     main(["fit", *SMALL, "--model.learning_rate=1e-3", "--max_env_steps=64"])
     cli = main(["fit", *SMALL, "--model.learning_rate=5e-4", "--max_env_steps=128", "--ckpt_path=last"])

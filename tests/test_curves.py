@@ -140,6 +140,10 @@ def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch
     assert Path("curves.svg").read_bytes() == before  # the same runs, the same file
     plot(monkeypatch, "runs/acrobot", "--out=one.svg", "--statistic=mean", "--confidence=0.8")
     assert "one seed each: no interval" in Path("one.svg").read_text() and not Path("one.png").exists()
+    plot(monkeypatch, "runs/acrobot", "--out=v1.5")
+    plot(monkeypatch, "runs/acrobot", "--out=one.pdf")
+    assert {path.name for path in Path().glob("v1*")} == {"v1.5.png", "v1.5.svg"}
+    assert Path("one.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +153,7 @@ def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch
         (["run", "--metric=val/return"], "metric='val/return' is in no log: expected one of rollout/episode_return"),
         (["run", "--confidence=2"], "confidence=2.0 is not valid"),
         (["run", "--columns=0"], "columns=0 is not valid"),
+        (["run", "--out=x.gif"], "out='x.gif' is not valid: expected a file that ends in .png, .svg or .pdf, or none"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, arguments, message):

@@ -96,6 +96,10 @@ def test_links_to_files_of_the_repository_lead_to_pages_that_show_them(site):
     assert 'href="../repository/configs/ppo/cartpole.yaml.html"' in site["algorithms/ppo.html"]
     assert 'href="../../docs/' not in site["repository/benchmarks/index.html"]
     assert 'href="../configs/ppo/cartpole.yaml.html"' in site["repository/benchmarks/index.html"]
+    notebook = site["repository/examples/notebook.ipynb.html"]
+    assert (
+        "<h1" in notebook and "cell_type" not in notebook and "torch.set_num_threads" in re.sub("<[^>]*>", "", notebook)
+    )
 
 
 def test_every_public_name_is_in_the_reference(site):

@@ -117,7 +117,7 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
     trainer = make_trainer(max_epochs=1)
     trainer.fit(make_model(hidden, memory="lstm", normalize_observations=True), hidden)
     trainer.save_checkpoint("remembering.ckpt")
-    arguments = ["--ckpt_path=remembering.ckpt", "--output=remembering", "--programs=[greedy]", "--episodes=2"]
+    arguments = ["--ckpt_path=remembering.ckpt", "--output=remembering", "--programs=greedy", "--episodes=2"]
     assert run_command(["export", *arguments])
     assert "checked: actions within 1e-05 of the policy's on 8 steps" in capsys.readouterr().out
     command = [sys.executable, "-c", WITHOUT_TORCH, str(EXAMPLES)]
@@ -125,6 +125,8 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     module = example("play_onnx")
+    with pytest.raises(SystemExit, match=r"policy/greedy\.onnx does not exist: expected a model .*lightning-rl export"):
+        module.main()
     remembering = PPO.load_from_checkpoint("remembering.ckpt")
     assert found == [played(plain, np.asarray), played(remembering, module.positions)]
     about = json.loads(Path("remembering/policy.json").read_text())

@@ -17,6 +17,7 @@ LAYERS = [
         "layers",
         "nested",
         "clock",
+        "profiling",
         "diagnostics",
         "random_state",
         "rank_errors",

@@ -9,7 +9,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_rl import collector
+from lightning_rl.profiling import profiled
 from tests.helpers import make_data, make_model, make_trainer
+from tests.torch_environments import ID
 
 
 class Slow(gymnasium.Wrapper):
@@ -51,7 +53,26 @@ def test_profilers_show_rollouts_and_updates_by_name():
     profiler = SimpleProfiler()
     data = make_data()
     make_trainer(profiler=profiler).fit(make_model(data), data)
-    assert len(profiler.recorded_durations["rollout"]) == len(profiler.recorded_durations["update"]) == 2
+    found = {name: len(durations) for name, durations in profiler.recorded_durations.items()}
+    assert found["rollout"] == found["update"] == 2
+    # 16 steps in each; on the CPU nothing goes to the policy's device. The values of all steps are computed at the end.
+    assert found["rollout.environment"] == found["rollout.transfer"] == 2 * 16
+    assert found["rollout.policy"] == 2 * (16 + 1)
+    assert sum(
+        map(sum, (profiler.recorded_durations[f"rollout.{x}"] for x in ("environment", "policy", "transfer")))
+    ) < (sum(profiler.recorded_durations["rollout"]))
+
+
+def test_profilers_show_the_phases_of_environments_that_speak_tensors():
+    profiler = SimpleProfiler()
+    data = make_data(f"tests.torch_environments:{ID}", backend="torch")
+    make_trainer(profiler=profiler, limit_train_batches=1).fit(make_model(data), data)
+    counts = {name: len(x) for name, x in profiler.recorded_durations.items() if name.startswith("rollout.")}
+    assert counts == {"rollout.environment": 16, "rollout.policy": 16 + 1}
+
+
+def test_a_phase_is_not_even_wrapped_where_nothing_measures():
+    assert profiled(None, "rollout.policy", time.sleep) is time.sleep
 
 
 class Poison(Callback):

@@ -1,6 +1,7 @@
 """What a checkpoint is good for: its algorithm, its environments, its score, the Hub."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 from lightning_rl import PPO, RolloutDataModule, __version__
 from lightning_rl.commands import run_command
 from lightning_rl.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
-from lightning_rl.trained import Score, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 
@@ -67,6 +68,31 @@ def test_a_checkpoint_knows_its_class_and_its_environments(checkpoint):
     again, _ = play_episodes(model, data, 3)
     assert again == score
     assert play_episodes(model, data, 3, seed=1)[1][0].tolist() != observations[0].tolist()
+
+
+def test_last_and_best_are_the_newest_under_runs_or_of_a_configuration(checkpoint, in_tmp_path):
+    """Of the same form as those that `fit` finds; a file is itself, be it there or not."""
+    assert find_trained("some.ckpt") == Path("some.ckpt")
+    for word, where in (("last", {}), ("best", {"config": "ppo/acrobot"})):
+        with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': expected a checkpoint under runs.*is none"):
+            find_trained(word, **where)
+    paths = [
+        Path(f"{root}/version_0/checkpoints/{name}.ckpt")
+        for root in ("runs/ppo/CartPole-v1", "runs/impala/CartPole-v1", "own")
+        for name in ("best-step=32", "last")
+    ]
+    for time, path in enumerate(paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(checkpoint.read_bytes())
+        os.utime(path, (time, time))
+    assert [find_trained(word) for word in ("best", "last")] == paths[2:4]
+    assert [find_trained(word, "ppo/cartpole") for word in ("best", "last")] == paths[:2]
+    content = {"data": {"class_path": "Own", "init_args": {"env_id": "x"}}, "model": "PPO"}
+    Path("own.yaml").write_text(yaml.safe_dump(content | {"trainer": {"default_root_dir": "own"}}))
+    assert find_trained("last", "own.yaml") == paths[5]
+    Path("own.yaml").write_text("data: {num_envs: 3}\n")
+    with pytest.raises(ConfigurationError, match="has no model or no env_id: expected the one of a run"):
+        find_trained("last", "own.yaml")
 
 
 def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
@@ -212,7 +238,7 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
         pull_from_hub("cart")
 
 
-def test_errors_of_commands_are_one_message(capsys, monkeypatch):
+def test_errors_of_commands_are_one_message(capsys, monkeypatch, in_tmp_path):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     for command in (["push", "me/cart"], ["export"]):
         with pytest.raises(SystemExit) as ended:
@@ -228,5 +254,9 @@ def test_errors_of_commands_are_one_message(capsys, monkeypatch):
         "lightning-rl: error: unrecognized arguments: --episods=3; did you mean episodes?",
         "All options: lightning-rl export --help",
     ]
+    for command in (["push", "me/cart"], ["export"]):  # `last` is looked for, and is none here
+        with pytest.raises(SystemExit):
+            run_command([*command, "--ckpt_path=last", "--config=ppo/cartpole"])
+        assert "expected a checkpoint under runs/ppo/CartPole-v1, there is none" in capsys.readouterr().err
     assert not run_command(["fit", "--help"])
     assert not run_command([])

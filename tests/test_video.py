@@ -277,7 +277,7 @@ def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")] == plain
     assert sorted(path.name for path in Path("out").glob("*.mp4")) == [f"episode={n}.mp4" for n in range(3)]
     assert "Videos: out" in caplog.messages
-    main([*arguments, "--record=out", "--record_as=[minari]"])
+    main([*arguments, "--record=out", "--record_as=minari"])
     assert sorted(path.name for path in Path("out/minari/Drawn-v0").glob("ppo*")) == ["ppo-v0", "ppo-v1"]
     first, second = (load_episodes(f"minari:out/minari/Drawn-v0/ppo-v{n}") for n in range(2))
     returns = [f"episode {n}: return {e.episode_return:g}, 5 steps, terminated" for n, e in enumerate(first)]

@@ -114,7 +114,7 @@ def test_the_command_line_begins_a_new_run_with_them_and_a_resumed_one_does_not(
     main(["fit", *SMALL, "--max_env_steps=64"])
     last = Path("runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt")
     tiny = ["--model.learning_rate=1e-30", "--max_env_steps=32"]
-    cli = main(["fit", *SMALL, *tiny, f"--init_from={last}", "--init_parts=[policy]"])
+    cli = main(["fit", *SMALL, *tiny, f"--init_from={last}", "--init_parts=policy"])
     assert cli.model.env_steps == 32
     before = stored(last)
     for name, x in cli.model.state_dict().items():

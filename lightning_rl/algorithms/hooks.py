@@ -175,9 +175,13 @@ class Hooks(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version.
+            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version; or
+            training cannot go on from it: see `check_resumable`.
         """
         upgrade(checkpoint)
+        resumes = self._trainer is not None and self._trainer.state.fn == "fit"
+        if resumes:
+            check_resumable(checkpoint, self)
         check_fits(checkpoint, self)
         if self._trainer is not None and self._trainer.precision == "64-true":
             # Lightning would do so after it has loaded the parameters, and so round them to float32.
@@ -185,8 +189,7 @@ class Hooks(Reports):
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
         self.frames = state.get("frames", self.env_steps)
-        if self._trainer is not None and self._trainer.state.fn == "fit":
-            check_resumable(checkpoint)
+        if resumes:
             for sentence in changes(checkpoint, self):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)

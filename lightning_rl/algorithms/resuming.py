@@ -58,17 +58,29 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x.shape for name, x in state.items()}
 
 
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
-    """Raise unless training can go on from a checkpoint.
+def check_resumable(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
+    """Raise unless the training of `module` can go on from a checkpoint.
 
     Raises:
-        ConfigurationError: It holds weights only.
+        ConfigurationError: It holds weights only, or is of another algorithm.
     """
+    algorithm, own = checkpoint[CHECKPOINT_KEY]["algorithm"], _names(type(module))
+    if algorithm is not None and algorithm not in own:
+        raise ConfigurationError(
+            f"ckpt_path names a checkpoint of {algorithm}: expected one of {own[0]}, whose optimiser and clock can go "
+            "on; init_from begins a new run with the parameters of any algorithm"
+        )
     if is_weights_only(checkpoint):
         raise ConfigurationError(
             "ckpt_path names a checkpoint of weights only (save_weights_only=True): expected one with the state of the "
             "optimiser to resume from; init_from begins a new run with its weights"
         )
+
+
+def _names(algorithm: type[LightningModule]) -> list[str]:
+    """Return what an algorithm is called in checkpoints; a subclass of your own goes on from those of its base too."""
+    bases = [algorithm] if algorithm.__module__.startswith("lightning_rl.") else algorithm.__mro__
+    return [base.__name__ for base in bases]
 
 
 def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]:

@@ -15,6 +15,11 @@ COMMANDS = {
 }
 """What each command is for. Its module is called as it is, and has a `parser()` and a `run(arguments)`."""
 
+CKPT_PATH_HELP = (
+    "The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs; with --config, "
+    "of its algorithm and environment."
+)
+
 
 def run_command(arguments: list[str]) -> bool:
     """Run the command that arguments begin with; return whether there is one of that name."""

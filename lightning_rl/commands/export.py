@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import get_args
 
 from lightning_rl.cli_errors import OneErrorParser
-from lightning_rl.cli_parts import relative, say
-from lightning_rl.commands import COMMANDS
-from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, export_policy
+from lightning_rl.cli_parts import as_list, relative, say
+from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS
+from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, ProgramName, export_policy
 from lightning_rl.export.folder import check_options
-from lightning_rl.trained import load_algorithm, load_data, play_episodes
+from lightning_rl.trained import find_trained, load_algorithm, load_data, play_episodes
 
 
 def parser() -> OneErrorParser:
     """Return what reads the arguments."""
     made = OneErrorParser(prog="lightning-rl export", description=COMMANDS["export"])
-    made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    made.add_argument("--ckpt_path", type=str, required=True, help=CKPT_PATH_HELP)
     made.add_argument(
         "--format",
         type=ExportFormat,
@@ -28,9 +27,9 @@ def parser() -> OneErrorParser:
     )
     made.add_argument(
         "--programs",
-        type=list[str],
+        type=ProgramName | list[ProgramName],
         default=list(PROGRAMS),
-        help="greedy takes the mode of the policy, sampled draws from it.",
+        help="greedy takes the mode of the policy, sampled draws from it; one of them, or both as [greedy, sampled].",
     )
     made.add_argument(
         "--config",
@@ -45,20 +44,23 @@ def parser() -> OneErrorParser:
 def run(arguments: list[str]) -> None:
     """Play some episodes, write the programs, and hold them to the policy on what was seen there."""
     options = parser().parse_args(arguments)
-    check_options(options.format, options.programs)
-    model = load_algorithm(options.ckpt_path, "ckpt_path")
-    data = load_data(options.ckpt_path, options.config)
+    programs = as_list(options.programs)
+    check_options(options.format, programs)
+    path = find_trained(options.ckpt_path, options.config)
+    model = load_algorithm(path, "ckpt_path")
+    data = load_data(path, options.config)
     score, observations = play_episodes(model, data, options.episodes)
-    beside = Path(options.ckpt_path).absolute().parent.parent / "policies"
+    beside = path.absolute().parent.parent / "policies"
     folder = export_policy(
         model,
         options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}",
         data.spec.env_id,
         format=options.format,
-        programs=options.programs,
+        programs=programs,
         observations=observations,
         score=score.as_dict(),
     )
-    say(f"Done: {', '.join(options.programs)} as {options.format} in {relative(folder)}")
+    say(f"Done: {', '.join(programs)} as {options.format} in {relative(folder)}")
+    say(f"  policy:  {relative(path)}")
     say(f"  score:   {score.mean:g} ± {score.std:g} in {score.episodes} episodes of {data.spec.env_id}")
     say(f"  checked: actions within {TOLERANCE:g} of the policy's on {len(observations)} steps of these")

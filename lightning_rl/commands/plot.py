@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from lightning_rl.curves import Log, by_experiment, find_logs
 from lightning_rl.plots import Curve, Panel, draw
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, check
 
 _METRIC = "rollout/episode_return"
 _STAGES = {"rollout": "training", "val": "validation", "test": "test"}
@@ -22,10 +23,9 @@ def run(args: list[str]) -> None:
         SystemExit: The arguments cannot be understood.
     """
     options = parser().parse_args(args)
+    paths = _files(options.out)  # before logs are read, which takes a while
     experiments = _experiments(options.runs)
     panels = [panel for metric in options.metric or [_METRIC] for panel in _panels(experiments, metric)]
-    out = Path(options.out)
-    paths = [out] if out.suffix in (*_SUFFIXES, ".pdf") else [out.with_name(out.name + suffix) for suffix in _SUFFIXES]
     draw(panels, paths, statistic=options.statistic, confidence=options.confidence, columns=options.columns)
     print("\n".join(map(str, paths)), flush=True)
 
@@ -53,9 +53,26 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--confidence", type=float, default=0.95, help="Of the bootstrap interval over seeds (0.95).")
     result.add_argument("--columns", type=int, default=3, help="Panels side by side at the most (3).")
     result.add_argument(
-        "--out", default="curves", help="File to write; without a suffix (default: curves) both .png and .svg."
+        "--out",
+        default="curves",
+        help="File to write, .png, .svg or .pdf; without an ending (default: curves) both .png and .svg.",
     )
     return result
+
+
+def _files(out: str) -> list[Path]:
+    """Return what is written: one file, or where the name has no ending one of each usual kind.
+
+    Raises:
+        ConfigurationError: It has an ending that means nothing here.
+    """
+    path = Path(out)
+    if path.suffix in (*_SUFFIXES, ".pdf"):
+        return [path]
+    # What follows the point of `v1.5` is no ending.
+    known = f"{', '.join(_SUFFIXES)} or .pdf, or none, which writes {' and '.join(_SUFFIXES)}"
+    check(not re.fullmatch(r"\.[a-zA-Z]\w*", path.suffix), "out", out, f"a file that ends in {known}")
+    return [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
 
 
 def _experiments(runs: list[str]) -> dict[str, list[Log]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from lightning_rl.cli_errors import OneErrorParser
-from lightning_rl.cli_parts import say
-from lightning_rl.commands import COMMANDS
+from lightning_rl.cli_parts import relative, say
+from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS
 from lightning_rl.hub import push_to_hub
+from lightning_rl.trained import find_trained
 
 
 def parser() -> OneErrorParser:
     """Return what reads the arguments."""
     made = OneErrorParser(prog="lightning-rl push", description=COMMANDS["push"])
     made.add_argument("repo_id", type=str, help="The repository, owner/name; made if there is none.")
-    made.add_argument("--ckpt_path", type=str, required=True, help="The checkpoint.")
+    made.add_argument("--ckpt_path", type=str, required=True, help=CKPT_PATH_HELP)
     made.add_argument(
         "--config",
         type=str | None,
@@ -28,12 +29,14 @@ def parser() -> OneErrorParser:
 def run(arguments: list[str]) -> None:
     """Put it there, and say where."""
     options = parser().parse_args(arguments)
+    path = find_trained(options.ckpt_path, options.config)
     address = push_to_hub(
         options.repo_id,
-        options.ckpt_path,
+        path,
         config=options.config,
         episodes=options.episodes,
         private=options.private,
         message=options.message,
     )
     say(f"Done: {address}")
+    say(f"  checkpoint: {relative(path)}")

@@ -1,7 +1,7 @@
 """A policy as a program that acts without this package: normaliser, memory, masks and bounds of actions included."""
 
 from lightning_rl.export.description import FORMAT, describe
-from lightning_rl.export.folder import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
+from lightning_rl.export.folder import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, ProgramName, export_policy
 from lightning_rl.export.program import DeployedPolicy, example_inputs, export_program
 from lightning_rl.export.round_trip import TOLERANCE, RoundTripError
 
@@ -13,6 +13,7 @@ __all__ = [
     "TOLERANCE",
     "DeployedPolicy",
     "ExportFormat",
+    "ProgramName",
     "RoundTripError",
     "describe",
     "example_inputs",

@@ -31,7 +31,9 @@ ExportFormat = Literal["torch_export", "onnx"]
 METADATA = "policy.json"
 """The file beside the programs that says what they take and give; each of them has it in itself too."""
 
-PROGRAMS = ("greedy", "sampled")
+ProgramName = Literal["greedy", "sampled"]
+
+PROGRAMS: tuple[ProgramName, ...] = get_args(ProgramName)
 """The programs: with the mode of the policy, and with samples of it."""
 
 FOLDER_PATTERN = "step={}"
