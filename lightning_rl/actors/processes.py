@@ -21,7 +21,7 @@ from lightning_rl.actors.transport import unpack
 from lightning_rl.actors.weights import SharedWeights, WeightsLocked
 from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.workers import kill
+from lightning_rl.environments.workers import kill, starting_processes
 from lightning_rl.policy import copy_to_cpu
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
@@ -65,19 +65,23 @@ class ProcessActors:
             in_order=False,
         )
         self._iterator: Iterator[Any] | None = None
+        with starting_processes():
+            self._iterator = self._start(loader)
+            self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
+            self._let_fetching_tell_of_deaths()
+            # Before multiprocessing asks them to end, which they do not hear, and waits.
+            self._at_exit = functools.partial(kill, self._processes)
+            atexit.register(self._at_exit)
+
+    def _start(self, loader: DataLoader[Any]) -> Iterator[Any]:
         try:
-            self._iterator = iter(loader)
+            return iter(loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            method = options.start_method or multiprocessing.get_start_method()
+            method = self._options.start_method or multiprocessing.get_start_method()
             raise ConfigurationError(
                 f"actor_start_method={method!r} cannot send the policy to another process ({error}): expected a policy "
                 "of classes and functions that can be imported, or 'fork' where the system has it"
             ) from error
-        self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
-        self._let_fetching_tell_of_deaths()
-        # Before multiprocessing asks them to end, which they do not hear, and waits.
-        self._at_exit = functools.partial(kill, self._processes)
-        atexit.register(self._at_exit)
 
     def _let_fetching_tell_of_deaths(self) -> None:
         """Have the death of an actor noticed where rollouts are taken.

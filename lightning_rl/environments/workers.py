@@ -171,7 +171,30 @@ def live_with_parent() -> None:
     # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
     for signum in _LEFT_TO_PARENT:
         signal.signal(signum, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def starting_processes() -> Iterator[None]:
+    """Start worker processes as if in one moment, between two signals; none is left if that fails.
+
+    Until `live_with_parent` a worker would be ended by a Ctrl-C, which a terminal sends to every process. What is
+    blocked here is blocked in the processes that begin meanwhile too, and waits in this thread. And of a process that
+    was started, and is not known yet to what would end it, multiprocessing would wait for the end at exit: for ever,
+    since it does not hear.
+    """
+    there = set(multiprocessing.active_children())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        yield
+    except BaseException:
+        kill(set(multiprocessing.active_children()) - there)
+        raise
+    finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill(processes: Iterable[Any]) -> None:
