@@ -8,6 +8,7 @@ import functools
 import multiprocessing
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -129,6 +130,9 @@ class ProcessActors:
             time.sleep(0.005)
         # Those that are stuck in an environment; the others may hold a lock that they share with this process.
         kill(self._processes[index] for index in self._busy())
+        if not _is_free(iterator._workers_done_event):
+            kill(self._processes)
+            iterator._workers_done_event = threading.Event()  # nobody is left to be told
         iterator._shutdown_workers()
         kill(self._processes)
         atexit.unregister(self._at_exit)
@@ -152,6 +156,14 @@ class ProcessActors:
             with contextlib.suppress(Exception):  # what is wrong is known
                 self.close()
             raise EnvironmentFailure(f"{self._setup.describe(index)} {what}")
+
+
+def _is_free(event: Any) -> bool:  # noqa: ANN401 - multiprocessing has no public name for it
+    """Whether an event can be set: not if a process was ended while it looked at it, which PyTorch would wait for."""
+    free: bool = event._cond.acquire(timeout=_LOOK_EVERY)
+    if free:
+        event._cond.release()
+    return free
 
 
 def _as_it_is(x: object) -> object:
