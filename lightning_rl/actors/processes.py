@@ -22,7 +22,7 @@ from lightning_rl.actors.transport import unpack
 from lightning_rl.actors.weights import SharedWeights, WeightsLocked
 from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.workers import kill, starting_processes
+from lightning_rl.environments.workers import kill, none_left_on_failure, signals_waiting
 from lightning_rl.policy import copy_to_cpu
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
@@ -66,7 +66,7 @@ class ProcessActors:
             in_order=False,
         )
         self._iterator: Iterator[Any] | None = None
-        with starting_processes():
+        with signals_waiting(), none_left_on_failure():
             self._iterator = self._start(loader)
             self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
             self._let_fetching_tell_of_deaths()

@@ -54,7 +54,8 @@ class ProcessVectorEnv(AsyncVectorEnv):
     ) -> None:
         self.timeout = timeout
         in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
-        super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
+        with none_left_on_failure():
+            super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
         # Before multiprocessing asks them to end, which they do not hear, and waits.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
@@ -177,24 +178,34 @@ def live_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def starting_processes() -> Iterator[None]:
-    """Start worker processes as if in one moment, between two signals; none is left if that fails.
+def none_left_on_failure() -> Iterator[None]:
+    """Leave no process that was started within, if that fails.
 
-    Until `live_with_parent` a worker would be ended by a Ctrl-C, which a terminal sends to every process. What is
-    blocked here is blocked in the processes that begin meanwhile too, and waits in this thread. And of a process that
-    was started, and is not known yet to what would end it, multiprocessing would wait for the end at exit: for ever,
-    since it does not hear.
+    Of one that nobody knows of multiprocessing would wait for the end at exit: for ever, since it does not hear.
     """
-    there = set(multiprocessing.active_children())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT) if hasattr(signal, "pthread_sigmask") else None
+    before = set(multiprocessing.active_children())
     try:
         yield
     except BaseException:
-        kill(set(multiprocessing.active_children()) - there)
+        kill(set(multiprocessing.active_children()) - before)
         raise
+
+
+@contextlib.contextmanager
+def signals_waiting() -> Iterator[None]:
+    """Let the signals that are left to the parent wait, in this thread and in the processes that it starts within.
+
+    A process begins with what is blocked in the one that starts it. It would be ended by a Ctrl-C otherwise, which a
+    terminal sends to every process, until `live_with_parent`.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+    try:
+        yield
     finally:
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill(processes: Iterable[Any]) -> None:

@@ -278,9 +278,13 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
         raise OSError("no more processes")
 
     monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_reset", interrupted)
-    monkeypatch.setattr(signal, "getsignal", lambda signum: None)  # no handlers of this package's own
-    with pytest.raises(SystemExit) as ended:
-        make_trainer().fit(make(data), data)
+    # A handler of the program's own, which is left as it is, and raises KeyboardInterrupt.
+    before = signal.signal(signal.SIGINT, lambda signum, frame: signal.default_int_handler(signum, frame))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            make_trainer().fit(make(data), data)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.value.code == 1
     assert isinstance(ended.value.__context__, KeyboardInterrupt)
     assert isinstance(ended.value.__context__.__context__, OSError)
