@@ -26,7 +26,7 @@ from lightning_rl import PPO, BehaviourCloning, RecordedEpisodes, RolloutDataMod
 from lightning_rl.evaluation import Episode
 
 ENV_ID = "MountainCar-v0"
-UPDATES, WARM_UP_ROLLOUTS = 6, 50
+UPDATES, WARM_UP_ROLLOUTS = 6, 150
 DATA: dict[str, Any] = {
     "num_envs": 32,
     "rollout_length": 128,

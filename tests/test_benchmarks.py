@@ -441,4 +441,4 @@ def test_a_warm_critic_keeps_what_a_fresh_one_makes_ppo_forget():
     found = json.loads((BENCHMARKS / "results/warm_up/mountain_car.json").read_text())
     fresh, warm = (found[name]["lowest_share_of_the_cloned_score"] for name in ("ppo", "ppo_with_warm_up"))
     assert all(kept > lost for kept, lost in zip(warm, fresh, strict=True)) and min(fresh) < 0.65
-    assert sorted(warm)[1] >= 0.9  # with two seeds of three
+    assert min(warm) >= 0.9

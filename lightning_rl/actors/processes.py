@@ -8,6 +8,7 @@ import functools
 import multiprocessing
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -21,7 +22,7 @@ from lightning_rl.actors.transport import unpack
 from lightning_rl.actors.weights import SharedWeights, WeightsLocked
 from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.workers import kill
+from lightning_rl.environments.workers import kill, none_left_on_failure, signals_waiting
 from lightning_rl.policy import copy_to_cpu
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
@@ -65,19 +66,23 @@ class ProcessActors:
             in_order=False,
         )
         self._iterator: Iterator[Any] | None = None
+        with signals_waiting(), none_left_on_failure():
+            self._iterator = self._start(loader)
+            self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
+            self._let_fetching_tell_of_deaths()
+            # Before multiprocessing asks them to end, which they do not hear, and waits.
+            self._at_exit = functools.partial(kill, self._processes)
+            atexit.register(self._at_exit)
+
+    def _start(self, loader: DataLoader[Any]) -> Iterator[Any]:
         try:
-            self._iterator = iter(loader)
+            return iter(loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            method = options.start_method or multiprocessing.get_start_method()
+            method = self._options.start_method or multiprocessing.get_start_method()
             raise ConfigurationError(
                 f"actor_start_method={method!r} cannot send the policy to another process ({error}): expected a policy "
                 "of classes and functions that can be imported, or 'fork' where the system has it"
             ) from error
-        self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
-        self._let_fetching_tell_of_deaths()
-        # Before multiprocessing asks them to end, which they do not hear, and waits.
-        self._at_exit = functools.partial(kill, self._processes)
-        atexit.register(self._at_exit)
 
     def _let_fetching_tell_of_deaths(self) -> None:
         """Have the death of an actor noticed where rollouts are taken.
@@ -125,6 +130,9 @@ class ProcessActors:
             time.sleep(0.005)
         # Those that are stuck in an environment; the others may hold a lock that they share with this process.
         kill(self._processes[index] for index in self._busy())
+        if not _is_free(iterator._workers_done_event):
+            kill(self._processes)
+            iterator._workers_done_event = threading.Event()  # nobody is left to be told
         iterator._shutdown_workers()
         kill(self._processes)
         atexit.unregister(self._at_exit)
@@ -148,6 +156,14 @@ class ProcessActors:
             with contextlib.suppress(Exception):  # what is wrong is known
                 self.close()
             raise EnvironmentFailure(f"{self._setup.describe(index)} {what}")
+
+
+def _is_free(event: Any) -> bool:  # noqa: ANN401 - multiprocessing has no public name for it
+    """Whether an event can be set: not if a process was ended while it looked at it, which PyTorch would wait for."""
+    free: bool = event._cond.acquire(timeout=_LOOK_EVERY)
+    if free:
+        event._cond.release()
+    return free
 
 
 def _as_it_is(x: object) -> object:

@@ -54,7 +54,8 @@ class ProcessVectorEnv(AsyncVectorEnv):
     ) -> None:
         self.timeout = timeout
         in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
-        super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
+        with none_left_on_failure():
+            super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
         # Before multiprocessing asks them to end, which they do not hear, and waits.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
@@ -171,7 +172,40 @@ def live_with_parent() -> None:
     # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
     for signum in _LEFT_TO_PARENT:
         signal.signal(signum, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def none_left_on_failure() -> Iterator[None]:
+    """Leave no process that was started within, if that fails.
+
+    Of one that nobody knows of multiprocessing would wait for the end at exit: for ever, since it does not hear.
+    """
+    before = set(multiprocessing.active_children())
+    try:
+        yield
+    except BaseException:
+        kill(set(multiprocessing.active_children()) - before)
+        raise
+
+
+@contextlib.contextmanager
+def signals_waiting() -> Iterator[None]:
+    """Let the signals that are left to the parent wait, in this thread and in the processes that it starts within.
+
+    A process begins with what is blocked in the one that starts it. It would be ended by a Ctrl-C otherwise, which a
+    terminal sends to every process, until `live_with_parent`.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def kill(processes: Iterable[Any]) -> None:

@@ -1,9 +1,12 @@
 """Actors in processes of their own: what they collect, and what becomes of a run in which one of them fails."""
 
 import itertools
+import multiprocessing
 import os
+import re
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -11,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch.utils.data import dataloader
 
 from lightning_rl import CLEAR, IMPALA, PPO
+from lightning_rl.actors import worker
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import nested_probes, probes  # noqa: F401 - they register environments
@@ -226,8 +231,9 @@ def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     class Kill(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 1:
-                os.kill(data._source.source._processes[1].pid, signal.SIGKILL)
-                time.sleep(0.1)
+                process = data._source.source._processes[1]
+                process.kill()
+                process.join()
 
         def on_exception(self, trainer, pl_module, exception):
             updating.append(pl_module.updating)
@@ -236,6 +242,69 @@ def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     with pytest.raises(EnvironmentFailure, match=r"actor 1, .* is gone: its process \d+ was killed by SIGKILL"):
         make_trainer(callbacks=[Kill()]).fit(model, data)
     assert updating == [False] and model.policy_version == 2
+
+
+@pytest.mark.parametrize(("prepared", "found"), [(False, "SigBlk"), (True, "SigIgn")])
+def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepared, found, monkeypatch):
+    """What is blocked in the learner while it starts processes is blocked in those, until they ignore it."""
+    if not prepared:  # for ever as it is before the first rollout
+        monkeypatch.setattr(worker, "live_with_parent", lambda: None)
+    left_alone = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            status = Path(f"/proc/{data._source.source._processes[0].pid}/status").read_text()
+            masks = {name: int(mask, 16) for name, mask in re.findall(r"(Sig\w+):\s(\w+)", status)}
+            sets = {name: {s for s in (signal.SIGINT, signal.SIGTERM) if masks[name] >> s - 1 & 1} for name in masks}
+            left_alone.append([name for name in ("SigBlk", "SigIgn") if sets[name]])
+            assert len(sets[found]) == 2
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    data = make_actors(rollouts_per_epoch=1)
+    make_trainer(callbacks=[Look()]).fit(make(data), data)
+    assert left_alone == [[found]]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkeypatch):
+    """Or it would wait for them at exit, for ever, since they do not hear that they should end."""
+    begun, data = [], make_actors(num_actors=2)
+    reset = dataloader._MultiProcessingDataLoaderIter._reset
+
+    def interrupted(iterator, *args, **kwargs):
+        reset(iterator, *args, **kwargs)
+        begun.extend(process.pid for process in iterator._workers)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # which waits
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_reset", interrupted)
+    # A handler of the program's own, which is left as it is, and raises KeyboardInterrupt.
+    before = signal.signal(signal.SIGINT, lambda signum, frame: signal.default_int_handler(signum, frame))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            make_trainer().fit(make(data), data)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 1
+    assert isinstance(ended.value.__context__, KeyboardInterrupt)
+    assert isinstance(ended.value.__context__.__context__, OSError)
+    assert len(begun) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in begun)
+
+
+def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
+    """An actor that is ended by force may have been about to look whether it should end."""
+    data = make_actors(rollouts_per_epoch=1)
+
+    class Take(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            event = data._source.source._iterator._workers_done_event
+            dead = multiprocessing.get_context("fork").Process(target=event._cond.acquire)
+            dead.start()
+            dead.join()
+
+    begin = time.monotonic()
+    make_trainer(callbacks=[Take()]).fit(make(data), data)
+    assert time.monotonic() - begin < 20
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):

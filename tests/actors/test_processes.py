@@ -33,12 +33,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 
 @pytest.mark.parametrize(
     ("signum", "to_all", "code", "said"),
-    [
-        (signal.SIGKILL, False, -9, ""),
-        # Slow: twice, beside other tests, such a learner had not ended after a minute; a hundred alone all did in two
-        # seconds.
-        pytest.param(signal.SIGINT, True, 130, "SIGINT: stopping after the update", marks=pytest.mark.slow),
-    ],
+    [(signal.SIGKILL, False, -9, ""), (signal.SIGINT, True, 130, "SIGINT: stopping after the update")],
 )
 def test_no_actor_outlives_its_learner(signum, to_all, code, said):
     """Neither one that is killed, nor a Ctrl-C, which a terminal sends to every process: the actors leave it to it."""
@@ -58,7 +53,12 @@ def test_no_actor_outlives_its_learner(signum, to_all, code, said):
         pids = [int(pid) for pid in learner.stdout.readline().split()]
         assert len(pids) == 2 and all(map(is_there, pids))
         (os.killpg if to_all else os.kill)(learner.pid, signum)
-        _, errors = learner.communicate(timeout=60)
+        try:
+            _, errors = learner.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            there = [name for name, pid in (("learner", learner.pid), *enumerate(pids)) if is_there(pid)]
+            os.killpg(learner.pid, signal.SIGKILL)
+            pytest.fail(f"{there} had not ended:\n{learner.communicate()[1]}")
     finally:
         if learner.poll() is None:
             os.killpg(learner.pid, signal.SIGKILL)
