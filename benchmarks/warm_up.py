@@ -83,14 +83,19 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
         seed: Of the environments.
     """
     data = RolloutDataModule(ENV_ID, rollouts_per_epoch=1, seed=seed, **DATA)
-    steps = rollouts * data.rollout_length * data.num_envs
-    model = PPO(data.observation_space, data.action_space, critic_warmup_steps=steps, **SETTINGS)
-    model.init_from(folder / "cloned.ckpt")
+
+    def make_model(**options: Any) -> PPO:  # noqa: ANN401
+        model = PPO(data.observation_space, data.action_space, **SETTINGS, **options)
+        model.init_from(folder / "cloned.ckpt")
+        return model
+
     warm = None
     if rollouts:
         warming = quiet_trainer(max_epochs=rollouts, limit_val_batches=0)
-        warming.fit(model, data)
+        # Steps that environments spend on being reset do not count: the warm-up ends with the rollouts, not before.
+        warming.fit(make_model(critic_warmup_steps=2 * rollouts * data.rollout_length * data.num_envs), data)
         warming.save_checkpoint(warm := folder / "warm.ckpt")
+    model = make_model()
     kept = Scores()
     learning = quiet_trainer(kept, max_epochs=rollouts + UPDATES)
     learning.validate(model, data, verbose=False)
