@@ -252,11 +252,13 @@ class Updates(Shortcuts):
             optimizer.zero_grad()
         self._backward(loss if self.world_size == 1 else not_finite_throughout(loss), only)
         gradients = self._gradients(optimizers)
-        norms = {name: total_norm(found) for name, found in gradients.items()}
+        # Of a loss that is not finite no gradient is, whatever came out.
+        nothing = 0 * loss.detach()
+        norms = {name: total_norm(found) + nothing for name, found in gradients.items()}
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
-            # Whether both are finite, in fewer kernels than `isfinite`.
-            self.diagnostics.close_for_good_unless((grad_norm + loss.detach()) * 0 == 0)
+            # Whether it is finite, in fewer kernels than `isfinite`.
+            self.diagnostics.close_for_good_unless(grad_norm - grad_norm == 0)
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
