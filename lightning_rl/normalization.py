@@ -130,8 +130,9 @@ class ObservationNormalizer(nn.Module):
 
     def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
         """Take in observations `[N, *shape]`."""
-        self._constants = None
         self.moments.update(observations, reduce)
+        if self._constants is not None:
+            self._constants.clear()
 
 
 @contextlib.contextmanager

@@ -254,6 +254,8 @@ def test_frozen_moments_are_taken_once_and_anew_after_an_update(monkeypatch):
         normalizer.update(torch.full((100, 3), 7.0))
         changed = normalizer(x)
         assert not torch.allclose(changed, expected)
+        assert torch.equal(normalizer(x), changed)
+        assert len(calls) == 3
     normalizer.moments.mean += 1
     assert not torch.allclose(normalizer(x), changed)
     with frozen_moments(object()):  # a policy that is no module
