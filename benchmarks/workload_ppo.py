@@ -60,7 +60,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         data: Its environments.
         kind: A subclass of the algorithm; None: the algorithm itself.
     """
-    assert workload["adam_eps"] == 1e-5, "the default optimiser's"
+    adam = {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam"}
     phases: dict[str, Any] = {}
     if workload.get("algorithm") == "ppg":
         names = {"num_policy_iterations": "policy_iterations", "num_aux_epochs": "aux_epochs"}
@@ -73,6 +73,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         num_epochs=workload["epochs"],
         num_minibatches=workload["minibatches"],
         learning_rate=workload["lr"],
+        optimizer=adam | {"init_args": {"eps": workload["adam_eps"], "fused": True}},
         gamma=workload["gamma"],
         gae_lambda=workload["gae_lambda"],
         clip_range=workload["clip"],
@@ -107,7 +108,7 @@ class BarePPO(PPO):
         pass
 
     def step_optimizer(self, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
-        optimizer.step()
+        optimizer.step_alone()
 
     def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
         pass
