@@ -17,6 +17,7 @@ from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
+from lightning_rl.networks.mlp import frozen_layers
 from lightning_rl.normalization import frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
@@ -110,7 +111,7 @@ class Collector:
         to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
-        with torch.inference_mode(), frozen_moments(policy):
+        with torch.inference_mode(), frozen_moments(policy), frozen_layers(policy):
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
                 row = row if device.type == "cpu" else to_device(row, device)

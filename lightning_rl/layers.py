@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ _SQRT2 = math.sqrt(2)
 _EXACT = (torch.float32, torch.float64)
 # Standard deviation of a standard normal variable, given that it is within two of its own.
 _DEVIATION_WITHIN_TWO = 0.87962566103423978
-_GLOBAL = vars(torch.nn.modules.module)
 _Layer = TypeVar("_Layer", nn.Linear, nn.Conv2d)
 
 
@@ -52,49 +50,6 @@ class HeadLinear(nn.Linear):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             return functional.linear(features.to(dtype), weight.to(dtype), bias.to(dtype))
-
-
-def apply_layers(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """Return `layers(x)`, past PyTorch's way into a layer where nobody has put a hook there.
-
-    For the observations of a few environments that way takes half as long as the layer itself.
-    """
-    if type(layers) is not nn.Sequential or _is_watched(layers) or _anybody_watches():
-        return layers(x)  # type: ignore[no-any-return]
-    for layer in layers._modules.values():
-        compute = _LAYERS.get(type(layer))
-        x = layer(x) if compute is None or _is_watched(layer) else compute(layer._parameters, x)
-    return x
-
-
-def _anybody_watches() -> bool:
-    """Whether there are hooks for all modules, or a compiler looks on."""
-    return bool(
-        _GLOBAL["_global_forward_hooks"]
-        or _GLOBAL["_global_forward_pre_hooks"]
-        or _GLOBAL["_global_backward_hooks"]
-        or _GLOBAL["_global_backward_pre_hooks"]
-        or torch.compiler.is_compiling()
-    )
-
-
-def _is_watched(module: Any) -> bool:  # noqa: ANN401 - a module; those attributes are for PyTorch itself
-    """Whether a module has hooks, is compiled by itself, or has a `forward` that its class has not."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
-
-
-# What layers of exactly these classes compute with their parameters.
-_LAYERS: dict[type[nn.Module], Callable[[dict[str, Any], Tensor], Tensor]] = {
-    nn.Linear: lambda parameters, x: functional.linear(x, parameters["weight"], parameters["bias"]),
-    nn.Tanh: lambda _, x: torch.tanh(x),
-}
 
 
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:

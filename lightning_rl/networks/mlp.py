@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.layers import apply_layers, orthogonal_linear
+from lightning_rl.fast_layers import ActingLayers, acting_layers, apply_layers
+from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
 from lightning_rl.validation import check, check_positive_int
@@ -68,17 +70,39 @@ class MLPEncoder(nn.Module):
             self.layers.append(orthogonal_linear(width, next_width))
             self.layers.append(ACTIVATIONS[activation]())
         self.out_features = sizes[-1]
+        self._acting_layers: ActingLayers | None = None
 
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
         if self._is_vector and observations.is_floating_point():  # what the layers take as it is
-            return apply_layers(self.layers, observations)
+            return self._apply_layers(observations)
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         pairs = zip(self._of_inputs, self.inputs.values(), strict=True)
         parts = [to_numbers(part_at(observations, path), dtype) for path, to_numbers in pairs]
         for path, encoder in zip(self._of_encoders, self.encoders.values(), strict=True):
             parts.append(encoder(part_at(observations, path)))
-        return apply_layers(self.layers, parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        return self._apply_layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+
+    def _apply_layers(self, x: Tensor) -> Tensor:
+        features = None if self._acting_layers is None else self._acting_layers(x)
+        return apply_layers(self.layers, x) if features is None else features
+
+
+@contextlib.contextmanager
+def frozen_layers(policy: object) -> Iterator[None]:
+    """Promise that nobody learns in here, nor looks into the layers of a policy: only acting goes on.
+
+    Layers then are called in the shortest way there is; see `lightning_rl.fast_layers.ActingLayers`.
+    """
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    encoders = [module for module in modules if isinstance(module, MLPEncoder)]
+    for encoder in encoders:
+        encoder._acting_layers = acting_layers(encoder.layers)
+    try:
+        yield
+    finally:
+        for encoder in encoders:
+            encoder._acting_layers = None
 
 
 def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
