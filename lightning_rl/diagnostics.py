@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ class Diagnostics:
 
     Args:
         device: Of the parameters.
+        average: Averages a tensor over ranks; by default there is one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, average: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        self._average = average
         self.open = torch.ones((), dtype=torch.bool, device=device)
         """Whether further updates are made: false from the first loss or gradient that is not finite, or an early
         stop, on."""
@@ -31,6 +33,8 @@ class Diagnostics:
         """Names of the terms that describe an update but take no part in it."""
         # Each with whether the minibatch that recorded it was still to be learned from.
         self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        # Likewise, but terms of which the sum of absolute values is wanted.
+        self._absolute: dict[str, list[tuple[tuple[Tensor, ...], Tensor]]] = {}
         self._counts = self.open
         self._prefix = ""
         # Of each phase, the updates before it, and whether it began with everything finite.
@@ -44,6 +48,14 @@ class Diagnostics:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in self._named(terms).items():
             self._terms.setdefault(name, []).append((term.detach(), self._counts))
+
+    def add_absolute(self, name: str, terms: Sequence[Tensor]) -> None:
+        """Record the sum of the absolute values that scalar terms of one minibatch have on average over ranks.
+
+        Ranks talk to each other about all minibatches at once, in `means`.
+        """
+        entry = tuple(term.detach() for term in terms), self._counts
+        self._absolute.setdefault(self._prefix + name, []).append(entry)
 
     def observe(self, **terms: Tensor) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
@@ -91,6 +103,7 @@ class Diagnostics:
         """Drop what was recorded, and go on with updates in the same phase."""
         self.observed.clear()
         self._terms.clear()
+        self._absolute.clear()
         self.open = self._counts = torch.ones_like(self.open)
 
     @property
@@ -99,18 +112,32 @@ class Diagnostics:
         return self.open.device.type == "cpu" and not self.open
 
     def means(self) -> dict[str, float]:
-        """Return the mean of every term: the one point at which the host waits for the device."""
+        """Return the mean of every term: the one point at which the host waits for the device.
+
+        With several ranks it is a collective call.
+        """
         if not self._terms:
             return {}
         sums, counts = [], []
-        for entries in self._terms.values():
+        all_terms = self._terms | self._absolute_sums()
+        for entries in all_terms.values():
             terms, flags = zip(*entries, strict=True)
             counted = torch.stack(flags)
             sums.append(torch.where(counted, _stack(terms), 0).sum())
             counts.append(counted.sum())
         values = torch.stack([*sums, *counts]).tolist()
-        pairs = zip(self._terms, values[: len(sums)], values[len(sums) :], strict=True)
+        pairs = zip(all_terms, values[: len(sums)], values[len(sums) :], strict=True)
         return {name: total / count for name, total, count in pairs if count}
+
+    def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Return, as single terms, what `add_absolute` has recorded."""
+        if not self._absolute:
+            return {}
+        minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
+        values = _stack(tuple(term for terms in minibatches for term in terms))
+        parts = torch.split(self._average(values).abs(), [len(terms) for terms in minibatches])
+        sums = iter([part.sum() for part in parts])
+        return {name: [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         """Return those of the means that no update may come from."""

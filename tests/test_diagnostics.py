@@ -1,5 +1,7 @@
 """What is recorded of updates, and that it is the same where the host does not wait for the device."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -48,6 +50,66 @@ def test_only_terms_of_the_update_must_be_finite():
     assert diagnostics.not_finite(diagnostics.means()) == {"loss": float("-inf")}
 
 
+def test_absolute_values_are_those_of_the_means_over_ranks_which_talk_once():
+    asked: list[torch.Tensor] = []
+
+    def average(x: torch.Tensor) -> torch.Tensor:
+        asked.append(x)
+        return (x + torch.tensor([3.0, 1.0, -2.0, 50.0])) / 2  # with what another rank has
+
+    diagnostics = Diagnostics(torch.device("cpu"), average)
+    diagnostics.add_absolute("size", [scalar(1.0), scalar(-5.0)])
+    diagnostics.next_minibatch()
+    diagnostics.add_absolute("size", [scalar(-2.0)])
+    diagnostics.add(fine=scalar(0.0))
+    diagnostics.close_unless(scalar(0.0) > 1)
+    diagnostics.next_minibatch()
+    diagnostics.add_absolute("size", [scalar(9.0)])
+    assert diagnostics.means() == {"fine": 0.0, "size": ((2.0 + 2.0) + 2.0) / 2}  # |2| + |-2|, then |-2|
+    assert len(asked) == 1
+
+
+class Rank(PPO):
+    """One of several ranks; what any of them has said before is all that a sum is made of."""
+
+    world_size = 3  # type: ignore[assignment]
+    global_rank = 0  # type: ignore[assignment]
+    said: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def all_reduce(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        self.said[self.global_rank] = x
+        return torch.stack(list(self.said.values())).sum(0)
+
+
+def make_ranks() -> list[Rank]:
+    ranks = [Rank(VECTOR, DISCRETE) for _ in range(3)]
+    Rank.said.clear()
+    for number, rank in enumerate(ranks):
+        rank.global_rank = number  # type: ignore[assignment]
+    return [*ranks, *ranks]  # the second time all of them are known
+
+
+def test_moments_are_those_of_all_ranks_together():
+    parts = [torch.randn(2, n, dtype=torch.float64) * scale + 1e3 for n, scale in ((5, 1.0), (0, 1.0), (8, 30.0))]
+    for rank in make_ranks():
+        count, mean, squares = rank.moments(parts[rank.global_rank])
+    whole = torch.cat(parts, 1)
+    assert count.tolist() == [13, 13]
+    torch.testing.assert_close(mean, whole.mean(1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(squares, (whole - whole.mean(1, keepdim=True)).square().sum(1), rtol=1e-12, atol=0)
+    for rank in make_ranks():
+        standardized = rank.normalize(parts[rank.global_rank][0])
+    torch.testing.assert_close(
+        standardized, (parts[2][0] - whole[0].mean()) / (whole[0].std() + 1e-8), rtol=1e-11, atol=0
+    )
+
+
+def test_equal_entries_of_several_ranks_become_0():
+    for rank in make_ranks():
+        standardized = rank.normalize(torch.full((rank.global_rank + 3,), 0.1))
+    assert not standardized.any()
+
+
 class Unaware(Diagnostics):
     """Of a device that the host does not wait for."""
 
@@ -68,7 +130,7 @@ def test_an_early_stop_is_reported_the_same_whether_or_not_the_host_waits_for_it
 
     parameters, rows, steps = learn()
     assert 1 <= steps < 4 * 4
-    monkeypatch.setattr("lightning_rl.algorithms.base.Diagnostics", Unaware)
+    monkeypatch.setattr("lightning_rl.algorithms.updates.Diagnostics", Unaware)
     unaware, rows_of_unaware, steps_of_unaware = learn()
     assert steps_of_unaware == steps
     assert rows_of_unaware == rows

@@ -27,7 +27,6 @@ from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.checkpoint_format import read_checkpoint
-from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
@@ -299,7 +298,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         start = time.perf_counter()
         self.updating = True
         self._forget_normalizers()
-        self.diagnostics = Diagnostics(self.device)
+        self.diagnostics = self.new_diagnostics()
         if self.corrects_for_lag:
             self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         self._follow_schedules()

@@ -278,7 +278,7 @@ class PPO(OnPolicyAlgorithm):
     def after_updates(self, means: dict[str, float]) -> None:
         """Adapt the learning rate to the divergence, the same on every rank."""
         if self.adaptive_learning_rate is not None and "approx_kl" in means:
-            mean_kl = self.all_reduce(torch.tensor(means["approx_kl"], device=self.device)) / self.world_size
+            mean_kl = self.average_over_ranks(torch.tensor(means["approx_kl"], device=self.device))
             self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))
 
     def whole(self, batch: Batch) -> Batch:
@@ -324,4 +324,4 @@ class PPO(OnPolicyAlgorithm):
         return self._allows(batch.mean(rl.approx_kl_k3(log_ratios)), self.target_kl)
 
     def _allows(self, approx_kl: Tensor, target_kl: float) -> Tensor:
-        return self.all_reduce(approx_kl) / self.world_size <= 1.5 * target_kl
+        return self.average_over_ranks(approx_kl) <= 1.5 * target_kl

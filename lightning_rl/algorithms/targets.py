@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.algorithms.values import revalued
 from lightning_rl.algorithms.warm_start import part_of
-from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
@@ -175,7 +174,7 @@ class Targets(Updates):
         rewards = self.reward_normalizer
         discounted_return = None if rewards is None else rewards.discounted_return
         self._forget_normalizers()
-        self.diagnostics = Diagnostics(self.device)
+        self.diagnostics = self.new_diagnostics()
         try:
             yield
         finally:

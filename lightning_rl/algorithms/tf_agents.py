@@ -170,10 +170,8 @@ class TFAgentsPPO(PPOKLPenalty):
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / √(population variance + 1e-8)`, taken over the entries of all ranks."""
         exact = x.to(exact_dtype(x.device))
-        count, total = self.all_reduce(torch.stack([exact.new_tensor(x.numel()), exact.sum()]))
-        centered = exact - total / count.clamp(min=1)
-        variance = self.all_reduce(centered.square().sum()) / count.clamp(min=1)
-        standardized: Tensor = centered * (variance + _VARIANCE_EPSILON).rsqrt()
+        count, mean, squares = self.moments(exact)
+        standardized: Tensor = (exact - mean) * (squares / count.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
         return standardized.to(x.dtype)
 
     def normalized_advantages(self, batch: Batch) -> Tensor:

@@ -119,6 +119,10 @@ class Updates(Shortcuts):
         """Number of ranks that learn together; 1 without a Trainer."""
         return 1 if self._trainer is None else self._trainer.world_size
 
+    def new_diagnostics(self) -> Diagnostics:
+        """Return what records the updates from one rollout."""
+        return Diagnostics(self.device, self.average_over_ranks)
+
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield the rows in the order of `minibatch_order`, cut into minibatches.
 
@@ -168,11 +172,29 @@ class Updates(Shortcuts):
             return normalize(x)
         # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
         exact = x.to(exact_dtype(x.device))
-        count, total = self.all_reduce(torch.stack([exact.new_tensor(x.numel()), exact.sum()]))
-        centered = exact - total / count.clamp(min=1)
-        variance = self.all_reduce(centered.square().sum()) / (count - 1).clamp(min=1)
-        standardized: Tensor = centered / (variance.sqrt() + 1e-8)
+        count, mean, squares = self.moments(exact)
+        standardized: Tensor = (exact - mean) / ((squares / (count - 1).clamp(min=1)).sqrt() + 1e-8)
         return standardized.to(x.dtype)
+
+    def average_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the mean of `x` over all ranks."""
+        return self.all_reduce(x) / self.world_size
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return number, mean and sum of squared deviations of the entries of all ranks, who talk to each other once.
+
+        By the formula of Chan et al., 1979, which puts together what each rank computes around its own mean.
+
+        Args:
+            x: Of this rank, `[..., N]`; each row for itself.
+        """
+        count = torch.full_like(x[..., :1].sum(-1), x.shape[-1])
+        mean = x.sum(-1) / count.clamp(min=1)
+        own = torch.stack([count, mean, (x - mean.unsqueeze(-1)).square().sum(-1)])
+        counts, means, squares = self.of_ranks(own).unbind(1)
+        total = counts.sum(0)
+        mean = (counts * means).sum(0) / total.clamp(min=1)
+        return total, mean, (squares + counts * (means - mean).square()).sum(0)
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
         """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
@@ -185,10 +207,8 @@ class Updates(Shortcuts):
         """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
         if self.world_size == 1:
             return explained_variance(predictions, targets)
-        pair = torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device))
-        totals = self.all_reduce(torch.cat([pair.sum(1), pair.new_tensor([pair.shape[1]])]))
-        means = totals[:2] / totals[2].clamp(min=1)
-        unexplained, total = self.all_reduce((pair - means.unsqueeze(1)).square().sum(1))
+        _, _, squares = self.moments(torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device)))
+        unexplained, total = squares
         return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
     @torch.no_grad()
@@ -222,8 +242,8 @@ class Updates(Shortcuts):
             self.diagnostics.add(l2_penalty=penalty)
             terms = (*terms, penalty)
         loss = functools.reduce(operator.add, terms)
-        absolute = self.over_ranks(torch.stack(terms).detach()).abs()
-        self.diagnostics.add(loss=loss, total_abs_loss=absolute.sum())
+        self.diagnostics.add(loss=loss)
+        self.diagnostics.add_absolute("total_abs_loss", terms)
         return loss
 
     def over_ranks(self, mean: Tensor) -> Tensor:
@@ -233,7 +253,7 @@ class Updates(Shortcuts):
         """
         if self.world_size == 1:
             return mean
-        return mean + (self.all_reduce(mean.detach()) / self.world_size - mean.detach())
+        return mean + (self.average_over_ranks(mean.detach()) - mean.detach())
 
     def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
@@ -300,6 +320,14 @@ class Updates(Shortcuts):
         result = x.detach().clone()
         torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
         return result
+
+    def of_ranks(self, x: Tensor) -> Tensor:
+        """Return what each rank has as `x`, `[ranks, ...]`."""
+        if self.world_size == 1:
+            return x.unsqueeze(0)
+        gathered = x.new_zeros(self.world_size, *x.shape)
+        gathered[self.global_rank] = x
+        return self.all_reduce(gathered)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""

@@ -158,7 +158,9 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
         def optimize(self, loss, only=None, keep_if=None):
             super().optimize(loss, only, keep_if)
             newest = self.diagnostics._terms
-            terms.append({name: float(values[-1][0]) for name, values in newest.items()})
+            sizes = [abs(float(term)) for term in self.diagnostics._absolute["total_abs_loss"][-1][0]]
+            last = {name: float(values[-1][0]) for name, values in newest.items()}
+            terms.append(last | {"total_abs_loss": sum(sizes)})
 
     torch.manual_seed(0)
     options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "policy_l2": 0.01, "learning_rate": 1e-2}

@@ -467,6 +467,7 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
             model.policy.action_head.logits.weight.add_(1.0)
         monkeypatch.setattr(TFAgentsPPO, "world_size", ranks)
         monkeypatch.setattr(TFAgentsPPO, "all_reduce", lambda self, x, *_, n=ranks: n * x)
+        monkeypatch.setattr(TFAgentsPPO, "of_ranks", lambda self, x, n=ranks: x.expand(n, *x.shape))
         (minibatch,) = model.minibatches(batch, 1)
         model.loss(minibatch)
         terms.append(model.diagnostics.means())
