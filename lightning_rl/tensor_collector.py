@@ -18,6 +18,7 @@ from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
+from lightning_rl.networks.mlp import frozen_layers
 from lightning_rl.normalization import exact_dtype, frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
@@ -104,7 +105,7 @@ class TensorCollector:
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         # Not `inference_mode`: the tensors of the environments are their own.
-        with torch.no_grad(), frozen_moments(policy):
+        with torch.no_grad(), frozen_moments(policy), frozen_layers(policy):
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
                 remembered = {} if recurrent is None else {"memory": self._memory.before(t)}

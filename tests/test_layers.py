@@ -15,6 +15,7 @@ LAYERS = [
         "functional",
         "validation",
         "layers",
+        "fast_layers",
         "nested",
         "clock",
         "profiling",

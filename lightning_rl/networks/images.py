@@ -59,7 +59,9 @@ class _ImageEncoder(nn.Module):
         x = observations.flatten(0, -4) if observations.dim() > 4 else observations
         x = x.unsqueeze(0) if x.dim() == 3 else x
         x = x.permute(0, 3, 1, 2) if self.channels_last else x
-        return x.to(dtype, memory_format=torch.channels_last) * self.scale
+        pixels = x.to(dtype, memory_format=torch.channels_last)
+        # Integers have been copied, and one copy of a batch of images is enough.
+        return pixels.mul_(self.scale) if self.scale != 1.0 else pixels
 
 
 class NatureEncoder(_ImageEncoder):
@@ -81,11 +83,11 @@ class NatureEncoder(_ImageEncoder):
         )
         self.convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(32, 64, 4, 2)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             orthogonal(nn.Conv2d(64, 64, 3, 1)),
-            nn.ReLU(),
+            nn.ReLU(inplace=True),
             nn.Flatten(),
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         with torch.no_grad():
