@@ -1,12 +1,12 @@
 """Measure how cost scales: with the number of environments, and with processes.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py environments --backend torch --save
-    OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --save
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --workload W3 --save
 
 `environments` trains PPO on CartPole in 8 to 1,024 environments, with as many environment steps in each rollout and as
-many minibatches whatever their number, and gives CPU microseconds per environment step. `processes` compares two DDP
-processes on a core each, with half of the environments each, with one process on one core, by wall time: it needs two
-cores that nothing else uses.
+many minibatches whatever their number, and gives CPU microseconds per environment step. `processes` compares, on a
+workload of `workloads.json`, two DDP processes of one thread, with half of the environments each, with one process of
+one thread, by wall time: it needs two cores that nothing else uses.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import torch_cartpole
 from lightning.pytorch import Callback, LightningModule, Trainer
 from record import add_saving, save
+from workload_ppo import make_data, make_model
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import Backend
@@ -49,13 +50,8 @@ class Ticks(Callback):
         self.clock.tick(self.steps)
 
 
-def train(num_envs: int, backend: Backend, rollouts: int, processes: int = 1) -> tuple[int, float, float]:
-    """Train on `num_envs` environments in all; return this process's environment steps, wall and CPU seconds."""
-    env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
-    length = ROWS // num_envs
-    total = rollouts + measure.WARM_UP
-    data = RolloutDataModule(env_id, num_envs // processes, length, total, backend=backend, seed=0)
-    torch.manual_seed(0)
+def train(model: PPO, data: RolloutDataModule, processes: int = 1) -> tuple[int, float, float]:
+    """Train for an epoch; return this process's environment steps, wall and CPU seconds after the first rollouts."""
     ticks = Ticks()
     trainer = Trainer(
         accelerator="cpu",
@@ -69,26 +65,35 @@ def train(num_envs: int, backend: Backend, rollouts: int, processes: int = 1) ->
         limit_val_batches=0,
         callbacks=[ticks],
     )
-    trainer.fit(PPO(data.observation_space, data.action_space), data)
+    trainer.fit(model, data)
     return ticks.clock.interval()
+
+
+def train_cartpole(num_envs: int, backend: Backend, rollouts: int) -> tuple[int, float, float]:
+    """Train on `num_envs` copies of CartPole, and return what `train` does."""
+    env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
+    data = RolloutDataModule(env_id, num_envs, ROWS // num_envs, rollouts + measure.WARM_UP, backend=backend, seed=0)
+    torch.manual_seed(0)
+    return train(PPO(data.observation_space, data.action_space), data)
 
 
 def environments(backend: Backend, rollouts: int, counts: tuple[int, ...]) -> dict[str, Any]:
     """Return the cost of an environment step by the number of environments, in rising order and back again."""
     costs: dict[int, list[float]] = {count: [] for count in counts}
     for count in (*counts, *reversed(counts)):
-        steps, _, cpu_seconds = train(count, backend, rollouts)
+        steps, _, cpu_seconds = train_cartpole(count, backend, rollouts)
         costs[count].append(round(1e6 * cpu_seconds / steps, 2))
     return {"backend": backend, "cpu_microseconds_per_step": {str(count): min(costs[count]) for count in counts}}
 
 
-def processes(num_envs: int, backend: Backend, rollouts: int, repeats: int) -> dict[str, Any]:
+def processes(args: argparse.Namespace) -> dict[str, Any]:
     """Return the wall time of one process over that of two, in alternation."""
     seconds: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(repeats):
+    for _ in range(args.repeats):
         for number, taken in seconds.items():
             command = [sys.executable, str(Path(__file__).resolve()), "one", "--processes", str(number)]
-            command += ["--num_envs", str(num_envs), "--backend", backend, "--rollouts", str(rollouts)]
+            command += ["--workload", args.workload, "--backend", args.backend, "--rollouts", str(args.rollouts)]
+            command += [] if args.num_envs is None else ["--num_envs", str(args.num_envs)]
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
             if done.returncode:
                 raise RuntimeError(
@@ -97,22 +102,24 @@ def processes(num_envs: int, backend: Backend, rollouts: int, repeats: int) -> d
             taken.append(json.loads(done.stdout.splitlines()[-1])["seconds"])
     ratios = [one / two for one, two in zip(seconds[1], seconds[2], strict=True)]
     return {
-        "backend": backend,
-        "num_envs": num_envs,
+        "workload": args.workload,
+        "backend": args.backend,
+        "num_envs": args.num_envs or measure.WORKLOADS[args.workload]["num_envs"],
         "speed_up": round(statistics.median(ratios), 3),
         "speed_ups": [round(ratio, 3) for ratio in ratios],
         "seconds": {str(number): [round(value, 3) for value in taken] for number, taken in seconds.items()},
     }
 
 
-def one(num_envs: int, backend: Backend, rollouts: int, number: int) -> dict[str, Any] | None:
-    """Train in one process or as one of several, each on a core of its own; the first returns what that took."""
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
-    cores = sorted(os.sched_getaffinity(0))
-    # A process that the first one starts inherits its one core.
-    os.sched_setaffinity(0, {int(os.environ.setdefault("BENCHMARK_CORES", ",".join(map(str, cores))).split(",")[rank])})
-    steps, seconds, _ = train(num_envs, backend, rollouts, number)
-    return {"env_steps": steps * number, "seconds": seconds} if rank == 0 else None
+def one(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Train in one process or as one of several; the first returns what that took."""
+    workload = measure.WORKLOADS[args.workload] | {"rollouts": args.rollouts + measure.WARM_UP}
+    workload["num_envs"] = (args.num_envs or workload["num_envs"]) // args.processes
+    data = make_data(workload, args.backend, 0)
+    torch.manual_seed(0)
+    steps, seconds, _ = train(make_model(workload, data), data, args.processes)
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return {"env_steps": steps * args.processes, "seconds": seconds} if first else None
 
 
 def parse() -> argparse.Namespace:
@@ -121,7 +128,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="native")
     parser.add_argument("--rollouts", type=int, default=8, help="that are timed, in each run")
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS, help="of environments")
-    parser.add_argument("--num_envs", type=int, default=64, help="in all, for processes")
+    parser.add_argument("--workload", choices=["W1", "W2", "W3"], default="W1", help="for processes")
+    parser.add_argument("--num_envs", type=int, help="in all, for processes, in place of the workload's")
     parser.add_argument("--processes", type=int, default=1, help="for one, which runs a single measurement")
     parser.add_argument("--repeats", type=int, default=5, help="for processes")
     add_saving(parser)
@@ -136,9 +144,10 @@ def main(args: argparse.Namespace) -> None:
         result = environments(args.backend, args.rollouts, tuple(args.counts))
         name = f"environments-{args.backend}"
     elif args.what == "processes":
-        result = processes(args.num_envs, args.backend, args.rollouts, args.repeats)
+        result = processes(args)
+        name = f"processes-{args.workload}-{result['num_envs']}-{args.backend}"
     else:
-        result = one(args.num_envs, args.backend, args.rollouts, args.processes)
+        result = one(args)
     if result is not None:
         save(result, args.save, f"scaling/{name}.json")
         print(json.dumps(result), flush=True)

@@ -124,9 +124,9 @@ def scaling(results: Path = RESULTS) -> str:
         found = json.loads(path.read_text())
         costs = ", ".join(f"{count}: {cost:.1f}" for count, cost in found["cpu_microseconds_per_step"].items())
         rows.append([f"{found['backend']}: µs of CPU a step, by environments", costs, _commit(found["source"])])
-    for path in results.glob("scaling/processes.json"):
+    for path in sorted(results.glob("scaling/processes-*.json")):
         found = json.loads(path.read_text())
-        what = f"two processes over one, {found['num_envs']} environments ({found['backend']})"
+        what = f"two processes over one, {found['workload']} with {found['num_envs']} environments ({found['backend']})"
         rows.append([what, f"**{found['speed_up']:.2f}**", _commit(found["source"])])
     return _markdown(["what", "found", "commit"], rows)
 

@@ -353,8 +353,15 @@ def test_start_up_compares_whole_processes(monkeypatch):
 
 def test_scaling_times_as_many_steps_whatever_the_number_of_environments(monkeypatch):
     monkeypatch.setattr(scaling, "ROWS", 64)
-    assert scaling.train(8, "torch", 2)[0] == scaling.train(16, "torch", 2)[0] == 2 * 64
+    assert scaling.train_cartpole(8, "torch", 2)[0] == scaling.train_cartpole(16, "torch", 2)[0] == 2 * 64
     assert set(scaling.environments("torch", 1, (8,))["cpu_microseconds_per_step"]) == {"8"}
+
+
+def test_scaling_divides_the_environments_of_a_workload_among_processes(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["scaling.py", "one", "--rollouts", "1", "--num_envs", "4"])
+    found = scaling.one(scaling.parse())
+    assert found is not None
+    assert 0.9 < found["env_steps"] / (4 * measure.WORKLOADS["W1"]["num_steps"]) <= 1  # but for steps that reset
 
 
 _TINY = ["--num_envs", "8", "--rollout_length", "4", "--rollouts", "1", "--repeats", "1", "--device", "cpu"]
@@ -390,7 +397,7 @@ def test_tables_have_what_the_scripts_save(measured_on_the_cpu, tmp_path):
         "memory/growth.json": {"rollouts": 2000, "bytes_per_rollout": 36.4},
         "memory/images.json": {"num_envs": 64, "rollout_length": 128, "data_mib": 220.7, "rollout_mib": 222.4}
         | {"peak_mib": 1000.4},
-        "scaling/processes.json": {"num_envs": 64, "backend": "native", "speed_up": 1.8},
+        "scaling/processes-W1-64-native.json": {"workload": "W1", "num_envs": 64, "backend": "native", "speed_up": 1.8},
         "scaling/environments-torch.json": {"backend": "torch", "cpu_microseconds_per_step": {"8": 9.04, "1024": 3.0}},
         "start_up.json": {"median_cpu_seconds": {"both": 2.0}, "ratios": {"help": 1.1}},
     }
@@ -403,7 +410,7 @@ def test_tables_have_what_the_scripts_save(measured_on_the_cpu, tmp_path):
         ["ratio: help", "**1.10**"],
         ["growth for each of 2,000 rollouts", "36 B"],
         ["64 Pong environments × 128 steps: process at its peak", "1,000 MiB"],
-        ["two processes over one, 64 environments (native)", "**1.80**"],
+        ["two processes over one, W1 with 64 environments (native)", "**1.80**"],
         ["torch: µs of CPU a step, by environments", "8: 9.0, 1024: 3.0"],
         ["cartpole, 8 × 4: training, eager", f"**{rate:,}** steps a second", "cpu"],
     ):
