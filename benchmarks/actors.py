@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/actors.py --actors 2 --pairs 3
 
-Environment steps per second of wall time, after some untimed rollouts; and the CPU time of learner and actors for
-a step, which says what to expect on another number of cores. `--share` measures instead which share of its time an
-actor spends in the policy, for a small network and for that of Atari games: what inference for many actors at once, in
-one process, could save at the most. `--save` keeps the result in `benchmarks/results/actors/`.
+Rollouts are a batch of the paper, 32 unrolls of 20 steps, unless others are asked for. Environment steps per second of
+wall time, after some untimed rollouts; and the CPU time of learner and actors for a step, which says what to expect on
+another number of cores. `--share` measures instead which share of its time an actor spends in the policy, for a small
+network and for that of Atari games: what inference for many actors at once, in one process, could save at the most.
+`--save` keeps the result in `benchmarks/results/actors/`.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Timer(Callback):
         self.wall, self.cpu = time.perf_counter() - wall, time.process_time() - cpu
 
 
-def run(num_actors: int, rollouts: int) -> dict[str, float]:
+def run(num_actors: int, args: argparse.Namespace) -> dict[str, float]:
     """Train once, and return steps per second and CPU microseconds per step."""
     data = RolloutDataModule(
-        "CartPole-v1", num_envs=8, rollout_length=16, rollouts_per_epoch=rollouts, seed=0, num_actors=num_actors
+        "CartPole-v1", args.num_envs, args.rollout_length, args.rollouts, seed=0, num_actors=num_actors
     )
     torch.manual_seed(0)
     model, timer = IMPALA(data.observation_space, data.action_space), Timer()
@@ -69,10 +70,11 @@ def run(num_actors: int, rollouts: int) -> dict[str, float]:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Train with and without actors, by turns."""
-    runs = [run(count, args.rollouts) for _ in range(args.pairs) for count in (0, args.actors)]
+    runs = [run(count, args) for _ in range(args.pairs) for count in (0, args.actors)]
     rates = [one["steps_per_second"] for one in runs]
     ratios = [round(b / a, 3) for a, b in zip(rates[::2], rates[1::2], strict=True)]
-    return {"ratio": statistics.median(ratios), "ratios": ratios, "runs": runs, "cores": os.cpu_count()}
+    size = {"num_envs": args.num_envs, "rollout_length": args.rollout_length}
+    return size | {"ratio": statistics.median(ratios), "ratios": ratios, "runs": runs, "cores": os.cpu_count()}
 
 
 def acting(env_id: str, num_envs: int, length: int, rollouts: int) -> dict[str, Any]:
@@ -138,7 +140,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=600)
+    parser.add_argument("--rollouts", type=int, default=300)
+    parser.add_argument("--num_envs", type=int, default=32, help="in each rollout")
+    parser.add_argument("--rollout_length", type=int, default=20)
     parser.add_argument("--share", action="store_true", help="measure the policy's share of an actor's time")
     add_saving(parser)
     arguments = parser.parse_args()
