@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/throughput.py W1 --steps 100000
 
-`--full` adds what a user's run has: TensorBoard, checkpoints, a progress bar. `--share` measures how much of a run is
-Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in alternation; `--save`
-keeps it in `benchmarks/results/throughput/`.
+`--full` adds what a user's run has: TensorBoard, a progress bar, and a checkpoint with each tenth of the run. `--share`
+measures how much of a run is Lightning's: the same rollouts and updates under the Trainer and in a bare loop, in
+alternation, with TensorBoard and the progress bar, and with checkpoints if it is `--full`; `--save` keeps it in
+`benchmarks/results/throughput/`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def fit(
         args: Of the command line.
         workload: What to train on.
         clock: Told of every rollout.
-        parts: `plain`, `logged` (TensorBoard every 10 rollouts) or `full` (checkpoints and progress bar too).
+        parts: `plain`, `shown` (TensorBoard every 10 rollouts, and a progress bar) or `full` (checkpoints too).
         instead: Callbacks in place of the one that tells the clock.
     """
     data = make_data(workload, args.backend, args.seed)
@@ -81,15 +82,17 @@ def fit(
         if full:
             # An epoch is a tenth of the run, as in the shipped configurations; each ends with a checkpoint.
             data.rollouts_per_epoch = max(1, workload["rollouts"] // 10)
-            callbacks += [ModelCheckpoint(Path(scratch), save_last=True), EnvStepProgressBar()]
+            callbacks.append(ModelCheckpoint(Path(scratch), save_last=True))
+        shown = parts != "plain"
+        callbacks += [EnvStepProgressBar()] if shown else []
         trainer = Trainer(
             accelerator="cpu",
             max_steps=-1,
             max_epochs=-1 if full else 1,
-            logger=False if parts == "plain" else TensorBoardLogger(scratch, default_hp_metric=False),
+            logger=TensorBoardLogger(scratch, default_hp_metric=False) if shown else False,
             log_every_n_steps=10,
             enable_checkpointing=full,
-            enable_progress_bar=full,
+            enable_progress_bar=shown,
             enable_model_summary=False,
             limit_val_batches=0,
             callbacks=[*callbacks, *([_StopAfter(workload["rollouts"])] if full else [])],
@@ -147,7 +150,7 @@ def share(args: argparse.Namespace, workload: dict[str, Any], parts: str) -> dic
     return {
         "workload": args.workload,
         "backend": args.backend,
-        "with": "TensorBoard" + (", checkpoints, progress bar" if parts == "full" else ""),
+        "with": "TensorBoard, progress bar" + (", ten checkpoints" if parts == "full" else ""),
         "seed": args.seed,
         "env_steps": len(timed) * workload["rows"],
         "threads": measure.THREADS,
@@ -182,7 +185,7 @@ if __name__ == "__main__":
     torch.set_num_threads(measure.THREADS)
     chosen = measure.workload(arguments) | {"compiled": arguments.compiled}
     if arguments.share:
-        kind = "full" if arguments.full else "logged"
+        kind = "full" if arguments.full else "shown"
         result = share(arguments, chosen, kind)
         parts = [arguments.workload, *([] if arguments.backend == "sync" else [arguments.backend]), kind]
         save(result, arguments.save, f"throughput/share-{'-'.join(parts)}.json")
