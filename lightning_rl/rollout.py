@@ -238,21 +238,21 @@ class Batch:
     ) -> None:
         self.fields = fields
         self.sequences = sequences
-        self._weight = weight
+        self._given_weight = weight
+        self._own_weight: float | None = None
 
     @property
     def weight(self) -> float:
         """One over the total weight of the rows, unless it was set."""
-        if self._weight is None:
-            weight = 1 / (float(self.total_weight) or 1.0)
-            if "weights" not in self.fields:
-                return weight
-            self._weight = weight
-        return self._weight
+        if self._given_weight is not None:
+            return self._given_weight
+        if self._own_weight is None:
+            self._own_weight = 1 / (float(self.total_weight) or 1.0)
+        return self._own_weight
 
     @weight.setter
     def weight(self, weight: float) -> None:
-        self._weight = weight
+        self._given_weight = weight
 
     @property
     def total_weight(self) -> Tensor | int:
@@ -280,7 +280,7 @@ class Batch:
         """
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
-        elif self._weight is None and len(x):
+        elif self._given_weight is None and len(x):
             return x.mean()
         return x.sum() * self.weight
 
@@ -290,7 +290,7 @@ class Batch:
 
     def ordered(self, order: Tensor) -> Batch:
         """Return the rows, or sequences, with the indices `order`, which may leave some out or repeat them."""
-        weight = self._weight if len(order) == self.num_items else None
+        weight = self._given_weight if len(order) == self.num_items else None
         if self.sequences is not None:
             rows, sequences = self.sequences.select(order)
             return self._of(rows.to(first_leaf(self.fields).device), sequences, weight)
@@ -325,7 +325,7 @@ class Batch:
 
     def replace(self, **fields: Nested) -> Batch:
         """Return a batch with some fields replaced or added."""
-        return Batch({**self.fields, **fields}, self._weight, self.sequences)
+        return Batch({**self.fields, **fields}, self._given_weight, self.sequences)
 
     def _of(self, rows: Tensor | slice, sequences: Sequences, weight: float | None = None) -> Batch:
         return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
