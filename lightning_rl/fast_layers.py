@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,18 +90,20 @@ def _differentiable_gradients(x: Tensor, parameters: Sequence[Tensor], gradient:
 
 
 class ActingLayers:
-    """Tanh layers in NumPy, whose way to an operation is shorter: for a few rows at a time.
+    """Linear layers in NumPy, whose way to an operation is shorter: for a few rows at a time.
 
     Args:
         parameters: Weight and bias of each layer, on the CPU; seen, not copied.
+        tanh: Whether there is a tanh after each.
     """
 
     most_rows = 64
     """Of more of them the products take most of the time, which PyTorch may share among threads."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, tanh: bool) -> None:
         arrays = [parameter.detach().numpy() for parameter in parameters]
         self._layers = [(arrays[k].T, arrays[k + 1]) for k in range(0, len(arrays), 2)]
+        self._tanh = tanh
         self.dtype = parameters[0].dtype
 
     def __call__(self, x: Tensor) -> Tensor | None:
@@ -111,17 +114,48 @@ class ActingLayers:
         for weight, bias in self._layers:
             numbers = numbers @ weight
             numbers += bias
-            np.tanh(numbers, out=numbers)
+            if self._tanh:
+                np.tanh(numbers, out=numbers)
         return torch.from_numpy(numbers)
 
 
-def acting_layers(layers: nn.Sequential) -> ActingLayers | None:
-    """Return layers for acting with the parameters as they are, as long as they stay; None where that will not do."""
+class ActsFast(nn.Module):
+    """A module that computes with `acting` where that is not None and takes its input: see `frozen_layers`."""
+
+    acting: ActingLayers | None = None
+
+    def acting_layers(self) -> ActingLayers | None:
+        """Return layers for acting, as long as the parameters stay as they are; None where that will not do."""
+        raise NotImplementedError
+
+
+@contextlib.contextmanager
+def frozen_layers(policy: object) -> Iterator[None]:
+    """Promise that nobody learns in here, nor looks into the layers of a policy: only acting goes on."""
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    frozen = [module for module in modules if isinstance(module, ActsFast)]
+    for module in frozen:
+        module.acting = module.acting_layers()
+    try:
+        yield
+    finally:
+        for module in frozen:
+            module.acting = None
+
+
+def acting_tanh_layers(layers: nn.Sequential) -> ActingLayers | None:
+    """Return those of linear layers with tanh after each; None where these are others, or somebody looks at them."""
     if type(layers) is not nn.Sequential or _is_watched(layers) or _anybody_watches():
         return None
     parameters = _of_tanh_layers(layers)
-    suits = parameters is not None and parameters[0].device.type == "cpu" and parameters[0].dtype in _OF_NUMPY
-    return ActingLayers(parameters) if parameters is not None and suits else None
+    return ActingLayers(parameters, tanh=True) if parameters and all(map(_is_numpys, parameters)) else None
+
+
+def acting_linear(layer: nn.Linear) -> ActingLayers | None:
+    """Return that of one layer; None where NumPy does not compute with its parameters."""
+    parameters = [layer.weight, layer.bias]
+    suits = all(type(parameter) is nn.Parameter and _is_numpys(parameter) for parameter in parameters)
+    return ActingLayers(parameters, tanh=False) if suits and not _anybody_watches() else None
 
 
 def _of_tanh_layers(layers: nn.Sequential) -> list[Tensor] | None:
@@ -142,10 +176,12 @@ def _of_tanh_layers(layers: nn.Sequential) -> list[Tensor] | None:
 
 
 def _suits_numpy(x: Tensor) -> bool:
-    """Whether `x` is an ordinary tensor in memory that NumPy computes with as PyTorch would."""
-    return (
-        type(x) is Tensor and x.is_cpu and x.dtype in _OF_NUMPY and x.dim() > 1 and not torch.is_autocast_enabled("cpu")
-    )
+    """Whether `x` is an ordinary tensor of rows that NumPy computes with as PyTorch would."""
+    return type(x) is Tensor and _is_numpys(x) and x.dim() > 1 and not torch.is_autocast_enabled("cpu")
+
+
+def _is_numpys(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype in _OF_NUMPY
 
 
 def _anybody_watches() -> bool:

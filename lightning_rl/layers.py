@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_linear
+
 _SQRT2 = math.sqrt(2)
 _EXACT = (torch.float32, torch.float64)
 # Standard deviation of a standard normal variable, given that it is within two of its own.
@@ -27,7 +29,7 @@ def orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
     return layer
 
 
-class HeadLinear(nn.Linear):
+class HeadLinear(nn.Linear, ActsFast):
     """The linear layer of a head: orthogonal weights, zero bias, computed in at least float32.
 
     Logits and values rounded to bfloat16 have two to three digits, too few for ratios and temporal differences.
@@ -44,12 +46,18 @@ class HeadLinear(nn.Linear):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features `[..., in_features]` to `[..., out_features]`."""
+        if self.acting is not None and (outputs := self.acting(features)) is not None:
+            return outputs
         weight, bias, kind = self.weight, self.bias, features.device.type
         if features.dtype == weight.dtype in _EXACT and not torch.is_autocast_enabled(kind):
             return functional.linear(features, weight, bias)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             return functional.linear(features.to(dtype), weight.to(dtype), bias.to(dtype))
+
+    def acting_layers(self) -> ActingLayers | None:
+        """Return the layer for acting; None where NumPy does not compute with its dtype, or on its device."""
+        return acting_linear(self)
 
 
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:

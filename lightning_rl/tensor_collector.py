@@ -17,8 +17,8 @@ from lightning_rl.distributions import tensor_conversion
 from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
+from lightning_rl.fast_layers import frozen_layers
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.networks.mlp import frozen_layers
 from lightning_rl.normalization import exact_dtype, frozen_moments
 from lightning_rl.policy import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent

@@ -10,9 +10,9 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.fast_layers import ActingLayers, TanhLayers, acting_layers, apply_layers
+from lightning_rl.fast_layers import ActingLayers, TanhLayers, acting_tanh_layers, apply_layers, frozen_layers
+from lightning_rl.layers import HeadLinear
 from lightning_rl.networks import MLPEncoder
-from lightning_rl.networks.mlp import frozen_layers
 from tests.helpers import make_trainer
 
 
@@ -134,7 +134,7 @@ def test_whoever_must_see_every_operation_does():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_acting_layers_see_the_parameters_and_take_a_few_rows_of_their_dtype(dtype):
     layers = make_tanh_layers(dtype)
-    acting = acting_layers(layers)
+    acting = acting_tanh_layers(layers)
     assert acting is not None
     with torch.no_grad():
         layers[0].weight.mul_(2.0)
@@ -150,7 +150,7 @@ def test_watched_layers_do_not_act_by_numpy(change):
     layers = make_tanh_layers()
     handle = CHANGES[change](layers)
     try:
-        assert acting_layers(layers) is None
+        assert acting_tanh_layers(layers) is None
     finally:
         if handle is not None and change.startswith("hook"):
             handle.remove()
@@ -161,12 +161,25 @@ def test_encoders_act_by_numpy_as_long_as_they_are_frozen():
     with torch.no_grad():
         before = encoder(x)
         with pytest.raises(KeyError), frozen_layers(encoder):
-            assert encoder._acting_layers is not None
+            assert encoder.acting is not None
             torch.testing.assert_close(encoder(x), before)
             raise KeyError
-        assert encoder._acting_layers is None
+        assert encoder.acting is None
         encoder.layers[0].weight.add_(1.0)
         torch.testing.assert_close(encoder(x), encoder.layers(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_heads_act_by_numpy_where_that_knows_their_dtype(dtype):
+    head, features = HeadLinear(6, 3, 1.0).to(dtype), torch.randn(4, 6).to(dtype)
+    with torch.no_grad():
+        before = head(features)
+        with frozen_layers(head):
+            assert (head.acting is None) == (dtype == torch.bfloat16)
+            torch.testing.assert_close(head(features), before)
+            torch.testing.assert_close(head(features.bfloat16()), head.to(dtype)(features.bfloat16()))
+        with frozen_layers(head), torch.autocast("cpu", torch.bfloat16):
+            assert head(features).dtype == torch.promote_types(dtype, torch.float32)
 
 
 def test_training_takes_the_short_ways(monkeypatch):
@@ -186,7 +199,10 @@ def test_training_takes_the_short_ways(monkeypatch):
     data = RolloutDataModule("CartPole-v1", 2, 16, rollouts_per_epoch=2)
     model = PPO(data.observation_space, data.action_space, num_epochs=3, num_minibatches=2)
     make_trainer().fit(model, data)
-    assert taken == {"learning": 2 * 3 * 2 * 2, "acting": 2 * 16}  # two networks learn, one acts
+    assert taken == {
+        "learning": 2 * 3 * 2 * 2,
+        "acting": 2 * 2 * 16,
+    }  # two networks learn; the layers and the head of one act
 
 
 def test_tanh_of_numpy_is_that_of_pytorch_to_the_last_digits():

@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
+    {"fast_layers"},
     {
         "__about__",
         "functional",
         "validation",
         "layers",
-        "fast_layers",
         "nested",
         "clock",
         "profiling",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.fast_layers import ActingLayers, acting_layers, apply_layers
+from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_tanh_layers, apply_layers
 from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
@@ -27,7 +26,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-class MLPEncoder(nn.Module):
+class MLPEncoder(ActsFast):
     """Fully connected layers over the flattened observation, the leaves of a nested one side by side.
 
     uint8 observations are divided by 255; `Discrete` and `MultiDiscrete` ones become one-hot or learned vectors.
@@ -70,7 +69,6 @@ class MLPEncoder(nn.Module):
             self.layers.append(orthogonal_linear(width, next_width))
             self.layers.append(ACTIVATIONS[activation]())
         self.out_features = sizes[-1]
-        self._acting_layers: ActingLayers | None = None
 
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
@@ -84,25 +82,12 @@ class MLPEncoder(nn.Module):
         return self._apply_layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
     def _apply_layers(self, x: Tensor) -> Tensor:
-        features = None if self._acting_layers is None else self._acting_layers(x)
+        features = None if self.acting is None else self.acting(x)
         return apply_layers(self.layers, x) if features is None else features
 
-
-@contextlib.contextmanager
-def frozen_layers(policy: object) -> Iterator[None]:
-    """Promise that nobody learns in here, nor looks into the layers of a policy: only acting goes on.
-
-    Layers then are called in the shortest way there is; see `lightning_rl.fast_layers.ActingLayers`.
-    """
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
-    encoders = [module for module in modules if isinstance(module, MLPEncoder)]
-    for encoder in encoders:
-        encoder._acting_layers = acting_layers(encoder.layers)
-    try:
-        yield
-    finally:
-        for encoder in encoders:
-            encoder._acting_layers = None
+    def acting_layers(self) -> ActingLayers | None:
+        """Return the layers for acting; None where they are not all linear ones with tanh."""
+        return acting_tanh_layers(self.layers)
 
 
 def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
