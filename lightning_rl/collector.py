@@ -273,9 +273,9 @@ class Collector:
                 summary.returns.append(float(self._returns[index] + self._rewards[span, index].sum()))
                 summary.lengths.append(int(self._lengths[index] + self._valid[span, index].sum()))
             self._returns[index], self._lengths[index], first[index] = 0.0, 0, t + 1
-        for index, begin in enumerate(first):
-            self._returns[index] += self._rewards[begin:, index].sum()
-            self._lengths[index] += self._valid[begin:, index].sum()
+        goes_on = np.arange(self.length)[:, None] >= first
+        self._returns += self._rewards.sum(0, where=goes_on)
+        self._lengths += self._valid.sum(0, where=goes_on)
         return summary
 
 
