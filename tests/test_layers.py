@@ -19,6 +19,7 @@ LAYERS = [
         "clock",
         "profiling",
         "diagnostics",
+        "extras",
         "random_state",
         "rank_errors",
         "quiet",
