@@ -1,6 +1,6 @@
 """The page `docs/zoo.md`: every shipped configuration, what it reaches, and what others have published.
 
-`python benchmarks/table.py` writes it.
+`python benchmarks/table.py` writes it, and `python benchmarks/reproduce_all.py` first makes the results.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ The published scores were measured by their authors, each in a way of their own:
 """
 
 REGENERATED = """
-`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes a result, and `python benchmarks/table.py`
-writes this page from them and from [`benchmarks/published.json`](../benchmarks/published.json). Standard deviations
-and commits are in the [table of scores](../benchmarks/README.md#scores).
+`python benchmarks/reproduce_all.py` runs what was not run yet, or with `--again` everything, and writes this page from
+the results and from [`benchmarks/published.json`](../benchmarks/published.json); `--list` says what it would do. One
+result is `python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0`. Standard deviations and commits are in
+the [table of scores](../benchmarks/README.md#scores).
 """
 
 
