@@ -100,7 +100,7 @@ Measured otherwise, with settings of their own:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{round(100 * share, 6):.0f} %"  # 1.015 is 102 %, and a float of 101.49999…
 
 
 def row(
