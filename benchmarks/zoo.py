@@ -31,7 +31,8 @@ once and none left out. In brackets is the 95 % bootstrap interval of that mean:
 several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
 over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
 that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
-is not. A goal is not always the published score: that stands beside it.
+is not; `not run` that it needs a GPU, recorded episodes, or hours that were not there. A goal is not always the
+published score: that stands beside it.
 
 """
 
