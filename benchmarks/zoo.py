@@ -1,6 +1,6 @@
 """The page `docs/zoo.md`: every shipped configuration, what it reaches, and what others have published.
 
-`python benchmarks/table.py` writes it.
+`python benchmarks/table.py` writes it, and `python benchmarks/reproduce_all.py` first makes the results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ once and none left out. In brackets is the 95 % bootstrap interval of that mean:
 several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
 over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
 that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
-is not. A goal is not always the published score: that stands beside it.
+is not; `not run` that it needs a GPU, recorded episodes, or hours that were not there. A goal is not always the
+published score: that stands beside it.
 
 """
 
@@ -41,9 +42,10 @@ The published scores were measured by their authors, each in a way of their own:
 """
 
 REGENERATED = """
-`python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0` makes a result, and `python benchmarks/table.py`
-writes this page from them and from [`benchmarks/published.json`](../benchmarks/published.json). Standard deviations
-and commits are in the [table of scores](../benchmarks/README.md#scores).
+`python benchmarks/reproduce_all.py` runs what was not run yet, or with `--again` everything, and writes this page from
+the results and from [`benchmarks/published.json`](../benchmarks/published.json); `--list` says what it would do. One
+result is `python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0`. Standard deviations and commits are in
+the [table of scores](../benchmarks/README.md#scores).
 """
 
 
@@ -99,7 +101,7 @@ Measured otherwise, with settings of their own:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{round(100 * share, 6):.0f} %"  # 1.015 is 102 %, and a float of 101.49999…
 
 
 def row(

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.extras import how_to_install
 from lightning_rl.trained import CONFIG, Score, config_file, config_of, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError, check
 
@@ -196,7 +197,5 @@ def _huggingface_hub() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise ConfigurationError(
-            "the Hub needs the package huggingface_hub: pip install 'lightning-rl[hub]'"
-        ) from error
+        raise ConfigurationError(f"the Hub needs the package huggingface_hub: {how_to_install('hub')}") from error
     return huggingface_hub

@@ -18,10 +18,10 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.evaluation import Episode
+from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
 _ROOT = "MINARI_DATASETS_PATH"
-_INSTALL = "pip install 'lightning-rl[minari]'"
 
 
 def write_minari(
@@ -116,7 +116,7 @@ def check_can_write() -> Any:  # noqa: ANN401 - a module
         ConfigurationError: One of them is not installed.
     """
     if importlib.util.find_spec("h5py") is None:
-        raise ConfigurationError(f"recording as 'minari' needs h5py: {_INSTALL}")
+        raise ConfigurationError(f"recording as 'minari' needs h5py: {how_to_install('minari')}")
     return import_minari("recording as 'minari'")
 
 
@@ -129,7 +129,7 @@ def import_minari(field: str) -> Any:  # noqa: ANN401 - a module
     try:
         import minari
     except ImportError as error:
-        raise ConfigurationError(f"{field} needs Minari: {_INSTALL}") from error
+        raise ConfigurationError(f"{field} needs Minari: {how_to_install('minari')}") from error
     return minari
 
 

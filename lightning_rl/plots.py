@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.curves import Series, Statistic, summarize
+from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError, check_positive_int
 
 # Of Okabe and Ito: told apart by readers who do not see all colours.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _GOAL = "#555555"
-_INSTALL = "pip install 'lightning-rl[plot]'"
 _MOST_SINGLE_RUNS = 10
 # Characters of a line of a legend.
 _LABEL_WIDTH = 48
@@ -81,7 +81,7 @@ def draw(
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ConfigurationError(f"plots need matplotlib, which is not installed: {_INSTALL}") from error
+        raise ConfigurationError(f"plots need matplotlib, which is not installed: {how_to_install('plot')}") from error
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
     for path in paths:
         with mpl.rc_context(settings):

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
 Frame = np.ndarray[Any, Any]
-INSTALL = "pip install 'lightning-rl[video]'"
 
 
 class MovingPicture:
@@ -151,7 +151,7 @@ def check_imageio() -> None:
         ConfigurationError: It is not installed.
     """
     if importlib.util.find_spec("imageio") is None:
-        raise ConfigurationError(f"video needs imageio, which is not installed: {INSTALL}")
+        raise ConfigurationError(f"video needs imageio, which is not installed: {how_to_install('video')}")
 
 
 def _even(frame: Frame) -> Frame:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -28,6 +29,7 @@ import measure  # noqa: E402
 import pages  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
+import reproduce_all  # noqa: E402
 import retention  # noqa: E402
 import scaling  # noqa: E402
 import start_up  # noqa: E402
@@ -199,6 +201,41 @@ def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     assert summary == "* reached: 0 of 3\n* **not reached**: `ppo/c`\n* no goal: `ppo/c`\n* not run: `a/b`\n\n"
     low, high = zoo.interval([0.0, 1.0] * 50)  # the normal approximation: ± 1.96 · 0.05
     assert (low, high) == pytest.approx((0.402, 0.598), abs=0.015)
+
+
+def test_one_command_makes_what_is_missing_of_the_zoo_and_then_its_pages(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command):
+        commands.append([Path(command[1]).name, *command[2:]])
+        return SimpleNamespace(returncode=int("a2c" in str(command)))
+
+    monkeypatch.setattr(reproduce_all.subprocess, "run", run)
+    monkeypatch.setattr(reproduce_all, "RESULTS", tmp_path)
+    for seed in range(2):
+        record.write_json(tmp_path / "ppo" / "taxi" / f"seed{seed}.json", {})
+    taxi, a2c = (str(ROOT / "configs" / f"{name}.yaml") for name in ("ppo/taxi", "a2c/cartpole"))
+    of = {"taxi": ["reproduce.py", taxi, "--seed"], "a2c": ["reproduce.py", a2c, "--seed"]}
+    out, scripts = ["--out", str(tmp_path)], [["table.py"], ["curves.py"], ["pages.py"]]
+
+    assert reproduce_all.main(["ppo/taxi", "a2c/cartpole"]) == 1
+    assert commands == [[*of["a2c"], "0", *out], *scripts], (
+        "the two of taxi are there; the pages are written all the same"
+    )
+    assert capsys.readouterr().err == "could not be run: a2c/cartpole, seed 0\n"
+    commands.clear()
+    assert reproduce_all.main(["ppo/taxi", "--again"]) == 0
+    assert commands == [[*of["taxi"], "0", *out], [*of["taxi"], "1", *out], *scripts]
+    commands.clear()
+    assert reproduce_all.main(["ppo/taxi", "--seeds", "3", *out]) == 0
+    assert commands == [[*of["taxi"], "2", *out]], "of another folder no pages are written"
+    commands.clear()
+    assert reproduce_all.main(["--list"]) == 0 and commands == []
+    listed = capsys.readouterr().out.splitlines()[-len(shipped_configs.names()) - 1 :]
+    assert listed[0] == "a2c/cartpole, seed 0: to be run" and "ppo/taxi, seed 1: there" in listed
+    for wrong in (["ppo/chess"], ["--seeds", "0"]):
+        with pytest.raises(SystemExit):
+            reproduce_all.main(wrong)
 
 
 def test_curves_have_a_panel_for_each_configuration(tmp_path):

@@ -20,6 +20,7 @@ LAYERS = [
         "clock",
         "profiling",
         "diagnostics",
+        "extras",
         "random_state",
         "rank_errors",
         "quiet",

@@ -112,7 +112,10 @@ def test_the_scripts_for_those_who_come_from_tf_agents_run():
     """What the learner does there: at the intervals that are asked for, and with the files that are promised."""
     page = ROOT / "docs/coming_from_tf_agents.md"
     namespace: dict = {}
-    for script in blocks(page, "python"):
+    _there, here, *scripts = blocks(page, "python")
+    exec(here.replace("100_000", "512"), namespace)
+    assert namespace["model"].env_steps == 512
+    for script in scripts:
         exec(script, namespace)
     kept = sorted(path.name for path in Path("tf_agents_run/checkpoints").iterdir())
     assert kept == ["step=1024.ckpt", "step=1536.ckpt", "step=2048.ckpt"]

@@ -10,6 +10,7 @@ from typing import Literal, Protocol, get_args
 from torch import nn
 
 from lightning_rl.environments import EnvironmentSpec
+from lightning_rl.extras import how_to_install
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
@@ -70,7 +71,7 @@ class ActorOptions:
             check(self.ray_address is None, "ray_address", self.ray_address, "None, but with actor_backend='ray'")
             return
         installed = importlib.util.find_spec("ray") is not None
-        check(installed, "actor_backend", "ray", "the package ray to be installed: pip install 'lightning-rl[ray]'")
+        check(installed, "actor_backend", "ray", f"the package ray to be installed: {how_to_install('ray')}")
         expected = "None with actor_backend='ray', which starts processes in its own way"
         check(self.start_method is None, "actor_start_method", self.start_method, expected)
         address = self.ray_address

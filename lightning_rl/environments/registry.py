@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
+from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
 # Packages that register environments when they are imported, with the extra that installs them.
@@ -116,5 +117,5 @@ def check_envpool() -> None:
 
 
 def _needs(what: str, extra: str | None, problem: str) -> ConfigurationError:
-    how = f": pip install 'lightning-rl[{extra}]'" if extra else ""
+    how = f": {how_to_install(extra)}" if extra else ""
     return ConfigurationError(f"{what} needs a package that is not installed ({problem}){how}")

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_rl.export.description import input_names, output_names
 from lightning_rl.export.program import DeployedPolicy
+from lightning_rl.extras import how_to_install
 from lightning_rl.nested import Nested
 from lightning_rl.validation import ConfigurationError
 
@@ -40,9 +41,7 @@ def check_packages() -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigurationError(
-                f"format='onnx' needs the package {name}: pip install 'lightning-rl[onnx]'"
-            ) from error
+            raise ConfigurationError(f"format='onnx' needs the package {name}: {how_to_install('onnx')}") from error
 
 
 def save_onnx(

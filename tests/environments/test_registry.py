@@ -90,13 +90,13 @@ def test_missing_package_is_named_with_the_extra_that_installs_it(without, monke
         make(env_id)
     message = str(caught.value)
     assert message.startswith(f"env_id='{env_id}' needs a package that is not installed (")
-    assert message.endswith(f"): pip install 'lightning-rl[{extra}]'")
+    assert message.endswith(f"): pip install 'lightning-rl[{extra}]', in a checkout pip install -e '.[{extra}]'")
 
 
 def test_missing_envpool_is_named(without):
     without("envpool")
     with pytest.raises(
-        ConfigurationError, match=r"^backend='envpool' needs .*: pip install 'lightning-rl\[envpool\]'$"
+        ConfigurationError, match=r"^backend='envpool' needs .*: pip install 'lightning-rl\[envpool\]', in a checkout "
     ):
         make("CartPole-v1", backend="envpool")
 

@@ -1,0 +1,78 @@
+"""Make the results of every shipped configuration, then all pages of them: `python benchmarks/reproduce_all.py`.
+
+A result that is there stays, so that an interrupted run goes on where it was. What cannot be run here, for it needs a
+package, a recording or more devices, is told of and left out.
+
+    python benchmarks/reproduce_all.py --list                 what is there and what would be run
+    python benchmarks/reproduce_all.py ppo/taxi a2c/cartpole  some configurations only
+    python benchmarks/reproduce_all.py --seeds 3              seeds 0, 1, 2; without, those that are there, or 0
+    python benchmarks/reproduce_all.py --again                what is there too, from nothing
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from record import RESULTS
+
+from lightning_rl import shipped_configs
+
+HERE = Path(__file__).resolve().parent
+PAGES = ("table.py", "curves.py", "pages.py")
+
+
+def plan(names: Sequence[str], seeds: int | None, results: Path) -> Iterator[tuple[str, int, bool]]:
+    """Yield name and seed of each run, and whether its result is there.
+
+    Args:
+        names: Of configurations, `<algorithm>/<name>`.
+        seeds: How many of each; None: as many as there are, at least one.
+        results: Folder of the results.
+    """
+    for name in names:
+        there = {path.name for path in (results / name).glob("seed*.json")}
+        for seed in range(seeds or max(1, len(there))):
+            yield name, seed, f"seed{seed}.json" in there
+
+
+def script(name: str, *arguments: str) -> bool:
+    """Run one of the scripts beside this one in a process of its own; return whether it did what it should."""
+    return subprocess.run([sys.executable, str(HERE / name), *arguments]).returncode == 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the plan and write the pages; return 1 if something could not be run."""
+    known = shipped_configs.names()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="configurations; without, all that are shipped")
+    parser.add_argument("--seeds", type=int, help="how many seeds of each")
+    parser.add_argument("--again", action="store_true", help="make results that are there once more")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--out", type=Path, help="another folder of results, of which no pages are written")
+    args = parser.parse_args(arguments)
+    if unknown := sorted(set(args.names) - set(known)):
+        parser.error(f"{', '.join(unknown)}: expected names of shipped configurations, such as ppo/cartpole")
+    if args.seeds is not None and args.seeds < 1:
+        parser.error(f"--seeds {args.seeds}: expected at least 1")
+    results, failed = args.out or RESULTS, []
+    for name, seed, there in plan(args.names or known, args.seeds, results):
+        wanted = args.again or not there
+        print(f"{name}, seed {seed}: {'to be run' if wanted else 'there'}", flush=True)
+        if not wanted or args.list:
+            continue
+        config = str(HERE.parent / "configs" / f"{name}.yaml")
+        if not script("reproduce.py", config, "--seed", str(seed), "--out", str(results)):
+            failed.append(f"{name}, seed {seed}")
+    pages = () if args.list or args.out else PAGES
+    failed += [page for page in pages if not script(page)]
+    if failed:
+        print(f"could not be run: {'; '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
