@@ -260,6 +260,11 @@ class Batch:
         return self.fields["weights"].sum() if "weights" in self.fields else len(self)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its rows count alike and belong to no sequences."""
+        return self.sequences is None and "weights" not in self.fields
+
+    @property
     def num_items(self) -> int:
         """Number of things that `ordered` puts in order: rows, or sequences where rows belong to such."""
         return len(self) if self.sequences is None else len(self.sequences)

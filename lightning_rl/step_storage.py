@@ -31,4 +31,7 @@ class StepStorage:
             with torch.inference_mode(False):  # the rollout outlives the mode
                 self.whole = map_leaves(lambda leaf: leaf.new_empty(self._length, *leaf.shape), x)
                 self._rows = map_leaves(lambda leaf: list(leaf.unbind()), self.whole)
-        map_leaves(lambda rows, leaf: rows[t].copy_(leaf), self._rows, x)
+        if isinstance(x, torch.Tensor):  # not nested: no detour in every step
+            self._rows[t].copy_(x)
+        else:
+            map_leaves(lambda rows, leaf: rows[t].copy_(leaf), self._rows, x)

@@ -92,7 +92,7 @@ def make_ranks() -> list[Rank]:
 def test_moments_are_those_of_all_ranks_together():
     parts = [torch.randn(2, n, dtype=torch.float64) * scale + 1e3 for n, scale in ((5, 1.0), (0, 1.0), (8, 30.0))]
     for rank in make_ranks():
-        count, mean, squares = rank.moments(parts[rank.global_rank])
+        count, mean, squares = rank.moments(parts[rank.global_rank].unbind())
     whole = torch.cat(parts, 1)
     assert count.tolist() == [13, 13]
     torch.testing.assert_close(mean, whole.mean(1), rtol=1e-14, atol=0)

@@ -156,6 +156,11 @@ class PPO(OnPolicyAlgorithm):
         """Whether only the value is learned yet."""
         return self.env_steps < self.critic_warmup_steps
 
+    @property
+    def normalizes_minibatches(self) -> bool:
+        """Whether the advantages of each minibatch are normalised for themselves."""
+        return self.normalize_advantages == "minibatch"
+
     def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
         """Return those that an update leaves as they are: all that actions depend on, while the critic warms up."""
         return parameters_of_policy(self.policy) if self.is_warming_up else super().idle_parameters(only)
@@ -226,8 +231,7 @@ class PPO(OnPolicyAlgorithm):
             batch: The minibatch.
             distribution: Of its actions, by the current parameters.
         """
-        normalized = self.normalize_advantages == "minibatch"
-        advantages = self.normalized_advantages(batch) if normalized else batch.advantages
+        advantages = self.normalized_advantages(batch) if self.normalizes_minibatches else batch.advantages
         log_probs = distribution.log_prob(batch.actions)
         low, high = self.clip_ranges
         inputs = (log_probs, batch.log_probs, advantages, self._range(low), self._range(high))

@@ -167,12 +167,14 @@ class TFAgentsPPO(PPOKLPenalty):
                 part.weight *= self.world_size
             yield part
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """Return `(x - mean) / √(population variance + 1e-8)`, taken over the entries of all ranks."""
-        exact = x.to(exact_dtype(x.device))
-        count, mean, squares = self.moments(exact)
-        standardized: Tensor = (exact - mean) * (squares / count.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
-        return standardized.to(x.dtype)
+    def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return `(x - mean) / √(population variance + 1e-8)` of each part, taken over the entries of all ranks."""
+        exact = [part.to(exact_dtype(part.device)) for part in parts]
+        counts, means, squares = self.moments(exact)
+        scales = (squares / counts.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
+        return [
+            ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
+        ]
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
         """Return the advantages as `normalize` makes them of all rows, weight or not."""

@@ -18,7 +18,7 @@ from lightning_rl.algorithms.shortcuts import Shortcuts
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
-from lightning_rl.functional import explained_variance, normalize
+from lightning_rl.functional import explained_variance, normalize, normalize_rows
 from lightning_rl.normalization import RewardNormalizer, exact_dtype
 from lightning_rl.policy import ActorCritic
 from lightning_rl.replay import Replay
@@ -115,6 +115,11 @@ class Updates(Shortcuts):
         return [] if only is None else parameters_of_other_half(self.policy, only)
 
     @property
+    def normalizes_minibatches(self) -> bool:
+        """Whether the advantages of each minibatch are normalised for themselves."""
+        return False
+
+    @property
     def world_size(self) -> int:
         """Number of ranks that learn together; 1 without a Trainer."""
         return 1 if self._trainer is None else self._trainer.world_size
@@ -128,11 +133,27 @@ class Updates(Shortcuts):
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
         """
-        cut = batch.minibatches(self.minibatch_order(batch.num_items), num_minibatches)
+        order = self.minibatch_order(batch.num_items)
+        cut = self.with_normalized_advantages(batch, order, num_minibatches)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if self.world_size > 1 else ([part] for part in cut):
             self.weigh(parts)
             yield from map(self.begin_minibatch, parts)
+
+    def with_normalized_advantages(self, batch: Batch, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
+        """Yield the minibatches of a pass; if it normalises each, with what `normalized_advantages` of it will return.
+
+        That of all of them at once takes little longer than of one, and ranks talk to each other once.
+        """
+        cut = batch.minibatches(order, num_minibatches)
+        if not (self.normalizes_minibatches and batch.is_plain):
+            yield from cut
+            return
+        advantages = batch.advantages.index_select(0, order.to(batch.advantages.device))
+        each = self.normalize_each(advantages.tensor_split(num_minibatches))
+        for part, normalized in zip(cut, each, strict=True):
+            part.fields["normalized_advantages"] = normalized
+            yield part
 
     def passes(self, batch: Batch, num_passes: int, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of several passes, until it is known that no further update will be made."""
@@ -168,36 +189,47 @@ class Updates(Shortcuts):
 
     def normalize(self, x: Tensor) -> Tensor:
         """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
+        return self.normalize_each([x.flatten()])[0].view(x.shape)
+
+    def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what `normalize` makes of each part, `[N]`; ranks, whose N may differ, talk to each other once."""
         if self.world_size == 1:
-            return normalize(x)
+            alike = all(len(part) == len(parts[0]) for part in parts)
+            return normalize_rows(torch.stack([*parts])).unbind() if alike else [normalize(part) for part in parts]
         # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
-        exact = x.to(exact_dtype(x.device))
-        count, mean, squares = self.moments(exact)
-        standardized: Tensor = (exact - mean) / ((squares / (count - 1).clamp(min=1)).sqrt() + 1e-8)
-        return standardized.to(x.dtype)
+        exact = [part.to(exact_dtype(part.device)) for part in parts]
+        counts, means, squares = self.moments(exact)
+        scales = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-8
+        return [
+            ((x - means[k]) / scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
+        ]
 
     def average_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean of `x` over all ranks."""
         return self.all_reduce(x) / self.world_size
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return number, mean and sum of squared deviations of the entries of all ranks, who talk to each other once.
+    def moments(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return number, mean and sum of squared deviations of the entries of each part, of all ranks, `[parts]` each.
 
-        By the formula of Chan et al., 1979, which puts together what each rank computes around its own mean.
+        Ranks talk to each other once, by the formula of Chan et al., 1979, which puts together what each of them
+        computes around its own mean.
 
         Args:
-            x: Of this rank, `[..., N]`; each row for itself.
+            parts: Of this rank, `[N]` each; N may be another for each of them, and on each rank.
         """
-        count = torch.full_like(x[..., :1].sum(-1), x.shape[-1])
-        mean = x.sum(-1) / count.clamp(min=1)
-        own = torch.stack([count, mean, (x - mean.unsqueeze(-1)).square().sum(-1)])
-        counts, means, squares = self.of_ranks(own).unbind(1)
+        counts = parts[0].new_tensor([len(part) for part in parts])
+        means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)
+        squares = torch.stack([(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)])
+        counts, means, squares = self.of_ranks(torch.stack([counts, means, squares])).unbind(1)
         total = counts.sum(0)
         mean = (counts * means).sum(0) / total.clamp(min=1)
         return total, mean, (squares + counts * (means - mean).square()).sum(0)
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
         """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
+        known: Tensor | None = batch.fields.get("normalized_advantages")
+        if known is not None:
+            return known
         if "weights" not in batch.fields:
             return self.normalize(batch.advantages)
         counted = batch.weights != 0
@@ -207,8 +239,8 @@ class Updates(Shortcuts):
         """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
         if self.world_size == 1:
             return explained_variance(predictions, targets)
-        _, _, squares = self.moments(torch.stack([targets - predictions, targets]).to(exact_dtype(targets.device)))
-        unexplained, total = squares
+        dtype = exact_dtype(targets.device)
+        _, _, (unexplained, total) = self.moments([(targets - predictions).to(dtype), targets.to(dtype)])
         return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
     @torch.no_grad()

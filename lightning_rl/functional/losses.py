@@ -248,15 +248,10 @@ def normalize(x: Tensor, weights: Tensor | None = None, eps: float = 1e-8) -> Te
     Raises:
         ValueError: If the shapes differ or `eps` is negative.
     """
+    if weights is None:
+        return normalize_rows(x.flatten(), eps).view(x.shape)
     check.not_negative(eps=eps)
     x = x.to(computation_dtype(x))
-    if weights is None:  # what an update calls for each minibatch
-        if x.numel() < 2:
-            return torch.zeros_like(x)
-        # Subtracting an entry first leaves exact zeros where all are equal; the mean of equal numbers is rounded.
-        shifted = x - x.flatten()[0]
-        std, mean = torch.std_mean(shifted)
-        return _over(shifted - mean, std + eps) if eps == 0 else (shifted - mean) / (std + eps)
     weights = weights.to(x.dtype)
     check.same_shape(x=x, weights=weights)
     centered = _centered(x, weights)
@@ -265,6 +260,30 @@ def normalize(x: Tensor, weights: Tensor | None = None, eps: float = 1e-8) -> Te
     variance = (weights * centered.square()).sum() / freedom
     std = torch.where(freedom > 0, variance, 0.0).sqrt()
     return _over(centered, std + eps)
+
+
+@torch.no_grad()
+def normalize_rows(x: Tensor, eps: float = 1e-8) -> Tensor:
+    """Shift and scale each row, such as the advantages of a minibatch, as `normalize` does all of it.
+
+    Args:
+        x: `[..., N]`; half precision is computed in float32.
+        eps: Added to the standard deviations.
+
+    Returns:
+        In the shape of `x`; 0 in rows of one entry, or of equal ones.
+
+    Raises:
+        ValueError: If `eps` is negative.
+    """
+    check.not_negative(eps=eps)
+    x = x.to(computation_dtype(x))
+    if x.shape[-1] < 2:
+        return torch.zeros_like(x)
+    # Subtracting an entry first leaves exact zeros where all are equal; the mean of equal numbers is rounded.
+    shifted = x - x[..., :1]
+    std, mean = torch.std_mean(shifted, -1, keepdim=True)
+    return _over(shifted - mean, std + eps) if eps == 0 else (shifted - mean) / (std + eps)
 
 
 def _over(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rl import PPO, EnvStepLimit
+from lightning_rl.functional import normalize
 from tests.algorithms.slow_ppo import DEFAULTS, SlowPPO
 from tests.helpers import (
     CONTINUOUS,
@@ -170,3 +171,19 @@ def test_diagnostics_are_what_their_names_say(space):
     assert recorder.rows[0] == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-9)
     assert 0 < recorder.rows[0]["clip_fraction"] < 1
     assert recorder.rows[0]["grad_norm"] > 0.5  # before it is clipped to that
+
+
+@pytest.mark.parametrize(("how", "num_minibatches"), [("minibatch", 4), ("minibatch", 5), ("none", 4)])
+def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatches):
+    torch.manual_seed(0)
+    model = PPO(VECTOR, DISCRETE, normalize_advantages=how)
+    batch = model.targets(random_rollout(model.policy))
+    assert len(batch) == 48
+    for counted in (None, torch.arange(48) % 5):
+        whole = batch if counted is None else batch.replace(weights=counted.float())
+        for part in model.minibatches(whole, num_minibatches):
+            known = part.fields.get("normalized_advantages")
+            assert (known is not None) == (how == "minibatch" and counted is None)
+            counts = torch.ones(len(part), dtype=torch.bool) if counted is None else part.weights != 0
+            expected = torch.zeros(len(part)).masked_scatter(counts, normalize(part.advantages[counts]))
+            torch.testing.assert_close(model.normalized_advantages(part), expected)

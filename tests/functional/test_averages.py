@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_rl.functional import explained_variance, normalize, weighted_mean
+from lightning_rl.functional import explained_variance, normalize, normalize_rows, weighted_mean
 
 from .helpers import close, gradient, randn
 
@@ -95,6 +95,17 @@ def test_normalize_gives_zeros_for_one_entry_and_for_equal_entries(constant: flo
 def test_normalize_of_advantages_far_from_zero_keeps_its_digits() -> None:
     x = 1e4 + torch.arange(64) / 512  # exact in float32
     torch.testing.assert_close(normalize(x), normalize(x.double()).float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_normalized_each_for_itself() -> None:
+    x = 3 * randn(2, 3, 7) + 5
+    x[1, 2] = 0.1
+    for eps in (1e-8, 0.0, 0.5):
+        expected = torch.stack([normalize(row, eps=eps) for row in x.flatten(0, 1)]).view(x.shape)
+        close(normalize_rows(x, eps), expected)
+    assert (normalize_rows(x[..., :1]) == 0).all()
+    with pytest.raises(ValueError, match="eps"):
+        normalize_rows(x, -1.0)
 
 
 def test_wrong_shapes_are_named() -> None:
