@@ -156,7 +156,7 @@ def summary(comparison: Comparison, runs: list[dict[str, Any]]) -> dict[str, Any
         "variant": comparison.variant,
         "steps": comparison.steps or STEPS[comparison.workload],
     }
-    for unit in ("sps_cpu", "sps"):
+    for unit in ("sps_cpu", "sps_cpu_quiet", "sps"):
         ratios = [mine[unit] / other[unit] for mine, other in zip(ours, theirs, strict=True)]
         result[unit] = {
             "ours": statistics.median(one[unit] for one in ours),

@@ -79,12 +79,13 @@ def throughput(results: Path = RESULTS) -> str:
                 f"{per_cpu['theirs']:,.0f}",
                 f"**{per_cpu['ratio']:.2f}**",
                 f"{min(per_cpu['ratios']):.2f} – {max(per_cpu['ratios']):.2f}",
+                f"{found['sps_cpu_quiet']['ratio']:.2f}" if "sps_cpu_quiet" in found else "",
                 f"{per_wall['ratio']:.2f}",
                 " / ".join(str(min(run["peak_rss_mb"] for run in found["runs"][side::2])) for side in (0, 1)),
                 _commit(found["source"]),
             ]
         )
-    head = ["workload", "peer", "ours with", "ours", "theirs", "ratio", "pairs", "ratio (wall)", "MB", "commit"]
+    head = ["workload", "peer", "ours with", "ours", "theirs", "ratio", "pairs", "quiet", "wall", "MB", "commit"]
     return _markdown(head, rows)
 
 

@@ -111,10 +111,8 @@ def test_reproduce_refuses_to_put_a_changed_configuration_among_the_results():
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_throughput_prints_one_line_of_json_with_the_keys_of_every_driver(backend):
     result = last_line(run("throughput.py", "W1", "--steps", 4096, "--backend", backend))
-    keys = (
-        "peer version workload env_steps seconds sps final_return cpu_seconds sps_cpu variant seed total_steps episodes"
-    )
-    keys += " import_s startup_s peak_rss_mb peak_child_rss_mb threads note"
+    keys = "peer version workload env_steps seconds sps final_return cpu_seconds sps_cpu sps_cpu_quiet variant seed"
+    keys += " total_steps episodes import_s startup_s peak_rss_mb peak_child_rss_mb threads note"
     assert list(result) == keys.split()
     assert result["threads"] == 1
     # Two of the four rollouts are not timed; the native backend loses a row with every episode.
@@ -311,7 +309,17 @@ def test_cartpole_in_torch_is_gymnasiums():
     assert ours.step(torch.tensor([0, 1]))[3].tolist() == [False, True]
 
 
-RUN = {"version": "1", "sps_cpu": 30.0, "sps": 20.0, "startup_s": 5.0, "peak_rss_mb": 300}
+def test_the_rate_between_disturbances_is_that_of_the_quicker_quarter_of_rollouts():
+    clock = measure.Clock()
+    cpu = 0.0
+    for index, seconds in enumerate([9.0, 9.0, 1.0, 4.0, 2.0, 5.0, 3.0, 8.0, 7.0, 6.0]):
+        cpu += seconds
+        clock.marks.append((100 * (index + 1), 0.0, cpu))
+    assert clock.quiet_rate() == pytest.approx(100 / 3)  # of 1, 2, 3, …, 8 seconds
+    assert clock.quiet_rate(4) == pytest.approx(400 / 12)  # of 12 and 24 seconds
+
+
+RUN = {"version": "1", "sps_cpu": 30.0, "sps_cpu_quiet": 40.0, "sps": 20.0, "startup_s": 5.0, "peak_rss_mb": 300}
 
 
 def test_comparisons_go_on_where_they_were_interrupted(tmp_path, monkeypatch):
