@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import measure
 import torch
 import torch_cartpole
 from lightning.pytorch.plugins import Precision
@@ -40,6 +41,7 @@ def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutD
         workload["num_steps"],
         workload["rollouts"],
         backend=backend,
+        env_kwargs={"num_threads": measure.THREADS} if backend == "envpool" else None,
         wrappers=_wrappers(workload),
         atari=atari,
         seed=seed,

@@ -134,9 +134,9 @@ class Diagnostics:
         if not self._absolute:
             return {}
         minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
-        values = _stack(tuple(term for terms in minibatches for term in terms))
-        parts = torch.split(self._average(values).abs(), [len(terms) for terms in minibatches])
-        sums = iter([part.sum() for part in parts])
+        values = self._average(_stack(tuple(term for terms in minibatches for term in terms))).abs()
+        places = torch.repeat_interleave(torch.tensor([len(terms) for terms in minibatches])).to(values.device)
+        sums = iter(values.new_zeros(len(minibatches)).index_add_(0, places, values).unbind())
         return {name: [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
