@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.gating import OptimizerSnapshot, step_where
 from lightning_rl.algorithms.gradients import gradients_of, scale_to_norm, total_norm
+from lightning_rl.algorithms.over_ranks import OverRanks
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
 from lightning_rl.algorithms.shortcuts import Shortcuts
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
-from lightning_rl.functional import explained_variance, normalize, normalize_rows
-from lightning_rl.normalization import RewardNormalizer, exact_dtype
+from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic
 from lightning_rl.replay import Replay
 from lightning_rl.rollout import Batch
@@ -36,7 +36,7 @@ class NotFiniteError(Exception):
     """Ends the updates from a rollout at the very minibatch; `learning` says which term it was."""
 
 
-class Updates(Shortcuts):
+class Updates(OverRanks, Shortcuts):
     """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalize`, `optimize`.
 
     Attributes:
@@ -119,11 +119,6 @@ class Updates(Shortcuts):
         """Whether the advantages of each minibatch are normalised for themselves."""
         return False
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that learn together; 1 without a Trainer."""
-        return 1 if self._trainer is None else self._trainer.world_size
-
     def new_diagnostics(self) -> Diagnostics:
         """Return what records the updates from one rollout."""
         return Diagnostics(self.device, self.average_over_ranks)
@@ -179,52 +174,6 @@ class Updates(Shortcuts):
         """
         return torch.randperm(num_items, generator=self.generator)
 
-    def weigh(self, parts: Sequence[Batch]) -> None:
-        """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks."""
-        if self.world_size > 1:
-            own = [float(part.total_weight) for part in parts]
-            totals = self.all_reduce(torch.tensor(own, dtype=exact_dtype(self.device), device=self.device)).tolist()
-            for part, total in zip(parts, totals, strict=True):
-                part.weight = self.world_size / (total or 1.0)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
-        return self.normalize_each([x.flatten()])[0].view(x.shape)
-
-    def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what `normalize` makes of each part, `[N]`; ranks, whose N may differ, talk to each other once."""
-        if self.world_size == 1:
-            alike = all(len(part) == len(parts[0]) for part in parts)
-            return normalize_rows(torch.stack([*parts])).unbind() if alike else [normalize(part) for part in parts]
-        # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
-        exact = [part.to(exact_dtype(part.device)) for part in parts]
-        counts, means, squares = self.moments(exact)
-        scales = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-8
-        return [
-            ((x - means[k]) / scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
-        ]
-
-    def average_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean of `x` over all ranks."""
-        return self.all_reduce(x) / self.world_size
-
-    def moments(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return number, mean and sum of squared deviations of the entries of each part, of all ranks, `[parts]` each.
-
-        Ranks talk to each other once, by the formula of Chan et al., 1979, which puts together what each of them
-        computes around its own mean.
-
-        Args:
-            parts: Of this rank, `[N]` each; N may be another for each of them, and on each rank.
-        """
-        counts = parts[0].new_tensor([len(part) for part in parts])
-        means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)
-        squares = torch.stack([(part - mean).square().sum() for part, mean in zip(parts, means, strict=True)])
-        counts, means, squares = self.of_ranks(torch.stack([counts, means, squares])).unbind(1)
-        total = counts.sum(0)
-        mean = (counts * means).sum(0) / total.clamp(min=1)
-        return total, mean, (squares + counts * (means - mean).square()).sum(0)
-
     def normalized_advantages(self, batch: Batch) -> Tensor:
         """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
         known: Tensor | None = batch.fields.get("normalized_advantages")
@@ -234,14 +183,6 @@ class Updates(Shortcuts):
             return self.normalize(batch.advantages)
         counted = batch.weights != 0
         return torch.zeros_like(batch.advantages).masked_scatter(counted, self.normalize(batch.advantages[counted]))
-
-    def explained_variance(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
-        if self.world_size == 1:
-            return explained_variance(predictions, targets)
-        dtype = exact_dtype(targets.device)
-        _, _, (unexplained, total) = self.moments([(targets - predictions).to(dtype), targets.to(dtype)])
-        return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
     @torch.no_grad()
     def observe_first_ratios(self, log_ratios: Tensor) -> None:
@@ -277,15 +218,6 @@ class Updates(Shortcuts):
         self.diagnostics.add(loss=loss)
         self.diagnostics.add_absolute("total_abs_loss", terms)
         return loss
-
-    def over_ranks(self, mean: Tensor) -> Tensor:
-        """Return a rank's share of a mean (what `Batch.mean` gives) as the mean of all ranks, with the rank's gradient.
-
-        For terms that are not linear in a mean: averaged over ranks, their gradient is that of the term of the mean.
-        """
-        if self.world_size == 1:
-            return mean
-        return mean + (self.average_over_ranks(mean.detach()) - mean.detach())
 
     def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
@@ -342,24 +274,6 @@ class Updates(Shortcuts):
         self.diagnostics.num_updates = self.diagnostics.num_updates - taken_back.long()
         self.diagnostics.observe(updates_taken_back=taken_back.float())
         self.diagnostics.close_unless(keep)
-
-    def all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-        """Return the sum of `x` over all ranks, or the largest."""
-        if self.world_size == 1:
-            return x
-        # Not `Trainer.strategy.reduce`: it has the ranks wait for each other first, and writes over `x`. Every strategy
-        # that trains several ranks here has this process group.
-        result = x.detach().clone()
-        torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
-        return result
-
-    def of_ranks(self, x: Tensor) -> Tensor:
-        """Return what each rank has as `x`, `[ranks, ...]`."""
-        if self.world_size == 1:
-            return x.unsqueeze(0)
-        gathered = x.new_zeros(self.world_size, *x.shape)
-        gathered[self.global_rank] = x
-        return self.all_reduce(gathered)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""
