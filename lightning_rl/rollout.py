@@ -240,6 +240,7 @@ class Batch:
         self.sequences = sequences
         self._given_weight = weight
         self._own_weight: float | None = None
+        self._normalized: tuple[Tensor, int, Tensor] | None = None
 
     @property
     def weight(self) -> float:
@@ -258,6 +259,18 @@ class Batch:
     def total_weight(self) -> Tensor | int:
         """Sum of the rows' weights: their number, where they have none."""
         return self.fields["weights"].sum() if "weights" in self.fields else len(self)
+
+    @property
+    def normalized_advantages(self) -> Tensor | None:
+        """What `advantages` normalised are, if somebody has said so and they are still what they were then."""
+        if self._normalized is None:
+            return None
+        advantages, version, normalized = self._normalized
+        return normalized if self.fields["advantages"] is advantages and advantages._version == version else None
+
+    @normalized_advantages.setter
+    def normalized_advantages(self, normalized: Tensor) -> None:
+        self._normalized = self.advantages, self.advantages._version, normalized
 
     @property
     def is_plain(self) -> bool:

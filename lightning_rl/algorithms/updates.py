@@ -147,7 +147,7 @@ class Updates(OverRanks, Shortcuts):
         advantages = batch.advantages.index_select(0, order.to(batch.advantages.device))
         each = self.normalize_each(advantages.tensor_split(num_minibatches))
         for part, normalized in zip(cut, each, strict=True):
-            part.fields["normalized_advantages"] = normalized
+            part.normalized_advantages = normalized
             yield part
 
     def passes(self, batch: Batch, num_passes: int, num_minibatches: int) -> Iterator[Batch]:
@@ -176,8 +176,7 @@ class Updates(OverRanks, Shortcuts):
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
         """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
-        known: Tensor | None = batch.fields.get("normalized_advantages")
-        if known is not None:
+        if (known := batch.normalized_advantages) is not None:
             return known
         if "weights" not in batch.fields:
             return self.normalize(batch.advantages)

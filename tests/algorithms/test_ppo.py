@@ -182,8 +182,11 @@ def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatch
     for counted in (None, torch.arange(48) % 5):
         whole = batch if counted is None else batch.replace(weights=counted.float())
         for part in model.minibatches(whole, num_minibatches):
-            known = part.fields.get("normalized_advantages")
+            known = part.normalized_advantages
             assert (known is not None) == (how == "minibatch" and counted is None)
             counts = torch.ones(len(part), dtype=torch.bool) if counted is None else part.weights != 0
             expected = torch.zeros(len(part)).masked_scatter(counts, normalize(part.advantages[counts]))
             torch.testing.assert_close(model.normalized_advantages(part), expected)
+            assert part.replace(advantages=2 * part.advantages).normalized_advantages is None
+            part.advantages[0] += 1.0
+            assert part.normalized_advantages is None
