@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-_GLOBAL = vars(torch.nn.modules.module)
+from lightning_rl.watching import anybody_watches, is_watched
+
 _OF_NUMPY = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
 
@@ -26,14 +27,14 @@ def apply_layers(layers: nn.Sequential, x: Tensor) -> Tensor:
         layers: Any.
         x: `[..., features]`.
     """
-    if type(layers) is not nn.Sequential or _is_watched(layers) or _anybody_watches():
+    if type(layers) is not nn.Sequential or is_watched(layers) or anybody_watches():
         return layers(x)  # type: ignore[no-any-return]
-    parameters = _of_tanh_layers(layers) if _suits_numpy(x) else None
+    parameters = tanh_parameters(layers) if suits_numpy(x) else None
     if parameters is not None and parameters[0].dtype is x.dtype:
         return TanhLayers.apply(x, *parameters)  # type: ignore[no-any-return, no-untyped-call]
     for layer in layers._modules.values():
         compute = _LAYERS.get(type(layer))
-        x = layer(x) if compute is None or _is_watched(layer) else compute(layer._parameters, x)
+        x = layer(x) if compute is None or is_watched(layer) else compute(layer._parameters, x)
     return x
 
 
@@ -47,12 +48,7 @@ class TanhLayers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
         """Return the features `[..., width]` of `x`, `[..., features]`, by weight and bias of each layer."""
-        features = [x]
-        for k in range(0, len(parameters), 2):
-            outputs = functional.linear(features[-1], parameters[k], parameters[k + 1])
-            numbers = outputs.numpy()
-            np.tanh(numbers, out=numbers)
-            features.append(outputs)
+        features = tanh_features(x, parameters)
         ctx.save_for_backward(*features, *parameters)
         return features[-1]
 
@@ -68,14 +64,46 @@ class TanhLayers(torch.autograd.Function):
         shape = features[0].shape
         if len(shape) > 2:
             gradient, *features = (part.flatten(0, -2) for part in (gradient, *features))
-        gradients: list[Tensor] = []
-        for k in range(num_layers - 1, -1, -1):
-            gradient = _TANH_BACKWARD(gradient, features[k + 1])
-            # The product takes several times as long where its narrow side is the second.
-            gradients += [gradient.sum(0), features[k].t().mm(gradient).t()]
-            if k > 0 or needs_x:
-                gradient = gradient.mm(parameters[2 * k])
-        return (gradient.reshape(shape) if needs_x else None, *reversed(gradients))
+        gradients = tanh_gradients(features, parameters, gradient)
+        of_x = gradients[0].mm(parameters[0]).reshape(shape) if needs_x else None
+        return (of_x, *gradients[1:])
+
+
+def tanh_features(x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return `x`, `[..., features]`, and what each layer makes of it; without gradient.
+
+    Args:
+        x: As `suits_numpy` says.
+        parameters: Weight and bias of each linear layer that has tanh after it.
+    """
+    features = [x]
+    for k in range(0, len(parameters), 2):
+        outputs = functional.linear(features[-1], parameters[k], parameters[k + 1])
+        numbers = outputs.numpy()
+        np.tanh(numbers, out=numbers)
+        features.append(outputs)
+    return features
+
+
+def tanh_gradients(features: Sequence[Tensor], parameters: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Return the gradients of what the first layer gives before its tanh, `[N, width]`, and of the parameters.
+
+    Args:
+        features: That `tanh_features` has made of rows.
+        parameters: Likewise.
+        gradient: Of the last features, `[N, width]`.
+    """
+    gradients: list[Tensor] = []
+    for k in range(len(features) - 2, -1, -1):
+        gradient = _TANH_BACKWARD(gradient, features[k + 1])
+        x = features[k]
+        # The product takes several times as long where its narrow side is the second.
+        narrow = x.shape[1] < gradient.shape[1]
+        of_weight = x.t().mm(gradient).t().contiguous() if narrow else gradient.t().mm(x)
+        gradients += [gradient.sum(0), of_weight]
+        if k > 0:
+            gradient = gradient.mm(parameters[2 * k])
+    return [gradient, *reversed(gradients)]
 
 
 def _differentiable_gradients(x: Tensor, parameters: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +136,7 @@ class ActingLayers:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """Return the features `[N, width]` of rows `[N, features]`; None if these are too many or of another kind."""
-        if x.dim() != 2 or len(x) > self.most_rows or x.dtype is not self.dtype or not _suits_numpy(x):
+        if x.dim() != 2 or len(x) > self.most_rows or x.dtype is not self.dtype or not suits_numpy(x):
             return None
         numbers = x.numpy()
         for weight, bias in self._layers:
@@ -145,25 +173,25 @@ def frozen_layers(policy: object) -> Iterator[None]:
 
 def acting_tanh_layers(layers: nn.Sequential) -> ActingLayers | None:
     """Return those of linear layers with tanh after each; None where these are others, or somebody looks at them."""
-    if type(layers) is not nn.Sequential or _is_watched(layers) or _anybody_watches():
-        return None
-    parameters = _of_tanh_layers(layers)
-    return ActingLayers(parameters, tanh=True) if parameters and all(map(_is_numpys, parameters)) else None
+    parameters = None if anybody_watches() else tanh_parameters(layers)
+    return ActingLayers(parameters, tanh=True) if parameters and all(map(is_numpys, parameters)) else None
 
 
 def acting_linear(layer: nn.Linear) -> ActingLayers | None:
     """Return that of one layer; None where NumPy does not compute with its parameters."""
     parameters = [layer.weight, layer.bias]
-    suits = all(type(parameter) is nn.Parameter and _is_numpys(parameter) for parameter in parameters)
-    return ActingLayers(parameters, tanh=False) if suits and not _anybody_watches() else None
+    suits = all(type(parameter) is nn.Parameter and is_numpys(parameter) for parameter in parameters)
+    return ActingLayers(parameters, tanh=False) if suits and not anybody_watches() else None
 
 
-def _of_tanh_layers(layers: nn.Sequential) -> list[Tensor] | None:
+def tanh_parameters(layers: nn.Module) -> list[nn.Parameter] | None:
     """Return weight and bias of each layer; None if they are not linear ones with tanh after each, all of one dtype."""
-    parameters: list[Tensor] = []
+    if type(layers) is not nn.Sequential or is_watched(layers):
+        return None
+    parameters: list[nn.Parameter] = []
     expected: type[nn.Module] = nn.Linear
     for layer in layers._modules.values():
-        if type(layer) is not expected or _is_watched(layer):
+        if type(layer) is not expected or is_watched(layer):
             return None
         if expected is nn.Linear:
             weight, bias = layer._parameters["weight"], layer._parameters["bias"]
@@ -175,40 +203,14 @@ def _of_tanh_layers(layers: nn.Sequential) -> list[Tensor] | None:
     return parameters if expected is nn.Linear and len(dtypes) == 1 else None
 
 
-def _suits_numpy(x: Tensor) -> bool:
+def suits_numpy(x: Tensor) -> bool:
     """Whether `x` is an ordinary tensor of rows that NumPy computes with as PyTorch would."""
-    return type(x) is Tensor and _is_numpys(x) and x.dim() > 1 and not torch.is_autocast_enabled("cpu")
+    return type(x) is Tensor and is_numpys(x) and x.dim() > 1 and not torch.is_autocast_enabled("cpu")
 
 
-def _is_numpys(x: Tensor) -> bool:
+def is_numpys(x: Tensor) -> bool:
+    """Whether NumPy can see the numbers of `x` and has their dtype."""
     return x.is_cpu and x.dtype in _OF_NUMPY
-
-
-def _anybody_watches() -> bool:
-    """Whether there are hooks for all modules, or something looks on that must see every operation."""
-    return bool(
-        _GLOBAL["_global_forward_hooks"]
-        or _GLOBAL["_global_forward_pre_hooks"]
-        or _GLOBAL["_global_backward_hooks"]
-        or _GLOBAL["_global_backward_pre_hooks"]
-        or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
-def _is_watched(module: Any) -> bool:  # noqa: ANN401 - a module; those attributes are for PyTorch itself
-    """Whether a module has hooks, is compiled by itself, or has a `forward` that its class has not."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl is not None
-        or "forward" in module.__dict__
-    )
 
 
 # What layers of exactly these classes compute with their parameters.

@@ -109,7 +109,7 @@ class Trunk(nn.Module):
     def _features(self, observations: Nested, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
         """Return features for actor and critic; with memory of rows `[N, *shape]`, those of `sequences`."""
         if self.memory is None:
-            return self._encode_for_both(self._prepare(observations))
+            return self._encode_for_both(self.prepare(observations))
         sequences = given(sequences, "sequences")
         memory = sequences.memory
         if sequences.burn_in is not None:
@@ -125,7 +125,7 @@ class Trunk(nn.Module):
 
         A critic with a core of its own has features where its memory is given.
         """
-        x = self._prepare(observations)
+        x = self.prepare(observations)
         encoded = self._encode_for_actor(x)
         if self.actor_core is None:
             return encoded, encoded if self.critic_encoder is None else None, None
@@ -142,12 +142,12 @@ class Trunk(nn.Module):
 
     def _actor_features(self, observations: Nested) -> Tensor:
         """Return those for the actor alone, without memory."""
-        return self._encode_for_actor(self._prepare(observations))
+        return self._encode_for_actor(self.prepare(observations))
 
     def _value_features(self, observations: Nested, memory: Nested | None) -> Tensor:
         """Return those for the critic alone, with memory one step on."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
-        features = self._encode(encoder, self._prepare(observations))
+        features = self._encode(encoder, self.prepare(observations))
         if self.actor_core is None:
             return features
         memory = given(memory, "memory")
@@ -155,7 +155,7 @@ class Trunk(nn.Module):
             return self.actor_core.step(features, memory["actor"])[0]
         return self.critic_core.step(features, memory["critic"])[0]
 
-    def _prepare(self, observations: Nested) -> Nested:
+    def prepare(self, observations: Nested) -> Nested:
         """Leave out masks, normalise, and bring floating-point observations to the dtype of the parameters."""
         if self._masks:
             observations = without(observations, self._masks)
@@ -172,7 +172,7 @@ class Trunk(nn.Module):
         """Return features for actor and critic, and the memory after each sequence."""
         assert self.actor_core is not None
         memory = sequences.memory if memory is None else memory
-        features, value_features = self._encode_for_both(self._prepare(observations))
+        features, value_features = self._encode_for_both(self.prepare(observations))
         after: dict[str, Nested] = {}
         actor, after["actor"] = self.actor_core(features, sequences.segments, memory["actor"])
         if self.critic_core is None:

@@ -7,6 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import pytest
 import torch
 
+from lightning_rl.algorithms.fast_loss import FastLoss
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -19,6 +21,12 @@ def no_seed_of_another_test():
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture
+def through_autograd(monkeypatch):
+    """Have PPO learn through autograd as its subclasses do, to the last bit."""
+    monkeypatch.setattr(FastLoss, "of", classmethod(lambda *_: None))
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms import overlap
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.algorithms.fast_loss import FastLoss, methods_of_loss
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
-from lightning_rl.algorithms.ppo_rows import PolicyRows, compiled, policy_rows, value_rows
+from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
@@ -196,13 +197,15 @@ class PPO(OnPolicyAlgorithm):
         """
         batch = self.whole(batch)
         num_passes = max(self.num_epochs, self.num_value_epochs)
+        fast_loss = FastLoss.of(self, _METHODS_OF_LOSS)
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
                 batch = self.whole(self.with_new_targets(batch, rollout))
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
-                loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
+                fast = fast_loss(minibatch) if fast_loss is not None and only is None else None
+                loss = fast or (self.loss(minibatch) if only is None else self.loss(minibatch, only))
                 self.optimize(loss, only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return
@@ -241,7 +244,9 @@ class PPO(OnPolicyAlgorithm):
         policy_loss = batch.mean(rows.losses)
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
-        self._observe(batch, rows)
+        with torch.no_grad():
+            approx_kls = batch.mean(rows.approx_kl), batch.mean(rl.approx_kl_k1(rows.log_ratios))
+            self.observe_change(*approx_kls, self.clip_fraction(batch, rows.is_clipped))
         bonus = [-self.entropy_coef * entropy] if self.entropy_coef else []
         return [policy_loss, *bonus, *self.penalties(batch, distribution)]
 
@@ -308,15 +313,15 @@ class PPO(OnPolicyAlgorithm):
             return "critic"
         return "actor" if epoch >= self.num_value_epochs else None
 
-    @torch.no_grad()
-    def _observe(self, batch: Batch, rows: PolicyRows) -> None:
-        """Measure how far the policy has moved, and stop the updates from this rollout if that is too far."""
-        approx_kl = batch.mean(rows.approx_kl)
-        self.diagnostics.observe(
-            approx_kl=approx_kl,
-            approx_kl_k1=batch.mean(rl.approx_kl_k1(rows.log_ratios)),
-            clip_fraction=self.clip_fraction(batch, rows.is_clipped),
-        )
+    def observe_change(self, approx_kl: Tensor, approx_kl_k1: Tensor, clip_fraction: Tensor) -> None:
+        """Record how far the policy has moved on a minibatch, and stop the updates if that is too far.
+
+        Args:
+            approx_kl: Mean estimate k3 of the divergence, without gradient.
+            approx_kl_k1: Mean estimate k1.
+            clip_fraction: Share of importance ratios that are clipped.
+        """
+        self.diagnostics.observe(approx_kl=approx_kl, approx_kl_k1=approx_kl_k1, clip_fraction=clip_fraction)
         if self.target_kl is not None:
             self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
 
@@ -329,3 +334,6 @@ class PPO(OnPolicyAlgorithm):
 
     def _allows(self, approx_kl: Tensor, target_kl: float) -> Tensor:
         return self.average_over_ranks(approx_kl) <= 1.5 * target_kl
+
+
+_METHODS_OF_LOSS = methods_of_loss(PPO)

@@ -25,11 +25,14 @@ class Shortcuts(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self._hooks_around_backward = self._hooks_around_step = True
+        self.goes_past_backward = False
+        """Whether a gradient that is known may be given to parameters as it is."""
 
     def find_shortcuts(self) -> None:
         """Look who there is: callbacks may come and go between rollouts."""
         self._hooks_around_backward = self._find_hooks_around_backward()
         self._hooks_around_step = self._find_hooks_around_step()
+        self.goes_past_backward = not self._hooks_around_backward and self._backward_is_pytorchs()
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - Lightning's
         """Compute the gradient as `LightningModule.manual_backward` does.
@@ -51,6 +54,15 @@ class Shortcuts(LightningModule):
         hooks = ("on_before_backward", "on_after_backward")
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         return scaled or any(is_overridden(hook, one) for one in (self, *callbacks) for hook in hooks)
+
+    def _backward_is_pytorchs(self) -> bool:
+        """Return whether neither module, strategy nor precision do more in a backward pass than call PyTorch's."""
+        strategy = self.trainer.strategy
+        return (
+            _is_lightnings("backward", self, LightningModule)
+            and all(_is_lightnings(name, strategy, Strategy) for name in ("pre_backward", "post_backward"))
+            and _is_lightnings("backward", strategy.precision_plugin, Precision)
+        )
 
     def step_optimizer(self, optimizer: LightningOptimizer, counts: bool) -> None:
         """Step, in a way that Lightning counts it if it `counts`, and that all who take part in steps are asked.

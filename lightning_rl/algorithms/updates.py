@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.gating import OptimizerSnapshot, step_where
 from lightning_rl.algorithms.gradients import gradients_of, scale_to_norm, total_norm
+from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.algorithms.over_ranks import OverRanks
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
 from lightning_rl.algorithms.shortcuts import Shortcuts
@@ -218,13 +219,15 @@ class Updates(OverRanks, Shortcuts):
         self.diagnostics.add_absolute("total_abs_loss", terms)
         return loss
 
-    def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
+    def optimize(
+        self, loss: Tensor | KnownGradients, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None
+    ) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
 
         Where the critic has an optimiser of its own, both step from the one gradient, each clipped by itself.
 
         Args:
-            loss: A scalar.
+            loss: A scalar, with graph or with its gradient.
             only: The half of the network that `loss` is about, so that the other stays as it is, moments of the
                 optimiser included; None: both.
             keep_if: Called after the step, without gradient; if it returns false, on the device and on every rank, the
@@ -233,7 +236,7 @@ class Updates(OverRanks, Shortcuts):
         optimizers = self.optimizers_in_use
         for optimizer in optimizers:
             optimizer.zero_grad()
-        self._backward(loss if self.world_size == 1 else not_finite_throughout(loss), only)
+        self._backward(loss, only)
         gradients = self._gradients(optimizers)
         # Of a loss that is not finite no gradient is, whatever came out.
         nothing = 0 * loss.detach()
@@ -253,8 +256,15 @@ class Updates(OverRanks, Shortcuts):
         if before is not None and keep_if is not None:
             self._take_back_unless(keep_if, before)
 
-    def _backward(self, loss: Tensor, only: Half | None) -> None:
+    def _backward(self, loss: Tensor | KnownGradients, only: Half | None) -> None:
         """Compute the gradient; it is None in idle parameters."""
+        if isinstance(loss, KnownGradients):
+            if self.goes_past_backward:
+                loss.assign()
+                return
+            loss = loss.attached()
+        if self.world_size > 1:
+            loss = not_finite_throughout(loss)
         idle = self.idle_parameters(only)
         if not idle:
             self.manual_backward(loss)

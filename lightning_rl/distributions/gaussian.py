@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.distributions.base import Distribution, at_least_float32
 
-_LOG_2PI = math.log(2 * math.pi)
+LOG_2PI = math.log(2 * math.pi)
 
 
 class DiagonalGaussian(Distribution):
@@ -45,11 +45,11 @@ class DiagonalGaussian(Distribution):
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of `action` (shape `[..., a]`), summed over action dimensions."""
         z = (action - self.mean) * (-self.log_std).exp()
-        return -0.5 * z.square().sum(-1) - (self.log_volume + 0.5 * _LOG_2PI * self.mean.shape[-1])
+        return -0.5 * z.square().sum(-1) - (self.log_volume + 0.5 * LOG_2PI * self.mean.shape[-1])
 
     def entropy(self) -> Tensor:
         """Return Σ (log std + ½ log 2πe)."""
-        entropy = self.log_volume + 0.5 * (1 + _LOG_2PI) * self.mean.shape[-1]
+        entropy = self.log_volume + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
         return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Distribution) -> Tensor:

@@ -129,6 +129,11 @@ class GaussianHead(_GaussianParameters):
         check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
         self.squashes_mean = mean_transform == "tanh"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the mean is that of the layer and `log_std` a parameter, neither transformed nor limited."""
+        return not self.squashes_mean and "log_std" in self._parameters and self.log_limits == [None, None]
+
     def forward(self, features: Tensor) -> DiagonalGaussian:
         """Map features `[..., f]` to a distribution."""
         mean = self.mean(features)

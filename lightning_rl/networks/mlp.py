@@ -57,7 +57,7 @@ class MLPEncoder(ActsFast):
         leaves = {path: leaf for path, leaf in space_leaves(space).items() if path not in (encoders or {})}
         self.inputs = _by_path({path: make_input(leaf, discrete_encoding) for path, leaf in leaves.items()})
         self.encoders = _by_path(encoders or {})
-        self._is_vector = (
+        self.is_vector = (
             isinstance(space, spaces.Box) and len(space.shape) == 1 and space.dtype != np.uint8 and not encoders
         )
         # Where to find the part of each of them.
@@ -72,7 +72,7 @@ class MLPEncoder(ActsFast):
 
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
-        if self._is_vector and observations.is_floating_point():  # what the layers take as it is
+        if self.is_vector and observations.is_floating_point():  # what the layers take as it is
             return self._apply_layers(observations)
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         pairs = zip(self._of_inputs, self.inputs.values(), strict=True)

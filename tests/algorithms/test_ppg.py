@@ -34,6 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 @pytest.mark.parametrize("options", [{}, {"normalize_rewards": True, "clip_range_value": 0.2}, {"target_kl": 1e-4}])
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.usefixtures("through_autograd")
 def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bool) -> None:
     # Parameters one by one: the default takes them together, which rounds otherwise, where all of them have gradients.
     options = options | {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}}

@@ -147,6 +147,7 @@ def test_coefficient_stays_where_an_update_is_skipped():
     assert model.kl_coef == 1
 
 
+@pytest.mark.usefixtures("through_autograd")
 def test_without_penalties_it_is_ppo():
     model, usual = make(initial_kl_coef=0.0, clip_range=0.2), make(PPO)
     rollout = random_rollout(model.policy)

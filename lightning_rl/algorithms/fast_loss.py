@@ -1,0 +1,123 @@
+"""PPO's loss and its gradient in closed form, for networks so small that autograd takes longer than its operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_rl.algorithms.known_gradients import KnownGradients
+from lightning_rl.distributions.closed_form import Array
+from lightning_rl.fast_layers import suits_numpy
+from lightning_rl.fast_networks import FastNetworks
+from lightning_rl.rollout import Batch
+
+# What `FastLoss` computes in place of, and what takes its result.
+_METHODS = (
+    *("loss", "actor_terms", "value_loss", "penalties", "clip_fraction"),
+    *("evaluate", "entropy", "total", "normalize_values", "normalizes_minibatches", "optimize"),
+)
+_OPTIONS = ("log_prob_clip", "dual_clip", "clip_range_value", "value_huber_delta", "compile_loss", "overlapped")
+
+
+def methods_of_loss(model_class: type) -> tuple[Any, ...]:
+    """Return the methods of a class in whose place `FastLoss` computes."""
+    return tuple(getattr(model_class, name) for name in _METHODS)
+
+
+class FastLoss:
+    """What `PPO.loss` computes of minibatches, and its gradient: few operations of NumPy in place of a graph.
+
+    Starting the operations of a loss and of its backward pass takes several times as long as they do where networks are
+    small. It is for the most frequent options; see `of`.
+
+    Args:
+        model: A `PPO`, whose loss it is.
+        networks: Of its policy.
+    """
+
+    def __init__(self, model: Any, networks: FastNetworks) -> None:  # noqa: ANN401 - the module that imports this one
+        self.model, self.networks = model, networks
+
+    @classmethod
+    def of(cls, model: Any, methods: tuple[Any, ...]) -> FastLoss | None:  # noqa: ANN401
+        """Return that of a model as it is now, until its updates from a rollout end.
+
+        None for networks that `FastNetworks` has not, for options and penalties beyond clipping, entropy bonus and
+        squared error, where a subclass computes something of it in its own way, and while anomalies are looked for.
+
+        Args:
+            model: A `PPO`.
+            methods: What `methods_of_loss` is if nobody has overridden any.
+        """
+        own_way = methods_of_loss(type(model)) != methods or any(name in vars(model) for name in _METHODS)
+        options = any(getattr(model, name) for name in _OPTIONS) or any(model.weight_penalty.coefficients.values())
+        if own_way or options or torch.is_anomaly_enabled():
+            return None
+        networks = FastNetworks.of(model.policy)
+        return None if networks is None else cls(model, networks)
+
+    def __call__(self, batch: Batch) -> KnownGradients | None:
+        """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
+        model, networks = self.model, self.networks
+        x = model.policy.prepare(batch.observations)
+        advantages = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
+        tensors = batch.log_probs, advantages, batch.returns
+        if not batch.is_plain or not len(batch) or not suits_numpy(x) or any(t.dtype is not x.dtype for t in tensors):
+            return None
+        with torch.no_grad(), np.errstate(all="ignore"):  # what is not finite, the updates see
+            outputs, values = networks.actor.forward(x), networks.critic.forward(x)
+            shared = (parameter.detach().numpy() for parameter in networks.shared)
+            rows = networks.make_rows(batch.actions.numpy(), outputs.numpy(), *shared)
+            old_log_probs, weights, returns = (t.numpy() for t in tensors)
+            log_ratios = rows.log_prob - old_log_probs
+            entropy_gradient = -model.entropy_coef * batch.weight
+            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, weights, batch.weight)
+            of_outputs, *of_shared = rows.gradients(of_log_probs, entropy_gradient)
+            errors = values.numpy()[:, 0] - returns
+            value_loss = 0.5 * batch.weight * errors.dot(errors)
+            errors *= model.value_coef * batch.weight
+            gradients = (
+                *networks.actor.backward(torch.from_numpy(of_outputs)),
+                *networks.critic.backward(torch.from_numpy(errors[:, None])),
+                *map(torch.from_numpy, of_shared),
+            )
+        summands = policy_loss, entropy_gradient * rows.entropies, model.value_coef * value_loss
+        told = np.array([*summands, sum(summands), batch.weight * rows.entropies, value_loss, *observed], errors.dtype)
+        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
+        return KnownGradients(loss, networks.parameters, gradients)
+
+    def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
+        """Return the surrogate loss (equation 7), the gradient of each log-probability, and measures of the change.
+
+        These are the estimates k3 and k1 of the divergence, and the share of clipped ratios.
+        """
+        low, high = self.model.clip_ranges
+        changes = np.expm1(log_ratios)
+        losses = -advantages
+        bound = np.minimum(losses * (1 - low), losses * (1 + high))
+        if math.inf in (low, high):
+            # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
+            np.nan_to_num(bound, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        losses += losses * changes
+        gradient = np.where(losses >= bound, losses, 0)
+        gradient *= weight
+        policy_loss = weight * np.maximum(losses, bound, out=losses).sum()
+        k3, k1 = weight * (changes - log_ratios).sum(), -weight * log_ratios.sum()
+        clipped = weight * np.count_nonzero((changes < -low) | (changes > high))
+        return policy_loss, gradient, (k3, k1, clipped)
+
+    def _record(self, log_ratios: Tensor, told: Tensor) -> Tensor:
+        """Record what `PPO.loss` does, and return the loss."""
+        model = self.model
+        model.observe_first_ratios(log_ratios)
+        *summands, loss, entropy, value_loss, approx_kl, approx_kl_k1, clip_fraction = told.unbind()
+        model.diagnostics.add(policy_loss=summands[0], entropy=entropy)
+        model.observe_change(approx_kl, approx_kl_k1, clip_fraction)
+        model.diagnostics.add(value_loss=value_loss, loss=loss)
+        bonus = summands[1:2] if model.entropy_coef else []
+        model.diagnostics.add_absolute("total_abs_loss", (summands[0], *bonus, summands[2]))
+        return loss

@@ -1,0 +1,114 @@
+"""Actor and critic of linear layers with tanh, forward and backward without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_rl.distributions import closed_form
+from lightning_rl.distributions.gaussian_heads import GaussianHead
+from lightning_rl.distributions.heads import CategoricalHead
+from lightning_rl.fast_layers import is_numpys, tanh_features, tanh_gradients, tanh_parameters
+from lightning_rl.layers import HeadLinear
+from lightning_rl.networks import MLPEncoder
+from lightning_rl.policy import ActorCritic
+from lightning_rl.watching import anybody_watches, is_watched
+
+MakeRows: TypeAlias = Callable[..., closed_form.Rows]
+"""Takes actions `[N, ...]`, outputs `[N, width]` and what all rows share."""
+
+
+class FastNetwork:
+    """Linear layers with tanh after each but the last.
+
+    Args:
+        parameters: Weight and bias of each layer.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs `[N, width]` for rows `[N, features]`, and remember what `backward` needs."""
+        self._features = tanh_features(x, self.parameters[:-2])
+        return functional.linear(self._features[-1], *self.parameters[-2:])
+
+    def backward(self, gradient: Tensor) -> list[Tensor]:
+        """Return the gradients of all parameters, given that of the outputs `[N, width]` of the last `forward`."""
+        features, self._features = self._features, []
+        of_last = gradient.t().mm(features[-1]), gradient.sum(0)
+        _, *of_others = tanh_gradients(features, self.parameters[:-2], gradient.mm(self.parameters[-2]))
+        return [*of_others, *of_last]
+
+
+class FastNetworks:
+    """Those of an `ActorCritic`, with what makes action distributions of the outputs of the actor.
+
+    Attributes:
+        actor: Gives the first parameter of the distributions.
+        critic: Gives values, `[N, 1]`.
+        make_rows: Makes distributions at given actions.
+        shared: Further parameters of the distributions, the same for all rows.
+    """
+
+    def __init__(
+        self,
+        actor: FastNetwork,
+        critic: FastNetwork,
+        make_rows: MakeRows,
+        shared: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.actor, self.critic, self.make_rows, self.shared = actor, critic, make_rows, shared
+        self.parameters = [*actor.parameters, *critic.parameters, *shared]
+
+    @classmethod
+    def of(cls, policy: nn.Module) -> FastNetworks | None:
+        """Return those of a policy as it is now; None where it is another, or somebody looks at its modules."""
+        if type(policy) is not ActorCritic or anybody_watches() or any(map(is_watched, policy.modules())):
+            return None
+        head = _of_head(policy.action_head)
+        actor, critic = _of_encoder(policy.actor_encoder), _of_encoder(policy.critic_encoder)
+        if (
+            policy.memory is not None
+            or policy.value_normalizer is not None
+            or type(policy.value_head) is not HeadLinear
+        ):
+            return None
+        if head is None or actor is None or critic is None:
+            return None
+        layer, make_rows, shared = head
+        actor_network = FastNetwork([*actor, *layer.parameters()])
+        critic_network = FastNetwork([*critic, *policy.value_head.parameters()])
+        made = cls(actor_network, critic_network, make_rows, shared)
+        return made if made._suit() else None
+
+    def _suit(self) -> bool:
+        """Whether all are learned, of one dtype that NumPy has, and nobody waits for the gradient of a single one."""
+        dtype = self.parameters[0].dtype
+        return all(
+            type(x) is nn.Parameter
+            and x.requires_grad
+            and x.dtype == dtype
+            and is_numpys(x)
+            and not x._backward_hooks
+            and not x._post_accumulate_grad_hooks
+            for x in self.parameters
+        )
+
+
+def _of_encoder(encoder: nn.Module | None) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer of one that takes observations as they are; None of another."""
+    return tanh_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
+
+
+def _of_head(head: nn.Module) -> tuple[HeadLinear, MakeRows, list[nn.Parameter]] | None:
+    """Return a head's layer, what makes rows of its outputs, and what else these are made of; None of another head."""
+    if type(head) is CategoricalHead and type(head.logits) is HeadLinear:
+        return head.logits, closed_form.CategoricalRows, []
+    if type(head) is GaussianHead and type(head.mean) is HeadLinear and head.is_plain:
+        return head.mean, closed_form.GaussianRows, [head.log_std]
+    return None

@@ -1,0 +1,264 @@
+"""The loss in closed form: what autograd makes of `PPO.loss`, wherever nobody wants anything else of it."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_rl import PPO
+from lightning_rl.algorithms.fast_loss import FastLoss, methods_of_loss
+from lightning_rl.algorithms.known_gradients import KnownGradients
+from lightning_rl.rollout import Batch
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
+
+ROWS = 48
+METHODS = methods_of_loss(PPO)
+
+
+def make(action_space: spaces.Space[Any] = DISCRETE, dtype: torch.dtype = torch.float64, **options: Any) -> PPO:
+    torch.manual_seed(3)
+    model = PPO(VECTOR, action_space, **{"hidden_sizes": (6, 5), "entropy_coef": 0.02} | options)
+    return model.to(dtype)
+
+
+def make_batch(model: PPO, **fields: Tensor) -> Batch:
+    """Rows of a policy that has moved since: ratios on either side of their range, with advantages of either sign."""
+    generator = torch.Generator().manual_seed(5)
+    dtype = next(model.parameters()).dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    observations = normal(ROWS, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * normal(*parameter.shape)
+        distribution, values = model.policy(observations)
+        actions = distribution.sample(generator)
+        log_probs = distribution.log_prob(actions)
+        log_probs[2:] += 0.3 * normal(ROWS - 2)  # after two at a ratio of 1
+    advantages = normal(ROWS)
+    advantages[2] = 0.0
+    plain = {"observations": observations, "actions": actions, "log_probs": log_probs, "advantages": advantages}
+    return Batch({**plain, "values": values, "returns": values + normal(ROWS), **fields})
+
+
+def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
+    fast = FastLoss.of(model, METHODS)
+    return None if fast is None else fast(batch)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no bonus": {"entropy_coef": 0.0},
+    "ranges": {"clip_range_low": 0.1, "clip_range_high": 0.3, "value_coef": 0.7},
+    "not clipped": {"clip_range": None},
+    "clipped below": {"clip_range": None, "clip_range_low": 0.1},
+    "advantages as they are": {"normalize_advantages": "none"},
+    "normalised observations": {"normalize_observations": True},
+    "one layer": {"hidden_sizes": (4,)},
+}
+
+
+@pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS], ids=["categorical", "gaussian"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_space):
+    model = make(action_space, **OPTIONS[options])
+    batch = make_batch(model)
+    expected = model.compute_loss(batch)
+    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    with model.leaving_no_trace():
+        known = fast_loss(model, batch)
+        found = model.diagnostics.means()
+    assert known is not None
+    assert not known.loss.requires_grad
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
+    assert 0 < found["clip_fraction"] < 1 or options == "not clipped"
+    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(by_parameter[id(parameter)], gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_float32_has_the_gradient_of_float64():
+    model = make(dtype=torch.float32)
+    batch = make_batch(model)
+    known = fast_loss(model, batch)
+    assert known is not None
+    exact = copy.deepcopy(model).double()
+    wide = Batch({name: x.double() if x.is_floating_point() else x for name, x in batch.fields.items()})
+    gradients = torch.autograd.grad(exact.loss(wide), list(exact.parameters()))
+    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        found = by_parameter[id(parameter)]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
+    model = make()
+    batch = make_batch(model)
+    batch.weight = 2 / 70
+    expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    known = fast_loss(model, batch)
+    assert known is not None
+    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(by_parameter[id(parameter)], gradient)
+
+
+class OwnPenalty(PPO):
+    def penalties(self, batch: Batch, distribution: Any) -> list[Tensor]:
+        return [distribution.entropy().sum()]
+
+
+def own_penalty(model: PPO) -> None:
+    model.__class__ = OwnPenalty
+
+
+def own_loss(model: PPO) -> None:
+    model.loss = lambda batch, only=None: torch.zeros((), requires_grad=True)  # type: ignore[method-assign]
+
+
+def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+    """Look on."""
+
+
+CHANGES: dict[str, Callable[[PPO], Any]] = {
+    "subclass": own_penalty,
+    "attribute": own_loss,
+    "hook of a module": lambda model: model.policy.value_head.register_forward_hook(hook),
+    "hook of a parameter": lambda model: model.policy.value_head.weight.register_hook(lambda gradient: 2 * gradient),
+    "parametrization": lambda model: nn.utils.parametrize.register_parametrization(
+        model.policy.value_head, "weight", nn.Softplus()
+    ),
+    "parametrization of the actor": lambda model: nn.utils.parametrize.register_parametrization(
+        model.policy.action_head.logits, "bias", nn.Softplus()
+    ),
+    "frozen parameter": lambda model: model.policy.value_head.weight.requires_grad_(False),
+    "other dtypes": lambda model: model.policy.value_head.float(),
+    "half precision": lambda model: model.bfloat16(),
+}
+UNSUITED_OPTIONS: list[dict[str, Any]] = [
+    {"log_prob_clip": 5.0},
+    {"dual_clip": 3.0},
+    {"clip_range_value": 0.2},
+    {"value_huber_delta": 1.0},
+    {"compile_loss": True},
+    {"overlapped": True},
+    {"policy_l2": 0.1},
+    {"value_normalization": "running_std"},
+    {"shared_encoder": True},
+    {"activation": "relu"},
+    {"hidden_sizes": ()},
+]
+UNSUITED_DISTRIBUTIONS: list[Any] = ["beta", "squashed_gaussian", {"kind": "gaussian", "max_std": 2.0}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whoever_looks_on_or_has_a_way_of_their_own_is_asked(change):
+    model = make()
+    batch = make_batch(model)
+    assert fast_loss(model, batch) is not None
+    CHANGES[change](model)
+    assert fast_loss(model, batch) is None
+
+
+@pytest.mark.parametrize("options", UNSUITED_OPTIONS, ids=str)
+def test_other_options_are_left_to_autograd(options):
+    assert FastLoss.of(make(**options), METHODS) is None
+
+
+@pytest.mark.parametrize("action_distribution", UNSUITED_DISTRIBUTIONS, ids=str)
+def test_other_distributions_are_left_to_autograd(action_distribution):
+    assert FastLoss.of(make(CONTINUOUS, action_distribution=action_distribution), METHODS) is None
+
+
+def test_other_rows_are_left_to_autograd():
+    model = make()
+    fast = FastLoss.of(model, METHODS)
+    assert fast is not None
+    batch = make_batch(model)
+    assert fast(batch.replace(weights=torch.ones(ROWS))) is None
+    assert fast(batch.replace(returns=batch.returns.float())) is None
+    assert fast(batch.ordered(torch.arange(0))) is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(batch) is None
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert FastLoss.of(model, METHODS) is None
+
+
+class Counted:
+    """Counts the minibatches whose loss was computed in closed form."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, works: bool = True) -> None:
+        self.count = 0
+        compute = FastLoss.__call__
+
+        def counted(fast: FastLoss, batch: Batch) -> KnownGradients | None:
+            known = compute(fast, batch) if works else None
+            self.count += known is not None
+            return known
+
+        monkeypatch.setattr(FastLoss, "__call__", counted)
+
+
+class AfterBackward(Callback):
+    """Somebody who waits for backward passes."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.norms.append(math.hypot(*(float(p.grad.norm()) for p in module.parameters())))
+
+
+def fitted(monkeypatch: pytest.MonkeyPatch, works: bool, *callbacks: Callback, **options: Any) -> tuple[PPO, int]:
+    with monkeypatch.context() as patch:
+        counted = Counted(patch, works)
+        data = make_data(options.pop("env_id", "CartPole-v1"))
+        model = make_model(data, entropy_coef=0.01, **options)
+        make_trainer(callbacks=list(callbacks), precision="64-true").fit(model, data)
+    return model, counted.count
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+def test_a_run_learns_what_it_learns_with_autograd(monkeypatch, env_id):
+    (fast, count), (slow, none) = (fitted(monkeypatch, works, env_id=env_id) for works in (True, False))
+    assert (count, none) == (8, 0)  # two rollouts, two passes, two minibatches
+    for found, expected in zip(fast.parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert fast.losses == pytest.approx(slow.losses, rel=1e-7, abs=1e-9)
+
+
+def test_callbacks_that_wait_for_backward_passes_see_the_gradient(monkeypatch):
+    waiting = AfterBackward()
+    (quick, _), (heard, count) = fitted(monkeypatch, True), fitted(monkeypatch, True, waiting)
+    assert count == len(waiting.norms) == 8
+    assert min(waiting.norms) > 0
+    assert all(map(torch.equal, quick.parameters(), heard.parameters()))
+
+
+def test_updates_stop_at_the_divergence_that_was_asked_for(monkeypatch):
+    (fast, count), (slow, _) = (
+        fitted(monkeypatch, works, target_kl=1e-7, learning_rate=0.01) for works in (True, False)
+    )
+    assert count < 8
+    for found, expected in zip(fast.parameters(), slow.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_what_is_not_finite_is_no_warning_of_numpy():
+    model = make()
+    batch = make_batch(model)
+    batch.advantages[3] = math.inf
+    with np.errstate(all="raise"):
+        known = fast_loss(model, batch)
+    assert known is not None
+    assert not known.loss.isfinite()
