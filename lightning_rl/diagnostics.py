@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class Diagnostics:
     def add(self, **terms: Tensor) -> None:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in self._named(terms).items():
-            self._terms.setdefault(name, []).append((term.detach(), self._counts))
+            term = term.detach() if term.requires_grad else term
+            self._terms.setdefault(name, []).append((term, self._counts))
 
     def add_absolute(self, name: str, terms: Sequence[Tensor]) -> None:
         """Record the sum of the absolute values that scalar terms of one minibatch have on average over ranks.
@@ -118,16 +120,23 @@ class Diagnostics:
         """
         if not self._terms:
             return {}
-        sums, counts = [], []
         all_terms = self._terms | self._absolute_sums()
-        for entries in all_terms.values():
-            terms, flags = zip(*entries, strict=True)
-            counted = torch.stack(flags)
-            sums.append(torch.where(counted, _stack(terms), 0).sum())
-            counts.append(counted.sum())
-        values = torch.stack([*sums, *counts]).tolist()
-        pairs = zip(all_terms, values[: len(sums)], values[len(sums) :], strict=True)
-        return {name: total / count for name, total, count in pairs if count}
+        # Those that the same minibatches have recorded are added up together.
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        for name, entries in all_terms.items():
+            groups.setdefault((entries[0][0].dtype, *[id(flag) for _, flag in entries]), []).append(name)
+        sums = []
+        for names in groups.values():
+            counted = torch.stack([flag for _, flag in all_terms[names[0]]])
+            terms = _stack(tuple(term for name in names for term, _ in all_terms[name])).view(len(names), -1)
+            sums += [torch.where(counted, terms, 0).sum(1), counted.sum().unsqueeze(0)]
+        values = iter(torch.cat(sums).tolist())
+        means = {}
+        for names in groups.values():
+            totals = [next(values) for _ in names]
+            if count := next(values):
+                means |= {name: total / count for name, total in zip(names, totals, strict=True)}
+        return {name: means[name] for name in all_terms if name in means}
 
     def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Return, as single terms, what `add_absolute` has recorded."""
