@@ -131,7 +131,7 @@ class Diagnostics:
             terms = _stack(tuple(term for name in names for term, _ in all_terms[name])).view(len(names), -1)
             sums += [torch.where(counted, terms, 0).sum(1), counted.sum().unsqueeze(0)]
         values = iter(torch.cat(sums).tolist())
-        means = {}
+        means: dict[str, float] = {}
         for names in groups.values():
             totals = [next(values) for _ in names]
             if count := next(values):

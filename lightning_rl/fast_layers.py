@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,16 +123,16 @@ class ActingLayers:
 
     Args:
         parameters: Weight and bias of each layer, on the CPU; seen, not copied.
-        tanh: Whether there is a tanh after each.
+        tanh_at_last: Whether there is a tanh after the last layer, too.
     """
 
     most_rows = 64
     """Of more of them the products take most of the time, which PyTorch may share among threads."""
 
-    def __init__(self, parameters: Sequence[Tensor], *, tanh: bool) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, tanh_at_last: bool) -> None:
         arrays = [parameter.detach().numpy() for parameter in parameters]
-        self._layers = [(arrays[k].T, arrays[k + 1]) for k in range(0, len(arrays), 2)]
-        self._tanh = tanh
+        last = len(arrays) - 2
+        self._layers = [(arrays[k].T, arrays[k + 1], k < last or tanh_at_last) for k in range(0, len(arrays), 2)]
         self.dtype = parameters[0].dtype
 
     def __call__(self, x: Tensor) -> Tensor | None:
@@ -139,22 +140,22 @@ class ActingLayers:
         if x.dim() != 2 or len(x) > self.most_rows or x.dtype is not self.dtype or not suits_numpy(x):
             return None
         numbers = x.numpy()
-        for weight, bias in self._layers:
+        for weight, bias, tanh in self._layers:
             numbers = numbers @ weight
             numbers += bias
-            if self._tanh:
+            if tanh:
                 np.tanh(numbers, out=numbers)
         return torch.from_numpy(numbers)
 
 
-class ActsFast(nn.Module):
+class ActsFast(nn.Module, ABC):
     """A module that computes with `acting` where that is not None and takes its input: see `frozen_layers`."""
 
     acting: ActingLayers | None = None
 
+    @abstractmethod
     def acting_layers(self) -> ActingLayers | None:
         """Return layers for acting, as long as the parameters stay as they are; None where that will not do."""
-        raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -174,14 +175,14 @@ def frozen_layers(policy: object) -> Iterator[None]:
 def acting_tanh_layers(layers: nn.Sequential) -> ActingLayers | None:
     """Return those of linear layers with tanh after each; None where these are others, or somebody looks at them."""
     parameters = None if anybody_watches() else tanh_parameters(layers)
-    return ActingLayers(parameters, tanh=True) if parameters and all(map(is_numpys, parameters)) else None
+    return ActingLayers(parameters, tanh_at_last=True) if parameters and all(map(is_numpys, parameters)) else None
 
 
 def acting_linear(layer: nn.Linear) -> ActingLayers | None:
     """Return that of one layer; None where NumPy does not compute with its parameters."""
     parameters = [layer.weight, layer.bias]
     suits = all(type(parameter) is nn.Parameter and is_numpys(parameter) for parameter in parameters)
-    return ActingLayers(parameters, tanh=False) if suits and not anybody_watches() else None
+    return ActingLayers(parameters, tanh_at_last=False) if suits and not anybody_watches() else None
 
 
 def tanh_parameters(layers: nn.Module) -> list[nn.Parameter] | None:

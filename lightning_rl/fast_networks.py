@@ -8,12 +8,11 @@ from typing import TypeAlias
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rl.distributions import closed_form
+from lightning_rl.distributions import closed_form, plain_layer
 from lightning_rl.distributions.gaussian_heads import GaussianHead
-from lightning_rl.distributions.heads import CategoricalHead
-from lightning_rl.fast_layers import is_numpys, tanh_features, tanh_gradients, tanh_parameters
+from lightning_rl.fast_layers import is_numpys, tanh_features, tanh_gradients
 from lightning_rl.layers import HeadLinear
-from lightning_rl.networks import MLPEncoder
+from lightning_rl.networks import plain_layers
 from lightning_rl.policy import ActorCritic
 from lightning_rl.watching import anybody_watches, is_watched
 
@@ -70,19 +69,15 @@ class FastNetworks:
         """Return those of a policy as it is now; None where it is another, or somebody looks at its modules."""
         if type(policy) is not ActorCritic or anybody_watches() or any(map(is_watched, policy.modules())):
             return None
-        head = _of_head(policy.action_head)
-        actor, critic = _of_encoder(policy.actor_encoder), _of_encoder(policy.critic_encoder)
-        if (
-            policy.memory is not None
-            or policy.value_normalizer is not None
-            or type(policy.value_head) is not HeadLinear
-        ):
+        if policy.memory is not None or policy.value_normalizer is not None:
             return None
-        if head is None or actor is None or critic is None:
+        actor, critic = plain_layers(policy.actor_encoder), plain_layers(policy.critic_encoder)
+        last_of_actor, last_of_critic = plain_layer(policy.action_head), policy.value_head
+        if actor is None or critic is None or last_of_actor is None or type(last_of_critic) is not HeadLinear:
             return None
-        layer, make_rows, shared = head
-        actor_network = FastNetwork([*actor, *layer.parameters()])
-        critic_network = FastNetwork([*critic, *policy.value_head.parameters()])
+        actor_network = FastNetwork([*actor, *last_of_actor.parameters()])
+        critic_network = FastNetwork([*critic, *last_of_critic.parameters()])
+        make_rows, shared = _makers(policy.action_head)
         made = cls(actor_network, critic_network, make_rows, shared)
         return made if made._suit() else None
 
@@ -100,15 +95,8 @@ class FastNetworks:
         )
 
 
-def _of_encoder(encoder: nn.Module | None) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer of one that takes observations as they are; None of another."""
-    return tanh_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
-
-
-def _of_head(head: nn.Module) -> tuple[HeadLinear, MakeRows, list[nn.Parameter]] | None:
-    """Return a head's layer, what makes rows of its outputs, and what else these are made of; None of another head."""
-    if type(head) is CategoricalHead and type(head.logits) is HeadLinear:
-        return head.logits, closed_form.CategoricalRows, []
-    if type(head) is GaussianHead and type(head.mean) is HeadLinear and head.is_plain:
-        return head.mean, closed_form.GaussianRows, [head.log_std]
-    return None
+def _makers(head: nn.Module) -> tuple[MakeRows, list[nn.Parameter]]:
+    """Return what makes rows of the outputs of a head that has a plain layer, and what else it makes them of."""
+    if isinstance(head, GaussianHead):
+        return closed_form.GaussianRows, [head.log_std]
+    return closed_form.CategoricalRows, []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,19 +13,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
+from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head, plain_layer
+from lightning_rl.fast_layers import ActingLayers, ActsFast, is_numpys
 from lightning_rl.layers import HeadLinear
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested, part_at
-from lightning_rl.networks import DiscreteEncoding, Network
+from lightning_rl.networks import DiscreteEncoding, Network, plain_layers
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
 from lightning_rl.trunk import Trunk
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
+from lightning_rl.watching import anybody_watches, is_watched
 
 
-class ActorCritic(Trunk):
+class ActorCritic(Trunk, ActsFast):
     """A trunk, which makes features of observations, with an action head and a value head upon it.
 
     Args:
@@ -119,13 +121,30 @@ class ActorCritic(Trunk):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        features, value_features, after = self._acting_features(observations, memory)
-        distribution = self._distribution(features, observations)
+        outputs = None if self.acting is None else self.acting(self.prepare(observations))
+        value_features, after = None, None
+        if outputs is not None:
+            distribution: Distribution = cast(Any, self.action_head).of_outputs(outputs)
+        else:
+            features, value_features, after = self._acting_features(observations, memory)
+            distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
         if value_features is not None:
             output.log_prob, output.value = distribution.log_prob(action), self._value(value_features)
         return output
+
+    def acting_layers(self) -> ActingLayers | None:
+        """Return those from observations to the outputs of the actor; None where there is more to acting."""
+        own_way = any(getattr(type(self), name) is not getattr(ActorCritic, name) for name in _METHODS_OF_ACTING)
+        modules = [self.actor_encoder, *self.action_head.modules()]
+        layers, last = plain_layers(self.actor_encoder), plain_layer(self.action_head)
+        # Where one encoder is for both, acting gives values as well.
+        if own_way or layers is None or last is None or self.memory is not None or self.critic_encoder is None:
+            return None
+        parameters = [*layers, *last.parameters()]
+        watched = anybody_watches() or any(map(is_watched, modules))
+        return None if watched or not all(map(is_numpys, parameters)) else ActingLayers(parameters, tanh_at_last=False)
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
@@ -166,6 +185,10 @@ class ActorCritic(Trunk):
         """Return what a value head predicts, in units of return."""
         values: Tensor = head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
+
+
+# What acting layers of a policy act in place of.
+_METHODS_OF_ACTING = ("_acting_features", "_encode_for_actor", "_encode", "_distribution")
 
 
 def check_modes_agree(policy: nn.Module) -> None:

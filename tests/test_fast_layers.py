@@ -1,5 +1,6 @@
 """Layers that are called past their hooks, and those that are one operation of autograd or computed by NumPy."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,14 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.distributions import Categorical
 from lightning_rl.fast_layers import ActingLayers, TanhLayers, acting_tanh_layers, apply_layers, frozen_layers
 from lightning_rl.layers import HeadLinear
+from lightning_rl.masks import ActionMask
 from lightning_rl.networks import MLPEncoder
-from tests.helpers import make_trainer
+from lightning_rl.normalization import frozen_moments
+from lightning_rl.policy import ActorCritic
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_trainer
 
 
 def make_layers() -> nn.Sequential:
@@ -202,8 +207,8 @@ def test_training_takes_the_short_ways(monkeypatch):
     make_trainer().fit(model, data)
     assert taken == {
         "learning": 2 * 3 * 2 * 2,
-        "acting": 2 * 2 * 16,
-    }  # two networks learn; the layers and the head of one act
+        "acting": 2 * 16,
+    }  # two networks learn; one acts, from observations to logits
 
 
 def test_tanh_of_numpy_is_that_of_pytorch_to_the_last_digits():
@@ -211,3 +216,54 @@ def test_tanh_of_numpy_is_that_of_pytorch_to_the_last_digits():
     for dtype, digits in ((torch.float32, 3e-7), (torch.float64, 5e-16)):
         exact = torch.from_numpy(np.tanh(x.to(dtype).numpy()))
         torch.testing.assert_close(exact, x.to(dtype).tanh(), rtol=digits, atol=0)
+
+
+class OwnFeatures(ActorCritic):
+    def _encode(self, encoder: nn.Module, observations: Any) -> torch.Tensor:
+        return super()._encode(encoder, 2 * observations)
+
+
+ACTING: dict[str, tuple[type[ActorCritic], dict[str, Any], bool]] = {
+    "plain": (ActorCritic, {}, True),
+    "normalised": (ActorCritic, {"normalize_observations": True}, True),
+    "own features": (OwnFeatures, {}, False),
+    "memory": (ActorCritic, {"memory": "lstm"}, False),
+    "one encoder for both": (ActorCritic, {"shared_encoder": True}, False),
+    "another activation": (ActorCritic, {"activation": "relu"}, False),
+}
+
+
+@pytest.mark.parametrize("case", ACTING)
+@pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+def test_actors_of_linear_layers_act_as_one_and_as_they_would(case, action_space):
+    cls, options, fast = ACTING[case]
+    torch.manual_seed(0)
+    policy, x = cls(VECTOR, action_space, **options), torch.randn(4, 3)
+    memory = policy.initial_memory(4)
+    with torch.no_grad(), frozen_moments(policy):
+        for deterministic in (False, True):
+            expected, found = (
+                act(policy, x, frozen, deterministic=deterministic, memory=memory) for frozen in (False, True)
+            )
+            torch.testing.assert_close(found.action, expected.action)
+            assert (found.value is None) == (expected.value is None)
+    with frozen_layers(policy):
+        assert (policy.acting is not None) == fast
+    assert policy.acting is None
+
+
+def act(policy: ActorCritic, x: torch.Tensor, frozen: bool, **options: Any) -> Any:
+    with frozen_layers(policy) if frozen else contextlib.nullcontext():
+        return policy.act(x, torch.Generator().manual_seed(1), **options)
+
+
+OF_2 = torch.tensor([0.0, 0.0, 1.0])
+
+
+def test_an_actor_with_a_hook_or_masks_acts_through_its_modules():
+    space = spaces.Dict({"x": VECTOR, "mask": ActionMask((3,))})
+    masked, hooked = ActorCritic(space, DISCRETE), ActorCritic(VECTOR, DISCRETE)
+    hooked.action_head.register_forward_hook(lambda module, inputs, output: Categorical(output.logits - 1e9 * OF_2))
+    with frozen_layers(masked), frozen_layers(hooked):
+        assert masked.acting is None and hooked.acting is None
+        assert not (hooked.act(torch.randn(64, 3)).action == 2).any()

@@ -16,6 +16,7 @@ from lightning_rl.distributions.gaussian import DiagonalGaussian
 from lightning_rl.distributions.heads import Initialization, projection
 from lightning_rl.distributions.limit import limit
 from lightning_rl.distributions.squashed import SquashedGaussian
+from lightning_rl.layers import HeadLinear
 from lightning_rl.validation import check, check_number
 
 
@@ -130,9 +131,14 @@ class GaussianHead(_GaussianParameters):
         self.squashes_mean = mean_transform == "tanh"
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the mean is that of the layer and `log_std` a parameter, neither transformed nor limited."""
-        return not self.squashes_mean and "log_std" in self._parameters and self.log_limits == [None, None]
+    def plain_layer(self) -> HeadLinear | None:
+        """The layer of the mean, if neither this nor `log_std`, then a parameter, is transformed or limited."""
+        plain = not self.squashes_mean and "log_std" in self._parameters and self.log_limits == [None, None]
+        return self.mean if plain and type(self) is GaussianHead else None
+
+    def of_outputs(self, outputs: Tensor) -> DiagonalGaussian:
+        """Return the distribution with outputs of `plain_layer`, `[..., a]`."""
+        return DiagonalGaussian(outputs, self.log_std)
 
     def forward(self, features: Tensor) -> DiagonalGaussian:
         """Map features `[..., f]` to a distribution."""

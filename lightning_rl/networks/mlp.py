@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_tanh_layers, apply_layers
+from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_tanh_layers, apply_layers, tanh_parameters
 from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
@@ -57,6 +57,7 @@ class MLPEncoder(ActsFast):
         leaves = {path: leaf for path, leaf in space_leaves(space).items() if path not in (encoders or {})}
         self.inputs = _by_path({path: make_input(leaf, discrete_encoding) for path, leaf in leaves.items()})
         self.encoders = _by_path(encoders or {})
+        # Whether the layers take an observation as it is.
         self.is_vector = (
             isinstance(space, spaces.Box) and len(space.shape) == 1 and space.dtype != np.uint8 and not encoders
         )
@@ -88,6 +89,14 @@ class MLPEncoder(ActsFast):
     def acting_layers(self) -> ActingLayers | None:
         """Return the layers for acting; None where they are not all linear ones with tanh."""
         return acting_tanh_layers(self.layers)
+
+
+def plain_layers(encoder: nn.Module | None) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer of an encoder that is linear layers with tanh, of observations as they are.
+
+    None of any other.
+    """
+    return tanh_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
 
 
 def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:
