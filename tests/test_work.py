@@ -6,6 +6,7 @@ say in benchmarks/README.md what for.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -94,3 +95,43 @@ def test_a_rollout_of_ppo_is_no_more_work_than_it_was(monkeypatch, env_id, optio
     # One kernel for all parameters, in clipping as in the step.
     assert learning["_fused_adam_"] == EPOCHS * MINIBATCHES
     assert learning["linalg_vector_norm"] == EPOCHS * MINIBATCHES
+
+
+def calls_within(function: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+    """Return a function that also appends how many calls, of Python and of C, it came to."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        number = 0
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            nonlocal number
+            number += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+            counts.append(number)
+
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options", "per_step", "per_minibatch"),
+    [
+        ("CartPole-v1", {"entropy_coef": 0.01}, 262, 970),
+        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 355, 995),
+    ],
+)
+def test_the_short_ways_are_no_longer_than_they_were(monkeypatch, env_id, options, per_step, per_minibatch):
+    """Where nobody looks on, as `Operations` does: most of what is left is calls."""
+    collecting: list[int] = []
+    learning: list[int] = []
+    monkeypatch.setattr(RolloutDataModule, "collect", calls_within(RolloutDataModule.collect, collecting))
+    monkeypatch.setattr(PPO, "training_step", calls_within(PPO.training_step, learning))
+    data = RolloutDataModule(env_id, ENVIRONMENTS, STEPS, rollouts_per_epoch=3)
+    model = PPO(data.observation_space, data.action_space, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, **options)
+    make_trainer().fit(model, data)
+    assert collecting[-1] / STEPS <= per_step
+    assert learning[-1] / (EPOCHS * MINIBATCHES) <= per_minibatch
