@@ -1,7 +1,7 @@
 """Measure how cost scales: with the number of environments, and with processes.
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py environments --backend torch --save
-    OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --workload W3 --save
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py processes --workload W3 --backend sync --save
 
 `environments` trains PPO on CartPole in 8 to 1,024 environments, with as many environment steps in each rollout and as
 many minibatches whatever their number, and gives CPU microseconds per environment step. `processes` compares, on a

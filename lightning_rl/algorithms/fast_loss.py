@@ -42,6 +42,9 @@ class FastLoss:
     def __init__(self, model: Any, networks: FastNetworks) -> None:  # noqa: ANN401 - the module that imports this one
         self.model, self.networks = model, networks
 
+    most_rows = 8192
+    """Of more of them what operations do takes longer than starting them, and PyTorch may share it among threads."""
+
     @classmethod
     def of(cls, model: Any, methods: tuple[Any, ...]) -> FastLoss | None:  # noqa: ANN401
         """Return that of a model as it is now, until its updates from a rollout end.
@@ -64,21 +67,22 @@ class FastLoss:
         """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
         model, networks = self.model, self.networks
         x = model.policy.prepare(batch.observations)
-        advantages = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
-        tensors = batch.log_probs, advantages, batch.returns
-        if not batch.is_plain or not len(batch) or not suits_numpy(x) or any(t.dtype is not x.dtype for t in tensors):
+        normalized = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
+        tensors = batch.log_probs, normalized, batch.returns
+        plain = batch.is_plain and 0 < len(batch) <= self.most_rows
+        if not plain or not suits_numpy(x) or any(tensor.dtype is not x.dtype for tensor in tensors):
             return None
         with torch.no_grad(), np.errstate(all="ignore"):  # what is not finite, the updates see
             outputs, values = networks.actor.forward(x), networks.critic.forward(x)
             shared = (parameter.detach().numpy() for parameter in networks.shared)
             rows = networks.make_rows(batch.actions.numpy(), outputs.numpy(), *shared)
-            old_log_probs, weights, returns = (t.numpy() for t in tensors)
+            old_log_probs, advantages, returns = (tensor.numpy() for tensor in tensors)
             log_ratios = rows.log_prob - old_log_probs
             entropy_gradient = -model.entropy_coef * batch.weight
-            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, weights, batch.weight)
+            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages, batch.weight)
             of_outputs, *of_shared = rows.gradients(of_log_probs, entropy_gradient)
             errors = values.numpy()[:, 0] - returns
-            value_loss = 0.5 * batch.weight * errors.dot(errors)
+            value_loss = 0.5 * batch.weight * (errors * errors).sum()
             errors *= model.value_coef * batch.weight
             gradients = (
                 *networks.actor.backward(torch.from_numpy(of_outputs)),

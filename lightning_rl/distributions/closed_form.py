@@ -88,4 +88,6 @@ class GaussianRows:
         """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`."""
         of_mean = self._z * self._inverse_std
         of_mean *= log_prob[:, None]
-        return of_mean, log_prob @ self._squares + (entropy * len(log_prob) - np.add.reduce(log_prob))
+        # Not by a product of matrices, which NumPy's library may share among threads that nobody has counted.
+        of_log_std = np.add.reduce(self._squares * log_prob[:, None])
+        return of_mean, of_log_std + (entropy * len(log_prob) - np.add.reduce(log_prob))

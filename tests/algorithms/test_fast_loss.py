@@ -188,6 +188,8 @@ def test_other_rows_are_left_to_autograd():
     assert fast(batch.replace(weights=torch.ones(ROWS))) is None
     assert fast(batch.replace(returns=batch.returns.float())) is None
     assert fast(batch.ordered(torch.arange(0))) is None
+    assert fast(batch.ordered(torch.arange(FastLoss.most_rows) % ROWS)) is not None
+    assert fast(batch.ordered(torch.arange(FastLoss.most_rows + 1) % ROWS)) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fast(batch) is None
     with torch.autograd.detect_anomaly(check_nan=True):
