@@ -20,7 +20,7 @@ _METHODS = (
     *("loss", "actor_terms", "value_loss", "penalties", "clip_fraction"),
     *("evaluate", "entropy", "total", "normalize_values", "normalizes_minibatches", "optimize"),
 )
-_OPTIONS = ("log_prob_clip", "dual_clip", "clip_range_value", "value_huber_delta", "compile_loss", "overlapped")
+_OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
 
 
 def methods_of_loss(model_class: type) -> tuple[Any, ...]:
@@ -68,7 +68,7 @@ class FastLoss:
         model, networks = self.model, self.networks
         x = model.policy.prepare(batch.observations)
         normalized = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
-        tensors = batch.log_probs, normalized, batch.returns
+        tensors = batch.log_probs, normalized, batch.returns, batch.values
         plain = batch.is_plain and 0 < len(batch) <= self.most_rows
         if not plain or not suits_numpy(x) or any(tensor.dtype is not x.dtype for tensor in tensors):
             return None
@@ -76,21 +76,19 @@ class FastLoss:
             outputs, values = networks.actor.forward(x), networks.critic.forward(x)
             shared = (parameter.detach().numpy() for parameter in networks.shared)
             rows = networks.make_rows(batch.actions.numpy(), outputs.numpy(), *shared)
-            old_log_probs, advantages, returns = (tensor.numpy() for tensor in tensors)
+            old_log_probs, advantages, returns, old_values = (tensor.numpy() for tensor in tensors)
             log_ratios = rows.log_prob - old_log_probs
-            entropy_gradient = -model.entropy_coef * batch.weight
             policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages, batch.weight)
-            of_outputs, *of_shared = rows.gradients(of_log_probs, entropy_gradient)
-            errors = values.numpy()[:, 0] - returns
-            value_loss = 0.5 * batch.weight * (errors * errors).sum()
-            errors *= model.value_coef * batch.weight
+            of_outputs, *of_shared = rows.gradients(of_log_probs, -model.entropy_coef * batch.weight)
+            value_loss, of_values = self._value_part(values.numpy()[:, 0], returns, old_values, batch.weight)
             gradients = (
                 *networks.actor.backward(torch.from_numpy(of_outputs)),
-                *networks.critic.backward(torch.from_numpy(errors[:, None])),
+                *networks.critic.backward(torch.from_numpy(of_values[:, None])),
                 *map(torch.from_numpy, of_shared),
             )
-        summands = policy_loss, entropy_gradient * rows.entropies, model.value_coef * value_loss
-        told = np.array([*summands, sum(summands), batch.weight * rows.entropies, value_loss, *observed], errors.dtype)
+        entropy = batch.weight * rows.entropies
+        summands = policy_loss, -model.entropy_coef * entropy, model.value_coef * value_loss
+        told = np.array([*summands, sum(summands), entropy, value_loss, *observed], of_values.dtype)
         loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
         return KnownGradients(loss, networks.parameters, gradients)
 
@@ -113,6 +111,19 @@ class FastLoss:
         k3, k1 = weight * (changes - log_ratios).sum(), -weight * log_ratios.sum()
         clipped = weight * np.count_nonzero((changes < -low) | (changes > high))
         return policy_loss, gradient, (k3, k1, clipped)
+
+    def _value_part(self, values: Array, returns: Array, old_values: Array, weight: float) -> tuple[Any, Array]:
+        """Return the value loss and the gradient of each value, times its coefficient."""
+        errors = values - returns
+        losses, gradient = errors * errors, errors
+        if (limit := self.model.clip_range_value) is not None:
+            changes = values - old_values
+            bounded = old_values + np.clip(changes, -limit, limit) - returns
+            bounded *= bounded
+            # Beyond the range what counts is constant, where it is the larger.
+            gradient = np.where((bounded > losses) & (np.abs(changes) > limit), 0, errors)
+            losses = np.maximum(losses, bounded)
+        return 0.5 * weight * losses.sum(), gradient * (self.model.value_coef * weight)
 
     def _record(self, log_ratios: Tensor, told: Tensor) -> Tensor:
         """Record what `PPO.loss` does, and return the loss."""

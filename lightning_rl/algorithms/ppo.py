@@ -17,6 +17,7 @@ from lightning_rl.algorithms import overlap
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.fast_loss import FastLoss, methods_of_loss
+from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
@@ -198,14 +199,16 @@ class PPO(OnPolicyAlgorithm):
         batch = self.whole(batch)
         num_passes = max(self.num_epochs, self.num_value_epochs)
         fast_loss = FastLoss.of(self, _METHODS_OF_LOSS)
+        loss: Tensor | KnownGradients | None
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
                 batch = self.whole(self.with_new_targets(batch, rollout))
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
-                fast = fast_loss(minibatch) if fast_loss is not None and only is None else None
-                loss = fast or (self.loss(minibatch) if only is None else self.loss(minibatch, only))
+                loss = None if fast_loss is None or only is not None else fast_loss(minibatch)
+                if loss is None:
+                    loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
                 self.optimize(loss, only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return

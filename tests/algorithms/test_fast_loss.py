@@ -47,7 +47,7 @@ def make_batch(model: PPO, **fields: Tensor) -> Batch:
     advantages = normal(ROWS)
     advantages[2] = 0.0
     plain = {"observations": observations, "actions": actions, "log_probs": log_probs, "advantages": advantages}
-    return Batch({**plain, "values": values, "returns": values + normal(ROWS), **fields})
+    return Batch({**plain, "values": values + normal(ROWS), "returns": values + normal(ROWS), **fields})
 
 
 def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "clipped below": {"clip_range": None, "clip_range_low": 0.1},
     "advantages as they are": {"normalize_advantages": "none"},
     "normalised observations": {"normalize_observations": True},
+    "values clipped": {"clip_range_value": 0.5},
     "one layer": {"hidden_sizes": (4,)},
 }
 
@@ -148,7 +149,6 @@ CHANGES: dict[str, Callable[[PPO], Any]] = {
 UNSUITED_OPTIONS: list[dict[str, Any]] = [
     {"log_prob_clip": 5.0},
     {"dual_clip": 3.0},
-    {"clip_range_value": 0.2},
     {"value_huber_delta": 1.0},
     {"compile_loss": True},
     {"overlapped": True},
