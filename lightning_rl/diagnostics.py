@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,10 @@ class Diagnostics:
         """Names of the terms that describe an update but take no part in it."""
         # Each with whether the minibatch that recorded it was still to be learned from.
         self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        # Likewise, but terms of which the sum of absolute values is wanted.
-        self._absolute: dict[str, list[tuple[tuple[Tensor, ...], Tensor]]] = {}
+        # Likewise, but several terms at a time, by their names.
+        self._together: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
+        # And terms of which the sum of absolute values is wanted.
+        self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._counts = self.open
         self._prefix = ""
         # Of each phase, the updates before it, and whether it began with everything finite.
@@ -51,13 +53,24 @@ class Diagnostics:
             term = term.detach() if term.requires_grad else term
             self._terms.setdefault(name, []).append((term, self._counts))
 
-    def add_absolute(self, name: str, terms: Sequence[Tensor]) -> None:
-        """Record the sum of the absolute values that scalar terms of one minibatch have on average over ranks.
+    def add_together(self, names: Sequence[str], terms: Tensor, observed: Collection[str] = ()) -> None:
+        """Record terms of one minibatch as `add` does, which are one vector.
+
+        Args:
+            names: Of the terms.
+            terms: `[len(names)]`, without gradient.
+            observed: Those of the names that `observe` would be for.
+        """
+        self.observed.update(self._prefix + name for name in observed)
+        key = tuple(self._prefix + name for name in names) if self._prefix else tuple(names)
+        self._together.setdefault(key, []).append((terms, self._counts))
+
+    def add_absolute(self, name: str, terms: Tensor) -> None:
+        """Record the sum of the absolute values that terms of one minibatch, `[M]`, have on average over ranks.
 
         Ranks talk to each other about all minibatches at once, in `means`.
         """
-        entry = tuple(term.detach() for term in terms), self._counts
-        self._absolute.setdefault(self._prefix + name, []).append(entry)
+        self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
 
     def observe(self, **terms: Tensor) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
@@ -105,6 +118,7 @@ class Diagnostics:
         """Drop what was recorded, and go on with updates in the same phase."""
         self.observed.clear()
         self._terms.clear()
+        self._together.clear()
         self._absolute.clear()
         self.open = self._counts = torch.ones_like(self.open)
 
@@ -118,32 +132,42 @@ class Diagnostics:
 
         With several ranks it is a collective call.
         """
-        if not self._terms:
+        groups = self._groups()
+        if not groups:
             return {}
-        all_terms = self._terms | self._absolute_sums()
-        # Those that the same minibatches have recorded are added up together.
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        for name, entries in all_terms.items():
-            groups.setdefault((entries[0][0].dtype, *[id(flag) for _, flag in entries]), []).append(name)
         sums = []
-        for names in groups.values():
-            counted = torch.stack([flag for _, flag in all_terms[names[0]]])
-            terms = _stack(tuple(term for name in names for term, _ in all_terms[name])).view(len(names), -1)
+        for _, terms, flags in groups:
+            counted = torch.stack([*flags])
             sums += [torch.where(counted, terms, 0).sum(1), counted.sum().unsqueeze(0)]
         values = iter(torch.cat(sums).tolist())
-        means: dict[str, float] = {}
-        for names in groups.values():
-            totals = [next(values) for _ in names]
-            if count := next(values):
-                means |= {name: total / count for name, total in zip(names, totals, strict=True)}
-        return {name: means[name] for name in all_terms if name in means}
+        totals: dict[str, tuple[float, float]] = {}
+        for names, _, _ in groups:
+            added, count = [next(values) for _ in names], next(values)
+            for name, value in zip(names, added, strict=True):
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = before[0] + value, before[1] + count
+        return {name: total / count for name, (total, count) in totals.items() if count}
+
+    def _groups(self) -> list[tuple[Sequence[str], Tensor, Sequence[Tensor]]]:
+        """Return names, values `[names, minibatches]` and flags of terms that the same minibatches have recorded."""
+        same: dict[tuple[Any, ...], list[str]] = {}
+        single = self._terms | self._absolute_sums()
+        for name, entries in single.items():
+            same.setdefault((entries[0][0].dtype, *[id(flag) for _, flag in entries]), []).append(name)
+        groups: list[tuple[Sequence[str], Tensor, Sequence[Tensor]]] = []
+        for names in same.values():
+            terms = _stack([term for name in names for term, _ in single[name]])
+            groups.append((names, terms.view(len(names), -1), [flag for _, flag in single[names[0]]]))
+        for key, entries in self._together.items():
+            groups.append((key, _stack([terms for terms, _ in entries]).t(), [flag for _, flag in entries]))
+        return groups
 
     def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Return, as single terms, what `add_absolute` has recorded."""
         if not self._absolute:
             return {}
         minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
-        values = self._average(_stack(tuple(term for terms in minibatches for term in terms))).abs()
+        values = self._average(_at_least_float32(torch.cat(minibatches))).abs()
         places = torch.repeat_interleave(torch.tensor([len(terms) for terms in minibatches])).to(values.device)
         sums = iter(values.new_zeros(len(minibatches)).index_add_(0, places, values).unbind())
         return {name: [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
@@ -153,7 +177,11 @@ class Diagnostics:
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
 
 
-def _stack(terms: tuple[Tensor, ...]) -> Tensor:
-    """Return scalars as a vector in at least float32: in bfloat16 a sum over minibatches would soon stop growing."""
-    stacked = torch.stack(terms)
-    return stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+def _stack(terms: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one shape, one after the other, in at least float32."""
+    return _at_least_float32(torch.stack([*terms]))
+
+
+def _at_least_float32(terms: Tensor) -> Tensor:
+    """Return terms in a precision in which a sum over minibatches does not soon stop growing, as in bfloat16."""
+    return terms.to(torch.promote_types(terms.dtype, torch.float32))

@@ -58,15 +58,36 @@ def test_absolute_values_are_those_of_the_means_over_ranks_which_talk_once():
         return (x + torch.tensor([3.0, 1.0, -2.0, 50.0])) / 2  # with what another rank has
 
     diagnostics = Diagnostics(torch.device("cpu"), average)
-    diagnostics.add_absolute("size", [scalar(1.0), scalar(-5.0)])
+    diagnostics.add_absolute("size", torch.tensor([1.0, -5.0]))
     diagnostics.next_minibatch()
-    diagnostics.add_absolute("size", [scalar(-2.0)])
+    diagnostics.add_absolute("size", torch.tensor([-2.0]))
     diagnostics.add(fine=scalar(0.0))
     diagnostics.close_unless(scalar(0.0) > 1)
     diagnostics.next_minibatch()
-    diagnostics.add_absolute("size", [scalar(9.0)])
+    diagnostics.add_absolute("size", torch.tensor([9.0]))
     assert diagnostics.means() == {"fine": 0.0, "size": ((2.0 + 2.0) + 2.0) / 2}  # |2| + |-2|, then |-2|
     assert len(asked) == 1
+
+
+def test_terms_that_are_told_together_are_as_terms_told_one_by_one():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    diagnostics.next_minibatch()
+    diagnostics.add_together(("loss", "kl"), torch.tensor([1.0, 0.5]), ["kl"])
+    diagnostics.next_minibatch()
+    diagnostics.add(loss=scalar(4.0))
+    diagnostics.next_minibatch()
+    diagnostics.add_together(("loss", "kl"), torch.tensor([1.0, torch.inf]), ["kl"])
+    diagnostics.close_unless(scalar(0.0) > 1)
+    diagnostics.next_minibatch()
+    diagnostics.add_together(("loss", "kl"), torch.tensor([9.0, 9.0]), ["kl"])
+    means = diagnostics.means()
+    assert means == {"loss": 2.0, "kl": torch.inf}
+    assert diagnostics.not_finite(means) == {}  # the divergence describes an update, and is no part of it
+    diagnostics.begin_phase("aux_")
+    diagnostics.add_together(("loss",), torch.tensor([7.0]))
+    assert diagnostics.means() == {"loss": 2.0, "kl": torch.inf, "aux_loss": 7.0}
+    diagnostics.forget()
+    assert diagnostics.means() == {}
 
 
 class Rank(PPO):

@@ -20,6 +20,8 @@ _METHODS = (
     *("loss", "actor_terms", "value_loss", "penalties", "clip_fraction"),
     *("evaluate", "entropy", "total", "normalize_values", "normalizes_minibatches", "optimize"),
 )
+_OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
+_TERMS = ("loss", "policy_loss", "entropy", "value_loss", *_OBSERVED)
 _OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
 
 
@@ -88,7 +90,7 @@ class FastLoss:
             )
         entropy = batch.weight * rows.entropies
         summands = policy_loss, -model.entropy_coef * entropy, model.value_coef * value_loss
-        told = np.array([*summands, sum(summands), entropy, value_loss, *observed], of_values.dtype)
+        told = np.array([*summands, sum(summands), policy_loss, entropy, value_loss, *observed], of_values.dtype)
         loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
         return KnownGradients(loss, networks.parameters, gradients)
 
@@ -126,13 +128,17 @@ class FastLoss:
         return 0.5 * weight * losses.sum(), gradient * (self.model.value_coef * weight)
 
     def _record(self, log_ratios: Tensor, told: Tensor) -> Tensor:
-        """Record what `PPO.loss` does, and return the loss."""
+        """Record what `PPO.loss` does, and return the loss.
+
+        Args:
+            log_ratios: Of the rows.
+            told: The three summands of the loss, and what is named in `_TERMS`.
+        """
         model = self.model
         model.observe_first_ratios(log_ratios)
-        *summands, loss, entropy, value_loss, approx_kl, approx_kl_k1, clip_fraction = told.unbind()
-        model.diagnostics.add(policy_loss=summands[0], entropy=entropy)
-        model.observe_change(approx_kl, approx_kl_k1, clip_fraction)
-        model.diagnostics.add(value_loss=value_loss, loss=loss)
-        bonus = summands[1:2] if model.entropy_coef else []
-        model.diagnostics.add_absolute("total_abs_loss", (summands[0], *bonus, summands[2]))
-        return loss
+        # One after the other they take longer to record than to compute.
+        model.diagnostics.add_together(_TERMS, told[3:], _OBSERVED)
+        model.diagnostics.add_absolute("total_abs_loss", told[:3])
+        if model.target_kl is not None:
+            model.stop_unless_close(told[3 + _TERMS.index("approx_kl")])
+        return told[3]

@@ -248,8 +248,13 @@ class PPO(OnPolicyAlgorithm):
         self.diagnostics.add(policy_loss=policy_loss)
         entropy = self.entropy(distribution, batch)
         with torch.no_grad():
-            approx_kls = batch.mean(rows.approx_kl), batch.mean(rl.approx_kl_k1(rows.log_ratios))
-            self.observe_change(*approx_kls, self.clip_fraction(batch, rows.is_clipped))
+            approx_kl = batch.mean(rows.approx_kl)
+            self.diagnostics.observe(
+                approx_kl=approx_kl,
+                approx_kl_k1=batch.mean(rl.approx_kl_k1(rows.log_ratios)),
+                clip_fraction=self.clip_fraction(batch, rows.is_clipped),
+            )
+            self.stop_unless_close(approx_kl)
         bonus = [-self.entropy_coef * entropy] if self.entropy_coef else []
         return [policy_loss, *bonus, *self.penalties(batch, distribution)]
 
@@ -316,15 +321,8 @@ class PPO(OnPolicyAlgorithm):
             return "critic"
         return "actor" if epoch >= self.num_value_epochs else None
 
-    def observe_change(self, approx_kl: Tensor, approx_kl_k1: Tensor, clip_fraction: Tensor) -> None:
-        """Record how far the policy has moved on a minibatch, and stop the updates if that is too far.
-
-        Args:
-            approx_kl: Mean estimate k3 of the divergence, without gradient.
-            approx_kl_k1: Mean estimate k1.
-            clip_fraction: Share of importance ratios that are clipped.
-        """
-        self.diagnostics.observe(approx_kl=approx_kl, approx_kl_k1=approx_kl_k1, clip_fraction=clip_fraction)
+    def stop_unless_close(self, approx_kl: Tensor) -> None:
+        """Stop the updates from this rollout if the divergence on a minibatch is beyond what `target_kl` allows."""
         if self.target_kl is not None:
             self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
 

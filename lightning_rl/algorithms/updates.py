@@ -216,7 +216,7 @@ class Updates(OverRanks, Shortcuts):
             terms = (*terms, penalty)
         loss = functools.reduce(operator.add, terms)
         self.diagnostics.add(loss=loss)
-        self.diagnostics.add_absolute("total_abs_loss", terms)
+        self.diagnostics.add_absolute("total_abs_loss", torch.stack(terms))
         return loss
 
     def optimize(
