@@ -329,14 +329,13 @@ class Batch:
         for index in range(num_minibatches):
             yield Batch(map_leaves(itemgetter(index), parts))
 
-    @property
-    def is_large(self) -> bool:
-        """Whether a copy of the rows would take much memory, as of images."""
-        return self.sequences is None and sum(leaf.nbytes for leaf in leaves(self.fields)) > _LARGE
-
     def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
-        """Yield what `ordered(order).split(num_minibatches)` yields; of a large batch each gathered by itself."""
-        if not self.is_large:
+        """Yield what `ordered(order).split(num_minibatches)` yields.
+
+        Where that would put a large copy of the rows beside them, as of images, each minibatch is gathered by itself.
+        """
+        large = self.sequences is None and sum(leaf.nbytes for leaf in leaves(self.fields)) > _LARGE
+        if not large:
             yield from self.ordered(order).split(num_minibatches)
             return
         for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
