@@ -321,10 +321,11 @@ def test_shipped_results_were_made_with_the_shipped_configurations():
         for result in runs:
             settings = result["settings"]
             assert result["env_steps"] >= shipped["max_env_steps"]
-            for part, given in (("data", shipped["data"]), ("trainer", shipped["trainer"])):
-                assert {key: settings[part][key] for key in given} == given
-            given = shipped["model"]["init_args"]
-            assert {key: settings["model"]["init_args"][key] for key in given} == given
+            for part in ("data", "trainer", "model"):
+                given, found = (whole[part].get("init_args", whole[part]) for whole in (shipped, settings))
+                assert {key: found[key] for key in given} == given
+            recipe = recipes.RECIPES.get(name, recipes.Recipe())
+            assert tuple(result.get("before", ())) == recipe.before
 
 
 def test_cartpole_in_torch_is_gymnasiums():
