@@ -5,6 +5,7 @@
 trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 100 episodes with the mode of the final
 policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
 What begins with the episodes or the checkpoint of another run has that made first, by `recipes.py`, with the same seed.
+All of it runs in a folder of its own, so that files among further arguments are then to be named in full.
 Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
 the shipped configuration, this needs `--out`.
 """
