@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from table import GOALS, HERE, RESULTS, load_scores
+from zoo import environment
 
 from lightning_rl import plots
 from lightning_rl.curves import Series
@@ -51,7 +52,7 @@ def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Pa
         if found
     ]
     seeds = "1 seed" if len(runs) == 1 else f"{len(runs)} seeds"
-    return plots.Panel(f"{name}\n{runs[0]['settings']['data']['env_id']}, {seeds}", curves, goal=goal)
+    return plots.Panel(f"{name}\n{environment(runs[0]['settings'])}, {seeds}", curves, goal=goal)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import curves
 from table import GOALS, HERE, RESULTS, _markdown, _score, load_scores
-from zoo import CONFIGS
+from zoo import CONFIGS, environment
 
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- scores -->\n", "<!-- end of scores -->"
@@ -25,6 +26,12 @@ _NOTE = """\
 The final checkpoint, 100 episodes for each seed with the mode of the policy and raw rewards. Every seed and the command
 for each are in the [benchmarks](../../benchmarks/README.md).
 """
+
+
+def algorithm_of(page: Path) -> str:
+    """Return the folder of the configurations that a page is about, whose name may have underscores besides."""
+    folders = {folder.name.replace("_", ""): folder.name for folder in CONFIGS.iterdir()}
+    return folders.get(page.stem.replace("_", ""), page.stem)
 
 
 def figure(algorithm: str) -> Path:
@@ -47,7 +54,7 @@ def section(algorithm: str, results: Path = RESULTS) -> str:
         rows.append(
             [
                 f"[`{name}`](../../configs/{name}.yaml)",
-                runs[0]["settings"]["data"]["env_id"],
+                environment(runs[0]["settings"]),
                 f"{max(run['env_steps'] for run in runs):,}",
                 f"{goals[name]:g}" if name in goals else "",
                 _score(statistics.fmean(means)),
@@ -56,8 +63,18 @@ def section(algorithm: str, results: Path = RESULTS) -> str:
             ]
         )
     table = _markdown(["configuration", "environment", "steps", "goal", "mean", "seeds", "of single seeds"], rows)
-    note = f"{_NOTE}\n{not_run}" if not_run else _NOTE
-    return f"{table}\n{note}\n![Returns against environment steps](../figures/{figure(algorithm).name})\n"
+    notes = "\n".join(note for note in (_NOTE, not_run, logged(found)) if note)
+    return f"{table}\n{notes}\n![Returns against environment steps](../figures/{figure(algorithm).name})\n"
+
+
+def logged(found: dict[str, list[dict[str, Any]]]) -> str:
+    """Return what results have of the log beside returns: its first value and its last, of each seed."""
+    lines = []
+    for name, runs in sorted(found.items()):
+        for key in [key for key in runs[0]["curve"] if key.startswith("train/")]:
+            ends = (f"{rows[0][1]:.3g} to {rows[-1][1]:.3g}" for rows in (run["curve"][key] for run in runs))
+            lines.append(f"`{key}` of `{name}`, first logged to last, each seed: {', '.join(ends)}.\n")
+    return "".join(lines)
 
 
 def filled(text: str, algorithm: str, results: Path = RESULTS) -> str:
@@ -76,8 +93,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is out of date")
     if parser.parse_args().check:
-        sys.exit(any(filled(page.read_text(), page.stem) != page.read_text() for page in with_scores()))
+        sys.exit(any(filled(page.read_text(), algorithm_of(page)) != page.read_text() for page in with_scores()))
     for page in with_scores():
-        page.write_text(filled(page.read_text(), page.stem))
-        if load_scores(RESULTS, page.stem):
-            curves.draw(figure(page.stem), RESULTS, page.stem)
+        page.write_text(filled(page.read_text(), algorithm := algorithm_of(page)))
+        if load_scores(RESULTS, algorithm):
+            curves.draw(figure(algorithm), RESULTS, algorithm)

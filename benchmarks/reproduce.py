@@ -4,6 +4,8 @@
 
 trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 100 episodes with the mode of the final
 policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
+What begins with the episodes or the checkpoint of another run has that made first, by `recipes.py`, with the same seed.
+All of it runs in a folder of its own, so that files among further arguments are then to be named in full.
 Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
 the shipped configuration, this needs `--out`.
 """
@@ -18,13 +20,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+from recipes import RECIPES, Recipe
 from record import RESULTS, hardware, source, versions, write_json
 
 from lightning_rl.cli import OnPolicyCLI, main
@@ -64,6 +67,19 @@ def timed(name: str, result: dict[str, Any]) -> Iterator[None]:
     }
 
 
+@contextmanager
+def made_before(recipe: Recipe, folder: str, result: dict[str, Any]) -> Iterator[None]:
+    """Run in `folder`, within which the rest runs too, what a recipe has first; without one do nothing."""
+    if not recipe.before:
+        yield
+        return
+    with chdir(folder):
+        result["before"] = list(recipe.before)
+        with timed("before", result):
+            recipe.run_before(result["seed"])
+        yield
+
+
 def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes: int = EPISODES) -> Path:
     """Train, evaluate and write the result; return its path.
 
@@ -72,18 +88,19 @@ def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes
     """
     provenance = source()  # of the code as it is imported, not as it is when training ends
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
-    with tempfile.TemporaryDirectory() as scratch:
+    config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
+    with tempfile.TemporaryDirectory() as scratch, made_before(recipe, scratch, result):
         logger = {"save_dir": scratch, "name": "log", "version": "run"}
         with timed("training", result):
             cli = main(
-                ["fit", "--config", str(config), "--seed_everything", str(seed), *overrides]
+                ["fit", "--config", str(config), "--seed_everything", str(seed), *recipe.arguments, *overrides]
                 + ["--trainer.default_root_dir", scratch, "--trainer.logger", "lightning.pytorch.loggers.CSVLogger"]
                 + [f"--trainer.logger.init_args.{name}={value}" for name, value in logger.items()]
             )
         if cli.trainer.world_size != 1:
             raise ValueError(f"devices={cli.trainer.world_size}: expected one process")
         assert cli.run_dir is not None
-        curve = read_curve(Path(scratch, "log", "run", "metrics.csv"))
+        curve = read_curve(Path(scratch, "log", "run", "metrics.csv"), recipe.logged)
         result |= {"env_steps": cli.model.env_steps, "curve": curve}
         settings = shared_settings(cli.run_dir / "config.yaml")
         with timed("evaluation", result):
@@ -115,13 +132,13 @@ def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisode
     return played
 
 
-def read_curve(metrics: Path) -> dict[str, list[list[float]]]:
-    """Return `[environment steps, value]` pairs of every logged mean return, by name."""
+def read_curve(metrics: Path, also: Collection[str] = ()) -> dict[str, list[list[float]]]:
+    """Return `[environment steps, value]` pairs of every logged mean return, and of what is named, by name."""
     curve: dict[str, dict[int, float]] = {}
     with metrics.open() as file:
         for row in csv.DictReader(file):
             for name, value in row.items():
-                if name.endswith("_return") and value:
+                if (name.endswith("_return") or name in also) and value:
                     # By step: Lightning writes its last row of training once more when training stops.
                     curve.setdefault(name, {})[int(float(row["step"]))] = float(value)
     return {name: [[step, value] for step, value in points.items()] for name, points in curve.items()}

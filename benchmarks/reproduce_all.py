@@ -1,7 +1,7 @@
 """Make the results of every shipped configuration, then all pages of them: `python benchmarks/reproduce_all.py`.
 
 A result that is there stays, so that an interrupted run goes on where it was. What cannot be run here, for it needs a
-package, a recording or more devices, is told of and left out.
+package or more devices, is told of and left out.
 
     python benchmarks/reproduce_all.py --list                 what is there and what would be run
     python benchmarks/reproduce_all.py ppo/taxi a2c/cartpole  some configurations only

@@ -30,11 +30,10 @@ def scores(results: Path = RESULTS) -> str:
     rows = []
     for name, runs in sorted(load_scores(results).items()):
         means = [run["evaluation"]["mean"] for run in runs]
-        data = runs[0]["settings"]["data"]
         rows.append(
             [
                 f"[`{name}`](../configs/{name}.yaml)",
-                data["env_id"],
+                zoo.environment(runs[0]["settings"]),
                 f"{max(run['env_steps'] for run in runs):,}",
                 f"{goals[name]:g}" if name in goals else "",
                 _score(statistics.fmean(means)),

@@ -31,7 +31,7 @@ once and none left out. In brackets is the 95 % bootstrap interval of that mean:
 several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
 over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
 that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
-is not; `not run` that it needs a GPU, recorded episodes, or hours that were not there. A goal is not always the
+is not; `not run` that it needs a GPU, or hours that were not there. A goal is not always the
 published score: that stands beside it.
 
 """
@@ -44,8 +44,10 @@ The published scores were measured by their authors, each in a way of their own:
 REGENERATED = """
 `python benchmarks/reproduce_all.py` runs what was not run yet, or with `--again` everything, and writes this page from
 the results and from [`benchmarks/published.json`](../benchmarks/published.json); `--list` says what it would do. One
-result is `python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0`. Standard deviations and commits are in
-the [table of scores](../benchmarks/README.md#scores).
+result is `python benchmarks/reproduce.py configs/ppo/cartpole.yaml --seed 0`. What begins with the
+[episodes or the checkpoint](algorithms/behaviourcloning.md#from-recorded-episodes-to-reinforcement-learning) of other
+runs has those made first, with the same seed, by [`benchmarks/recipes.py`](../benchmarks/recipes.py); their time is not
+in the table. Standard deviations and commits are in the [table of scores](../benchmarks/README.md#scores).
 """
 
 
@@ -120,12 +122,10 @@ def row(
         goal: What each seed is held to, if there is something.
         published: What `published.json` holds.
     """
-    data = config["data"]
-    env_id = data.get("env_id") or data["init_args"]["env_id"]
     command = f"`lightning-rl fit --config {name}` ([file](../configs/{name}.yaml))"
     return [
         command,
-        env_id,
+        environment(config),
         f"{config['max_env_steps']:,}",
         str(len(runs) or ""),
         _score(runs),
@@ -134,6 +134,13 @@ def row(
         outcome([run["evaluation"]["mean"] for run in runs], goal),
         _published(published["scores"].get(name), published["sources"]),
     ]
+
+
+def environment(config: Mapping[str, Any]) -> str:
+    """Return the identifier of a configuration's environment, whatever class its data are of."""
+    data: Mapping[str, Any] = config["data"]
+    env_id: str = data.get("init_args", data)["env_id"]
+    return env_id
 
 
 def outcome(means: Sequence[float], goal: float | None) -> str:

@@ -1,6 +1,7 @@
 """The scripts under benchmarks/: they run, and what they wrote is what the README says."""
 
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import curves  # noqa: E402
 import gpu  # noqa: E402
 import measure  # noqa: E402
 import pages  # noqa: E402
+import recipes  # noqa: E402
 import record  # noqa: E402
 import reproduce  # noqa: E402
 import reproduce_all  # noqa: E402
@@ -102,6 +104,37 @@ def test_reproduce_gives_the_same_curve_and_episodes_again(reproduced, tmp_path)
     assert second["curve"] == first["curve"]
 
 
+@pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+def test_reproduce_makes_first_what_a_configuration_begins_with(tmp_path, monkeypatch):
+    pytest.importorskip("minari")
+    cloning, pretraining = "behaviour_cloning/cartpole", "critic_pretraining/cartpole"
+    short = " --max_env_steps=256 --data.rollouts_per_epoch=1 --data.num_envs=4 --data.rollout_length=32"
+    for name, recipe in recipes.RECIPES.items():
+        before = tuple(command + short if " fit " in command else command for command in recipe.before)
+        monkeypatch.setitem(recipes.RECIPES, name, dataclasses.replace(recipe, before=before))
+    results = []
+    for name in (cloning, pretraining):
+        path = reproduce.reproduce(ROOT / f"configs/{name}.yaml", 2, tmp_path, short.split(), episodes=3)
+        results.append(json.loads(path.read_text()))
+    cloned, pretrained = results
+    assert pretrained["before"] == list(recipes.RECIPES[pretraining].before)
+    assert pretrained["before_seconds"]["cpu"] > 0
+    assert pretrained["evaluation"]["returns"] == cloned["evaluation"]["returns"], "the policy stays as it is"
+    assert len(set(cloned["evaluation"]["lengths"])) > 1, "by which two policies are told apart"
+    assert [step for step, _ in pretrained["curve"]["train/value_loss"]] == [256]
+    assert "train/value_loss" not in cloned["curve"]
+    assert "/tmp" not in json.dumps(results)
+
+
+def test_what_runs_first_is_what_the_guide_says():
+    guide = (ROOT / "docs/algorithms/behaviourcloning.md").read_text()
+    guide = " ".join(guide.replace("\\\n", " ").split())
+    assert set(recipes.RECIPES) <= set(shipped_configs.names())
+    for name, recipe in recipes.RECIPES.items():
+        own = " ".join(("lightning-rl fit --config", name, *recipe.arguments))
+        assert all(command in guide for command in (*recipe.before, own))
+
+
 def test_reproduce_refuses_to_put_a_changed_configuration_among_the_results():
     done = run("reproduce.py", ROOT / "configs/ppo/cartpole.yaml", "--seed", 0, "--max_env_steps=512")
     assert done.returncode == 2
@@ -152,23 +185,28 @@ def test_readme_tables_are_those_of_the_results():
 def test_pages_of_algorithms_have_the_scores_of_the_results():
     found = pages.with_scores()
     measured = {name.partition("/")[0] for name in table.load_scores()}
-    assert measured & {page.stem for page in (ROOT / "docs/algorithms").glob("*.md")} <= {page.stem for page in found}
+    assert measured == {pages.algorithm_of(page) for page in found}
     for page in found:
-        assert pages.filled(page.read_text(), page.stem) == page.read_text(), "run python benchmarks/pages.py"
-        for name in table.load_scores(algorithm=page.stem):
-            drawn = pages.figure(page.stem).read_text()
+        algorithm = pages.algorithm_of(page)
+        assert pages.filled(page.read_text(), algorithm) == page.read_text(), "run python benchmarks/pages.py"
+        for name in table.load_scores(algorithm=algorithm):
+            drawn = pages.figure(algorithm).read_text()
             assert f"[`{name}`]" in page.read_text() and f">{name}<" in drawn, "run python benchmarks/pages.py"
 
 
 def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
     for seed, mean in enumerate((450.0, 500.0, 400.0)):
         run = {"seed": seed, "evaluation": {"mean": mean}, "env_steps": 1000 + seed}
-        run["settings"] = {"data": {"env_id": "CartPole-v1"}}
+        run["settings"] = {"data": {"class_path": "RecordedEpisodes", "init_args": {"env_id": "CartPole-v1"}}}
+        run["curve"] = {"val/episode_return": [[10, mean]], "train/value_loss": [[10, 512.34], [20, 0.5 + seed]]}
         file = tmp_path / f"ppo/cartpole/seed{seed}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(run))
-    row = pages.section("ppo", tmp_path).splitlines()[2]
-    assert row.endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
+    text = pages.section("ppo", tmp_path)
+    assert text.splitlines()[2].endswith("| CartPole-v1 | 1,002 | 475 | 450.0 | 3 | 400.0 to 500.0 |")
+    ends = "512 to 0.5, 512 to 1.5, 512 to 2.5"
+    assert f"\n`train/value_loss` of `ppo/cartpole`, first logged to last, each seed: {ends}.\n" in text
+    assert "episode_return" not in text
     assert pages.section("a2c", tmp_path) == "Not run to a score: [`a2c/cartpole`](../../configs/a2c/cartpole.yaml).\n"
 
 
@@ -283,10 +321,11 @@ def test_shipped_results_were_made_with_the_shipped_configurations():
         for result in runs:
             settings = result["settings"]
             assert result["env_steps"] >= shipped["max_env_steps"]
-            for part, given in (("data", shipped["data"]), ("trainer", shipped["trainer"])):
-                assert {key: settings[part][key] for key in given} == given
-            given = shipped["model"]["init_args"]
-            assert {key: settings["model"]["init_args"][key] for key in given} == given
+            for part in ("data", "trainer", "model"):
+                given, found = (whole[part].get("init_args", whole[part]) for whole in (shipped, settings))
+                assert {key: found[key] for key in given} == given
+            recipe = recipes.RECIPES.get(name, recipes.Recipe())
+            assert tuple(result.get("before", ())) == recipe.before
 
 
 def test_cartpole_in_torch_is_gymnasiums():
