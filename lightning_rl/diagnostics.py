@@ -155,11 +155,12 @@ class Diagnostics:
         for name, entries in single.items():
             same.setdefault((entries[0][0].dtype, *[id(flag) for _, flag in entries]), []).append(name)
         groups: list[tuple[Sequence[str], Tensor, Sequence[Tensor]]] = []
+        # First, for what they say of the loss comes before its gradient.
+        for key, entries in self._together.items():
+            groups.append((key, _stack([terms for terms, _ in entries]).t(), [flag for _, flag in entries]))
         for names in same.values():
             terms = _stack([term for name in names for term, _ in single[name]])
             groups.append((names, terms.view(len(names), -1), [flag for _, flag in single[names[0]]]))
-        for key, entries in self._together.items():
-            groups.append((key, _stack([terms for terms, _ in entries]).t(), [flag for _, flag in entries]))
         return groups
 
     def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:

@@ -149,9 +149,9 @@ class ActingLayers:
 
 
 class ActsFast(nn.Module, ABC):
-    """A module that computes with `acting` where that is not None and takes its input: see `frozen_layers`."""
+    """A module that computes with `_acting` where that is not None and takes its input: see `frozen_layers`."""
 
-    acting: ActingLayers | None = None
+    _acting: ActingLayers | None = None
 
     @abstractmethod
     def acting_layers(self) -> ActingLayers | None:
@@ -164,12 +164,12 @@ def frozen_layers(policy: object) -> Iterator[None]:
     modules = policy.modules() if isinstance(policy, nn.Module) else ()
     frozen = [module for module in modules if isinstance(module, ActsFast)]
     for module in frozen:
-        module.acting = module.acting_layers()
+        module._acting = module.acting_layers()
     try:
         yield
     finally:
         for module in frozen:
-            module.acting = None
+            module._acting = None
 
 
 def acting_tanh_layers(layers: nn.Sequential) -> ActingLayers | None:

@@ -14,10 +14,14 @@ from lightning_rl.fast_layers import is_numpys, tanh_features, tanh_gradients
 from lightning_rl.layers import HeadLinear
 from lightning_rl.networks import plain_layers
 from lightning_rl.policy import ActorCritic
+from lightning_rl.trunk import Trunk
 from lightning_rl.watching import anybody_watches, is_watched
 
 MakeRows: TypeAlias = Callable[..., closed_form.Rows]
 """Takes actions `[N, ...]`, outputs `[N, width]` and what all rows share."""
+
+
+_METHODS = {name for cls in (ActorCritic, Trunk) for name, attribute in vars(cls).items() if callable(attribute)}
 
 
 class FastNetwork:
@@ -69,22 +73,24 @@ class FastNetworks:
         """Return those of a policy as it is now; None where it is another, or somebody looks at its modules."""
         if type(policy) is not ActorCritic or anybody_watches() or any(map(is_watched, policy.modules())):
             return None
+        if vars(policy).keys() & _METHODS:
+            return None
         if policy.memory is not None or policy.value_normalizer is not None:
             return None
         actor, critic = plain_layers(policy.actor_encoder), plain_layers(policy.critic_encoder)
-        last_of_actor, last_of_critic = plain_layer(policy.action_head), policy.value_head
-        if actor is None or critic is None or last_of_actor is None or type(last_of_critic) is not HeadLinear:
+        last = plain_layer(policy.action_head)
+        last_of_critic = policy.value_head.plain_parameters if type(policy.value_head) is HeadLinear else None
+        if actor is None or critic is None or last is None or last_of_critic is None:
             return None
-        actor_network = FastNetwork([*actor, *last_of_actor.parameters()])
-        critic_network = FastNetwork([*critic, *last_of_critic.parameters()])
+        actor_network, critic_network = FastNetwork([*actor, *last]), FastNetwork([*critic, *last_of_critic])
         make_rows, shared = _makers(policy.action_head)
         made = cls(actor_network, critic_network, make_rows, shared)
         return made if made._suit() else None
 
     def _suit(self) -> bool:
-        """Whether all are learned, of one dtype that NumPy has, and nobody waits for the gradient of a single one."""
+        """Whether all are learned, each in one place, and of one dtype, and nobody waits for the gradient of any."""
         dtype = self.parameters[0].dtype
-        return all(
+        return len(set(map(id, self.parameters))) == len(self.parameters) and all(
             type(x) is nn.Parameter
             and x.requires_grad
             and x.dtype == dtype

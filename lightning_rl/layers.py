@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class HeadLinear(nn.Linear, ActsFast):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features `[..., in_features]` to `[..., out_features]`."""
-        if self.acting is not None and (outputs := self.acting(features)) is not None:
+        if self._acting is not None and (outputs := self._acting(features)) is not None:
             return outputs
         weight, bias, kind = self.weight, self.bias, features.device.type
         if features.dtype == weight.dtype in _EXACT and not torch.is_autocast_enabled(kind):
@@ -54,6 +54,12 @@ class HeadLinear(nn.Linear, ActsFast):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             return functional.linear(features.to(dtype), weight.to(dtype), bias.to(dtype))
+
+    @property
+    def plain_parameters(self) -> list[nn.Parameter] | None:
+        """Weight and bias; None if they are not both there, or are made of others."""
+        own = [self._parameters.get("weight"), self._parameters.get("bias")]
+        return cast(list[nn.Parameter], own) if all(type(parameter) is nn.Parameter for parameter in own) else None
 
     def acting_layers(self) -> ActingLayers | None:
         """Return the layer for acting; None where NumPy does not compute with its dtype, or on its device."""

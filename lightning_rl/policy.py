@@ -121,12 +121,13 @@ class ActorCritic(Trunk, ActsFast):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        outputs = None if self.acting is None else self.acting(self.prepare(observations))
+        x = self.prepare_observations(observations)
+        outputs = None if self._acting is None else self._acting(x)
         value_features, after = None, None
         if outputs is not None:
             distribution: Distribution = cast(Any, self.action_head).of_outputs(outputs)
         else:
-            features, value_features, after = self._acting_features(observations, memory)
+            features, value_features, after = self._acting_features(x, memory)
             distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
@@ -142,7 +143,7 @@ class ActorCritic(Trunk, ActsFast):
         # Where one encoder is for both, acting gives values as well.
         if own_way or layers is None or last is None or self.memory is not None or self.critic_encoder is None:
             return None
-        parameters = [*layers, *last.parameters()]
+        parameters = [*layers, *last]
         watched = anybody_watches() or any(map(is_watched, modules))
         return None if watched or not all(map(is_numpys, parameters)) else ActingLayers(parameters, tanh_at_last=False)
 

@@ -109,7 +109,7 @@ class Trunk(nn.Module):
     def _features(self, observations: Nested, sequences: Sequences | None) -> tuple[Tensor, Tensor]:
         """Return features for actor and critic; with memory of rows `[N, *shape]`, those of `sequences`."""
         if self.memory is None:
-            return self._encode_for_both(self.prepare(observations))
+            return self._encode_for_both(self.prepare_observations(observations))
         sequences = given(sequences, "sequences")
         memory = sequences.memory
         if sequences.burn_in is not None:
@@ -118,14 +118,15 @@ class Trunk(nn.Module):
         features, value_features, _ = self._run_cores(observations, sequences, memory)
         return features, value_features
 
-    def _acting_features(
-        self, observations: Nested, memory: Nested | None
-    ) -> tuple[Tensor, Tensor | None, Nested | None]:
+    def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
         """Return, one step on, features for the actor, for the critic where they cost nothing more, and the memory.
 
         A critic with a core of its own has features where its memory is given.
+
+        Args:
+            x: Prepared observations.
+            memory: Before the step.
         """
-        x = self.prepare(observations)
         encoded = self._encode_for_actor(x)
         if self.actor_core is None:
             return encoded, encoded if self.critic_encoder is None else None, None
@@ -142,12 +143,12 @@ class Trunk(nn.Module):
 
     def _actor_features(self, observations: Nested) -> Tensor:
         """Return those for the actor alone, without memory."""
-        return self._encode_for_actor(self.prepare(observations))
+        return self._encode_for_actor(self.prepare_observations(observations))
 
     def _value_features(self, observations: Nested, memory: Nested | None) -> Tensor:
         """Return those for the critic alone, with memory one step on."""
         encoder = self.actor_encoder if self.critic_encoder is None else self.critic_encoder
-        features = self._encode(encoder, self.prepare(observations))
+        features = self._encode(encoder, self.prepare_observations(observations))
         if self.actor_core is None:
             return features
         memory = given(memory, "memory")
@@ -155,7 +156,7 @@ class Trunk(nn.Module):
             return self.actor_core.step(features, memory["actor"])[0]
         return self.critic_core.step(features, memory["critic"])[0]
 
-    def prepare(self, observations: Nested) -> Nested:
+    def prepare_observations(self, observations: Nested) -> Nested:
         """Leave out masks, normalise, and bring floating-point observations to the dtype of the parameters."""
         if self._masks:
             observations = without(observations, self._masks)
@@ -172,7 +173,7 @@ class Trunk(nn.Module):
         """Return features for actor and critic, and the memory after each sequence."""
         assert self.actor_core is not None
         memory = sequences.memory if memory is None else memory
-        features, value_features = self._encode_for_both(self.prepare(observations))
+        features, value_features = self._encode_for_both(self.prepare_observations(observations))
         after: dict[str, Nested] = {}
         actor, after["actor"] = self.actor_core(features, sequences.segments, memory["actor"])
         if self.critic_core is None:

@@ -60,7 +60,7 @@ def step_by_step(policy: ActorCritic, observations: Tensor, starts: Tensor, memo
         memory = map_leaves(lambda x, b=begins: x * ~b.view(-1, 1, 1), memory)
         memories.append(memory)
         values.append(policy.value(observation, memory))
-        encoded = policy.actor_encoder(policy.prepare(observation))
+        encoded = policy.actor_encoder(policy.prepare_observations(observation))
         features, _ = policy.actor_core.step(encoded, memory["actor"])
         logits.append(policy.action_head(features).log_probs)
         memory = policy.act(observation, deterministic=True, memory=memory).memory

@@ -166,10 +166,10 @@ def test_encoders_act_by_numpy_as_long_as_they_are_frozen():
     with torch.no_grad():
         before = encoder(x)
         with pytest.raises(KeyError), frozen_layers(encoder):
-            assert encoder.acting is not None
+            assert encoder._acting is not None
             torch.testing.assert_close(encoder(x), before)
             raise KeyError
-        assert encoder.acting is None
+        assert encoder._acting is None
         encoder.layers[0].weight.add_(1.0)
         torch.testing.assert_close(encoder(x), encoder.layers(x))
 
@@ -180,7 +180,7 @@ def test_heads_act_by_numpy_where_that_knows_their_dtype(dtype):
     with torch.no_grad():
         before = head(features)
         with frozen_layers(head):
-            assert (head.acting is None) == (dtype == torch.bfloat16)
+            assert (head._acting is None) == (dtype == torch.bfloat16)
             torch.testing.assert_close(head(features), before)
             torch.testing.assert_close(head(features.bfloat16()), head.to(dtype)(features.bfloat16()))
         with frozen_layers(head), torch.autocast("cpu", torch.bfloat16):
@@ -248,8 +248,8 @@ def test_actors_of_linear_layers_act_as_one_and_as_they_would(case, action_space
             torch.testing.assert_close(found.action, expected.action)
             assert (found.value is None) == (expected.value is None)
     with frozen_layers(policy):
-        assert (policy.acting is not None) == fast
-    assert policy.acting is None
+        assert (policy._acting is not None) == fast
+    assert policy._acting is None
 
 
 def act(policy: ActorCritic, x: torch.Tensor, frozen: bool, **options: Any) -> Any:
@@ -265,5 +265,5 @@ def test_an_actor_with_a_hook_or_masks_acts_through_its_modules():
     masked, hooked = ActorCritic(space, DISCRETE), ActorCritic(VECTOR, DISCRETE)
     hooked.action_head.register_forward_hook(lambda module, inputs, output: Categorical(output.logits - 1e9 * OF_2))
     with frozen_layers(masked), frozen_layers(hooked):
-        assert masked.acting is None and hooked.acting is None
+        assert masked._acting is None and hooked._acting is None
         assert not (hooked.act(torch.randn(64, 3)).action == 2).any()

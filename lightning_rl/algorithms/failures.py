@@ -33,10 +33,11 @@ class FailedUpdate:
     """An update that was stopped because a loss term or gradient was not finite.
 
     Parameters are only changed by updates before it, so from those that the run was left with, the same rollout and the
-    same order of minibatches, `replay` arrives at the same numbers. Of several ranks the one where it began saves it,
-    and a replay takes that rank's rows for those of all. What is made with the parameters as they were before the first
-    updates or during them is made with those that the run was left with: the distributions that KL penalties and V-MPO
-    measure from, so that the divergence of a replay is about 0, and what `recompute_advantages` estimates.
+    same order of minibatches, `replay` arrives at the same numbers (to rounding, where PPO learned by its closed form).
+    Of several ranks the one where it began saves it, and a replay takes that rank's rows for those of all. What is made
+    with the parameters as they were before the first updates or during them is made with those that the run was left
+    with: the distributions that KL penalties and V-MPO measure from, so that the divergence of a replay is about 0, and
+    what `recompute_advantages` estimates.
 
     Attributes:
         module: The algorithm with the parameters that the update began with, on the CPU.

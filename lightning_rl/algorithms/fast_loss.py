@@ -59,8 +59,9 @@ class FastLoss:
             methods: What `methods_of_loss` is if nobody has overridden any.
         """
         own_way = methods_of_loss(type(model)) != methods or any(name in vars(model) for name in _METHODS)
-        options = any(getattr(model, name) for name in _OPTIONS) or any(model.weight_penalty.coefficients.values())
-        if own_way or options or torch.is_anomaly_enabled():
+        options = any(getattr(model, name) not in (None, False) for name in _OPTIONS)
+        others = any(model.weight_penalty.coefficients.values()) or model.idle_parameters(None)
+        if own_way or options or others or torch.is_anomaly_enabled():
             return None
         networks = FastNetworks.of(model.policy)
         return None if networks is None else cls(model, networks)
@@ -68,29 +69,31 @@ class FastLoss:
     def __call__(self, batch: Batch) -> KnownGradients | None:
         """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
         model, networks = self.model, self.networks
-        x = model.policy.prepare(batch.observations)
-        normalized = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
-        tensors = batch.log_probs, normalized, batch.returns, batch.values
-        plain = batch.is_plain and 0 < len(batch) <= self.most_rows
-        if not plain or not suits_numpy(x) or any(tensor.dtype is not x.dtype for tensor in tensors):
+        if not batch.is_plain or not 0 < len(batch) <= self.most_rows:
             return None
+        x, actions = model.policy.prepare_observations(batch.observations), batch.actions
+        numbers = [batch.log_probs, batch.advantages, batch.returns, batch.values]
+        numbers += [actions] if actions.is_floating_point() else []
+        if not suits_numpy(x) or any(tensor.dtype is not x.dtype for tensor in numbers):
+            return None
+        advantages = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
         with torch.no_grad(), np.errstate(all="ignore"):  # what is not finite, the updates see
             outputs, values = networks.actor.forward(x), networks.critic.forward(x)
             shared = (parameter.detach().numpy() for parameter in networks.shared)
-            rows = networks.make_rows(batch.actions.numpy(), outputs.numpy(), *shared)
-            old_log_probs, advantages, returns, old_values = (tensor.numpy() for tensor in tensors)
-            log_ratios = rows.log_prob - old_log_probs
-            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages, batch.weight)
-            of_outputs, *of_shared = rows.gradients(of_log_probs, -model.entropy_coef * batch.weight)
-            value_loss, of_values = self._value_part(values.numpy()[:, 0], returns, old_values, batch.weight)
+            rows = networks.make_rows(actions.numpy(), outputs.numpy(), *shared)
+            log_ratios = rows.log_prob - batch.log_probs.numpy()
+            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages.numpy(), batch.weight)
+            of_outputs, *of_shared = rows.gradients(of_log_probs, -float(model.entropy_coef) * batch.weight)
+            value_loss, of_values = self._value_part(batch, values.numpy()[:, 0])
             gradients = (
                 *networks.actor.backward(torch.from_numpy(of_outputs)),
                 *networks.critic.backward(torch.from_numpy(of_values[:, None])),
                 *map(torch.from_numpy, of_shared),
             )
-        entropy = batch.weight * rows.entropies
-        summands = policy_loss, -model.entropy_coef * entropy, model.value_coef * value_loss
-        told = np.array([*summands, sum(summands), policy_loss, entropy, value_loss, *observed], of_values.dtype)
+            entropy = batch.weight * rows.entropies
+            bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
+            summands = [policy_loss, *bonus, model.value_coef * value_loss]
+            told = np.array([sum(summands), policy_loss, entropy, value_loss, *observed, *summands], of_values.dtype)
         loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
         return KnownGradients(loss, networks.parameters, gradients)
 
@@ -99,7 +102,7 @@ class FastLoss:
 
         These are the estimates k3 and k1 of the divergence, and the share of clipped ratios.
         """
-        low, high = self.model.clip_ranges
+        low, high = map(float, self.model.clip_ranges)
         changes = np.expm1(log_ratios)
         losses = -advantages
         bound = np.minimum(losses * (1 - low), losses * (1 + high))
@@ -107,38 +110,38 @@ class FastLoss:
             # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
             np.nan_to_num(bound, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
         losses += losses * changes
-        gradient = np.where(losses >= bound, losses, 0)
+        gradient = losses * (losses >= bound)  # of an infinite ratio NaN, clipped or not, as by autograd
         gradient *= weight
         policy_loss = weight * np.maximum(losses, bound, out=losses).sum()
         k3, k1 = weight * (changes - log_ratios).sum(), -weight * log_ratios.sum()
         clipped = weight * np.count_nonzero((changes < -low) | (changes > high))
         return policy_loss, gradient, (k3, k1, clipped)
 
-    def _value_part(self, values: Array, returns: Array, old_values: Array, weight: float) -> tuple[Any, Array]:
+    def _value_part(self, batch: Batch, values: Array) -> tuple[Any, Array]:
         """Return the value loss and the gradient of each value, times its coefficient."""
+        returns, weight = batch.returns.numpy(), batch.weight
         errors = values - returns
         losses, gradient = errors * errors, errors
         if (limit := self.model.clip_range_value) is not None:
-            changes = values - old_values
-            bounded = old_values + np.clip(changes, -limit, limit) - returns
+            changes = values - batch.values.numpy()
+            bounded = batch.values.numpy() + np.clip(changes, -limit, limit) - returns
             bounded *= bounded
             # Beyond the range what counts is constant, where it is the larger.
             gradient = np.where((bounded > losses) & (np.abs(changes) > limit), 0, errors)
             losses = np.maximum(losses, bounded)
-        return 0.5 * weight * losses.sum(), gradient * (self.model.value_coef * weight)
+        return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
 
     def _record(self, log_ratios: Tensor, told: Tensor) -> Tensor:
         """Record what `PPO.loss` does, and return the loss.
 
         Args:
             log_ratios: Of the rows.
-            told: The three summands of the loss, and what is named in `_TERMS`.
+            told: What is named in `_TERMS`, then the summands of the loss.
         """
         model = self.model
         model.observe_first_ratios(log_ratios)
         # One after the other they take longer to record than to compute.
-        model.diagnostics.add_together(_TERMS, told[3:], _OBSERVED)
-        model.diagnostics.add_absolute("total_abs_loss", told[:3])
-        if model.target_kl is not None:
-            model.stop_unless_close(told[3 + _TERMS.index("approx_kl")])
-        return told[3]
+        model.diagnostics.add_together(_TERMS, told[: len(_TERMS)], _OBSERVED)
+        model.diagnostics.add_absolute("total_abs_loss", told[len(_TERMS) :])
+        model.stop_unless_close(told[_TERMS.index("approx_kl")])
+        return told[0]

@@ -60,6 +60,8 @@ class Shortcuts(LightningModule):
         strategy = self.trainer.strategy
         return (
             _is_lightnings("backward", self, LightningModule)
+            and _is_lightnings("manual_backward", self, Shortcuts)
+            and not {"backward", "manual_backward"} & set(vars(self))
             and all(_is_lightnings(name, strategy, Strategy) for name in ("pre_backward", "post_backward"))
             and _is_lightnings("backward", strategy.precision_plugin, Precision)
         )

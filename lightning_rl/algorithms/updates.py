@@ -259,7 +259,7 @@ class Updates(OverRanks, Shortcuts):
     def _backward(self, loss: Tensor | KnownGradients, only: Half | None) -> None:
         """Compute the gradient; it is None in idle parameters."""
         if isinstance(loss, KnownGradients):
-            if self.goes_past_backward:
+            if self.goes_past_backward and all(parameter.grad is None for parameter in loss.parameters):
                 loss.assign()
                 return
             loss = loss.attached()

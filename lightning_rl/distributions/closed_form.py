@@ -56,10 +56,13 @@ class CategoricalRows:
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
         """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), and g more for the action taken."""
-        gradient = self._log_probs + self._entropies
-        gradient *= -entropy
-        gradient -= log_prob
-        gradient *= self._probs
+        if entropy:
+            gradient = self._log_probs + self._entropies
+            gradient *= -entropy
+            gradient -= log_prob
+            gradient *= self._probs
+        else:  # of a logit that is -inf the entropy has no gradient
+            gradient = self._probs * -log_prob
         gradient[self._taken] += log_prob
         return (gradient.T,)
 
@@ -77,17 +80,16 @@ class GaussianRows:
         rows, size = mean.shape
         self._inverse_std = np.exp(-log_std)
         self._z = (actions - mean) * self._inverse_std
-        self._squares = self._z * self._z
         log_volume = np.add.reduce(log_std)
-        self.log_prob = np.add.reduce(self._squares, 1)
+        self.log_prob = np.add.reduce(self._z * self._z, 1)
         self.log_prob *= -0.5
         self.log_prob -= log_volume + 0.5 * LOG_2PI * size
         self.entropies = rows * (log_volume + 0.5 * (1 + LOG_2PI) * size)
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
         """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`."""
-        of_mean = self._z * self._inverse_std
-        of_mean *= log_prob[:, None]
+        of_z = self._z * log_prob[:, None]
+        of_mean = of_z * self._inverse_std
         # Not by a product of matrices, which NumPy's library may share among threads that nobody has counted.
-        of_log_std = np.add.reduce(self._squares * log_prob[:, None])
+        of_log_std = np.add.reduce(of_z * self._z)
         return of_mean, of_log_std + (entropy * len(log_prob) - np.add.reduce(log_prob))

@@ -47,13 +47,13 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if mask is None else logits.masked_fill(mask == 0, IMPOSSIBLE)
 
 
-def plain_layer(head: nn.Module) -> HeadLinear | None:
-    """Return the layer of a head whose distributions depend on its outputs alone: `head.of_outputs(outputs)`.
+def plain_layer(head: nn.Module) -> list[nn.Parameter] | None:
+    """Return weight and bias of a head whose distributions depend on its layer's outputs alone: `of_outputs(outputs)`.
 
     None of any other.
     """
     layer = getattr(head, "plain_layer", None)
-    return layer if type(layer) is HeadLinear else None
+    return layer.plain_parameters if type(layer) is HeadLinear else None
 
 
 class CategoricalHead(nn.Module):

@@ -83,7 +83,7 @@ class MLPEncoder(ActsFast):
         return self._apply_layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
 
     def _apply_layers(self, x: Tensor) -> Tensor:
-        features = None if self.acting is None else self.acting(x)
+        features = None if self._acting is None else self._acting(x)
         return apply_layers(self.layers, x) if features is None else features
 
     def acting_layers(self) -> ActingLayers | None:
