@@ -21,7 +21,8 @@ _METHODS = (
     *("evaluate", "entropy", "total", "normalize_values", "normalizes_minibatches", "optimize"),
 )
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
-_TERMS = ("loss", "policy_loss", "entropy", "value_loss", *_OBSERVED)
+# The sum after its parts: of what is not finite the first is told of.
+_TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
 _OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
 
 
@@ -93,7 +94,7 @@ class FastLoss:
             entropy = batch.weight * rows.entropies
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
-            told = np.array([sum(summands), policy_loss, entropy, value_loss, *observed, *summands], of_values.dtype)
+            told = np.array([policy_loss, entropy, value_loss, sum(summands), *observed, *summands], of_values.dtype)
         loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
         return KnownGradients(loss, networks.parameters, gradients)
 
@@ -144,4 +145,4 @@ class FastLoss:
         model.diagnostics.add_together(_TERMS, told[: len(_TERMS)], _OBSERVED)
         model.diagnostics.add_absolute("total_abs_loss", told[len(_TERMS) :])
         model.stop_unless_close(told[_TERMS.index("approx_kl")])
-        return told[0]
+        return told[_TERMS.index("loss")]
