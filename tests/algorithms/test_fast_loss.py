@@ -56,6 +56,12 @@ def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
     return None if fast is None else fast(batch)
 
 
+def in_order(known: KnownGradients, model: PPO) -> list[Tensor]:
+    """The gradients in the order of the model's parameters."""
+    by_parameter = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
+    return [by_parameter[id(parameter)] for parameter in model.parameters()]
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no bonus": {"entropy_coef": 0.0},
@@ -83,9 +89,8 @@ def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_spa
     assert not known.loss.requires_grad
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert 0 < found["clip_fraction"] < 1 or options == "not clipped"
-    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(by_parameter[id(parameter)], gradient, rtol=1e-10, atol=1e-14)
+    for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-10, atol=1e-14)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -105,9 +110,8 @@ def test_a_range_that_a_schedule_has_closed_is_a_range():
     expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
-    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(by_parameter[id(parameter)], gradient)
+    for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
+        torch.testing.assert_close(found_gradient, gradient)
 
 
 INFINITE: dict[str, dict[str, float]] = {
@@ -131,9 +135,8 @@ def test_what_is_not_finite_by_autograd_is_not_finite(case):
         known = fast_loss(model, batch)
     assert known is not None
     assert known.loss.isfinite() == loss.isfinite()
-    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        assert by_parameter[id(parameter)].isfinite().all() == gradient.isfinite().all()
+    for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
+        assert found_gradient.isfinite().all() == gradient.isfinite().all()
 
 
 def test_a_choice_that_cannot_be_made_does_no_harm_without_a_bonus():
@@ -156,11 +159,9 @@ def test_float32_has_the_gradient_of_float64():
     exact = copy.deepcopy(model).double()
     wide = Batch({name: x.double() if x.is_floating_point() else x for name, x in batch.fields.items()})
     gradients = torch.autograd.grad(exact.loss(wide), list(exact.parameters()))
-    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        found = by_parameter[id(parameter)]
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), gradient, rtol=1e-4, atol=1e-7)
+    for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
+        assert found_gradient.dtype == torch.float32
+        torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
@@ -187,9 +188,8 @@ def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
     expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
-    by_parameter = {id(p): g for p, g in zip(known.parameters, known.gradients, strict=True)}
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(by_parameter[id(parameter)], gradient)
+    for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
+        torch.testing.assert_close(found_gradient, gradient)
 
 
 class OwnPenalty(PPO):
