@@ -135,6 +135,13 @@ class ActingLayers:
         self._layers = [(arrays[k].T, arrays[k + 1], k < last or tanh_at_last) for k in range(0, len(arrays), 2)]
         self.dtype = parameters[0].dtype
 
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor] | None, *, tanh_at_last: bool) -> ActingLayers | None:
+        """Return those of parameters, if there are any; None where NumPy has not all of them, or somebody looks on."""
+        if parameters is None or anybody_watches() or not all(map(is_numpys, parameters)):
+            return None
+        return cls(parameters, tanh_at_last=tanh_at_last)
+
     def __call__(self, x: Tensor) -> Tensor | None:
         """Return the features `[N, width]` of rows `[N, features]`; None if these are too many or of another kind."""
         if x.dim() != 2 or len(x) > self.most_rows or x.dtype is not self.dtype or not suits_numpy(x):
@@ -174,15 +181,7 @@ def frozen_layers(policy: object) -> Iterator[None]:
 
 def acting_tanh_layers(layers: nn.Sequential) -> ActingLayers | None:
     """Return those of linear layers with tanh after each; None where these are others, or somebody looks at them."""
-    parameters = None if anybody_watches() else tanh_parameters(layers)
-    return ActingLayers(parameters, tanh_at_last=True) if parameters and all(map(is_numpys, parameters)) else None
-
-
-def acting_linear(layer: nn.Linear) -> ActingLayers | None:
-    """Return that of one layer; None where NumPy does not compute with its parameters."""
-    parameters = [layer.weight, layer.bias]
-    suits = all(type(parameter) is nn.Parameter and is_numpys(parameter) for parameter in parameters)
-    return ActingLayers(parameters, tanh_at_last=False) if suits and not anybody_watches() else None
+    return ActingLayers.of(tanh_parameters(layers), tanh_at_last=True)
 
 
 def tanh_parameters(layers: nn.Module) -> list[nn.Parameter] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_linear
+from lightning_rl.fast_layers import ActingLayers, ActsFast
 
 _SQRT2 = math.sqrt(2)
 _EXACT = (torch.float32, torch.float64)
@@ -63,7 +63,7 @@ class HeadLinear(nn.Linear, ActsFast):
 
     def acting_layers(self) -> ActingLayers | None:
         """Return the layer for acting; None where NumPy does not compute with its dtype, or on its device."""
-        return acting_linear(self)
+        return ActingLayers.of(self.plain_parameters, tanh_at_last=False)
 
 
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:

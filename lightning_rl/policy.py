@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head, plain_layer
-from lightning_rl.fast_layers import ActingLayers, ActsFast, is_numpys
+from lightning_rl.fast_layers import ActingLayers, ActsFast
 from lightning_rl.layers import HeadLinear
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested, part_at
@@ -24,7 +24,7 @@ from lightning_rl.sequences import Sequences
 from lightning_rl.trunk import Trunk
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
-from lightning_rl.watching import anybody_watches, is_watched
+from lightning_rl.watching import is_watched
 
 
 class ActorCritic(Trunk, ActsFast):
@@ -143,9 +143,7 @@ class ActorCritic(Trunk, ActsFast):
         # Where one encoder is for both, acting gives values as well.
         if own_way or layers is None or last is None or self.memory is not None or self.critic_encoder is None:
             return None
-        parameters = [*layers, *last]
-        watched = anybody_watches() or any(map(is_watched, modules))
-        return None if watched or not all(map(is_numpys, parameters)) else ActingLayers(parameters, tanh_at_last=False)
+        return None if any(map(is_watched, modules)) else ActingLayers.of([*layers, *last], tanh_at_last=False)
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
