@@ -49,7 +49,13 @@ class Timer(Callback):
 def run(num_actors: int, args: argparse.Namespace) -> dict[str, float]:
     """Train once, and return steps per second and CPU microseconds per step."""
     data = RolloutDataModule(
-        "CartPole-v1", args.num_envs, args.rollout_length, args.rollouts, seed=0, num_actors=num_actors
+        "CartPole-v1",
+        args.num_envs,
+        args.rollout_length,
+        args.rollouts,
+        seed=0,
+        num_actors=num_actors,
+        actor_prefetch=args.prefetch if num_actors else None,
     )
     torch.manual_seed(0)
     model, timer = IMPALA(data.observation_space, data.action_space), Timer()
@@ -73,7 +79,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     runs = [run(count, args) for _ in range(args.pairs) for count in (0, args.actors)]
     rates = [one["steps_per_second"] for one in runs]
     ratios = [round(b / a, 3) for a, b in zip(rates[::2], rates[1::2], strict=True)]
-    size = {"num_envs": args.num_envs, "rollout_length": args.rollout_length}
+    size = {"prefetch": args.prefetch, "num_envs": args.num_envs, "rollout_length": args.rollout_length}
     return size | {"ratio": statistics.median(ratios), "ratios": ratios, "runs": runs, "cores": os.cpu_count()}
 
 
@@ -139,6 +145,7 @@ def share() -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--prefetch", type=int, help="rollouts that each may be ahead, unless as by default")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=300)
     parser.add_argument("--num_envs", type=int, default=32, help="in each rollout")

@@ -24,7 +24,7 @@ class ActorOptions:
 
     Args:
         count: Number of actors on each rank; 0: the learner collects itself, in step.
-        prefetch: Rollouts that each actor may be ahead.
+        prefetch: Rollouts that each actor may be ahead; None: one where it is alone, two otherwise.
         start_method: How their processes are started; None: as Python does by default.
         timeout: Seconds that an actor may take for a rollout, its start included.
         max_policy_lag: Versions of the policy that a rollout may be behind the learner; None: any number.
@@ -34,7 +34,7 @@ class ActorOptions:
     """
 
     count: int = 0
-    prefetch: int = 1
+    prefetch: int | None = None
     start_method: StartMethod | None = None
     timeout: float = 300.0
     max_policy_lag: int | None = None
@@ -46,7 +46,8 @@ class ActorOptions:
         """Check ranges."""
         count, methods = self.count, get_args(StartMethod)
         check(is_int(count) and count >= 0, "num_actors", count, "an integer of at least 0")
-        check_positive_int("actor_prefetch", self.prefetch)
+        if self.prefetch is not None:
+            check_positive_int("actor_prefetch", self.prefetch)
         known = self.start_method is None or self.start_method in methods
         check(known, "actor_start_method", self.start_method, f"None or one of {', '.join(methods)}")
         check_number("actor_timeout", self.timeout, above=0)
@@ -55,7 +56,7 @@ class ActorOptions:
         backends = get_args(ActorBackend)
         check(self.backend in backends, "actor_backend", self.backend, f"one of {', '.join(backends)}")
         for name, given, default in (
-            ("actor_prefetch", self.prefetch, 1),
+            ("actor_prefetch", self.prefetch, None),
             ("actor_start_method", self.start_method, None),
             ("actor_timeout", self.timeout, 300.0),
             ("max_policy_lag", lag, None),
@@ -81,6 +82,14 @@ class ActorOptions:
             check(names and len(self.resources) > 0, "actor_resources", self.resources, "names with amounts, {CPU: 1}")
             for name, amount in self.resources.items():
                 check_number(f"actor_resources[{name!r}]", amount, at_least=0)
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """How many rollouts each actor may have ready or under way before the learner takes them.
+
+        Of several, one that is done waits for the learner, which is at a rollout of another's, unless it may go on.
+        """
+        return self.prefetch or (1 if self.count == 1 else 2)
 
     def check_environments(self, spec: EnvironmentSpec) -> None:
         """Raise unless actors can step such environments.

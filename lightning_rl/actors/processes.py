@@ -36,7 +36,7 @@ _GRACE = 5.0
 class ProcessActors:
     """Processes that collect while the learner learns: a source of rollouts.
 
-    Each has environments and a copy of the policy, and is asked for `prefetch` rollouts at a time; when one is taken,
+    Each has environments and a copy of the policy, and is asked for `rollouts_ahead` rollouts at a time; when one is taken,
     it is asked for another. What is ready first is taken first.
 
     Args:
@@ -61,7 +61,7 @@ class ProcessActors:
             num_workers=options.count,
             collate_fn=_as_it_is,
             multiprocessing_context=context,
-            prefetch_factor=options.prefetch,
+            prefetch_factor=options.rollouts_ahead,
             timeout=_LOOK_EVERY,
             in_order=False,
         )

@@ -61,7 +61,7 @@ class RayActors:
 
     Ray places them, starts those that die anew, here or on another machine, and carries weights and rollouts through
     its object store: weights are put there once for each version. Once an actor says that it is there it is asked for
-    `prefetch` rollouts; when one is taken, it is asked for another. What is ready first is taken first. A rollout that
+    `rollouts_ahead` rollouts; when one is taken, it is asked for another. What is ready first is taken first. A rollout that
     was under way where an actor died is not asked for again.
 
     Args:
@@ -177,7 +177,7 @@ class RayActors:
             member.since = time.monotonic()
             if request.joining:
                 member.where = got
-            for _ in range(self._options.prefetch if request.joining else 1):
+            for _ in range(self._options.rollouts_ahead if request.joining else 1):
                 self._ask(actor)
         if request.joining:
             return None

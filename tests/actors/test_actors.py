@@ -111,6 +111,21 @@ def test_one_actor_is_one_rollout_ahead():
     assert lags[0] == 0 and 1 in lags and set(lags) <= {0, 1}  # 0 where the actor got to look later than the learner
 
 
+@pytest.mark.parametrize(("prefetch", "ahead"), [(1, 3), (None, 5), (2, 5)])
+def test_several_actors_do_not_wait_for_the_learner(prefetch, ahead):
+    """While the first rollout is learned from: those that were asked for at once, and the one asked for in its place."""
+    data = make_actors(num_actors=2, actor_prefetch=prefetch, rollouts_per_epoch=6)
+
+    class SlowOnce(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                time.sleep(0.5)
+
+    seen = Versions()
+    make_trainer(callbacks=[SlowOnce(), seen]).fit(make(data), data)
+    assert sum(rollout.policy_version == 0 for rollout in seen.rollouts) == ahead
+
+
 def test_rollouts_that_are_too_old_are_dropped_and_counted():
     data = make_actors(actor_prefetch=3, max_policy_lag=1, rollouts_per_epoch=8)
 
