@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,36 +132,30 @@ class Diagnostics:
 
         With several ranks it is a collective call.
         """
-        groups = self._groups()
-        if not groups:
+        recorded = self._recorded()
+        if not recorded:
             return {}
-        sums = []
-        for _, terms, flags in groups:
-            counted = torch.stack([*flags])
-            sums += [torch.where(counted, terms, 0).sum(1), counted.sum().unsqueeze(0)]
-        values = iter(torch.cat(sums).tolist())
+        flags = {id(flag): flag for _, _, some in recorded for flag in some}
+        terms = [terms.flatten() for _, terms, _ in recorded]
+        told = torch.cat([*terms, torch.stack([*flags.values()]).to(terms[0].dtype)]).cpu().numpy().astype(np.float64)
+        is_open = dict(zip(flags, told[-len(flags) :] != 0, strict=True))
         totals: dict[str, tuple[float, float]] = {}
-        for names, _, _ in groups:
-            added, count = [next(values) for _ in names], next(values)
-            for name, value in zip(names, added, strict=True):
+        for (names, _, some), of_names in zip(recorded, np.split(told, np.cumsum([*map(len, terms)])), strict=False):
+            counted = np.array([is_open[id(flag)] for flag in some])
+            sums = of_names.reshape(len(some), len(names))[counted].sum(0)
+            for name, total in zip(names, sums.tolist(), strict=True):
                 before = totals.get(name, (0.0, 0.0))
-                totals[name] = before[0] + value, before[1] + count
+                totals[name] = before[0] + total, before[1] + float(counted.sum())
         return {name: total / count for name, (total, count) in totals.items() if count}
 
-    def _groups(self) -> list[tuple[Sequence[str], Tensor, Sequence[Tensor]]]:
-        """Return names, values `[names, minibatches]` and flags of terms that the same minibatches have recorded."""
-        same: dict[tuple[Any, ...], list[str]] = {}
-        single = self._terms | self._absolute_sums()
-        for name, entries in single.items():
-            same.setdefault((entries[0][0].dtype, *[id(flag) for _, flag in entries]), []).append(name)
-        groups: list[tuple[Sequence[str], Tensor, Sequence[Tensor]]] = []
-        # First, for what they say of the loss comes before its gradient.
-        for key, entries in self._together.items():
-            groups.append((key, _stack([terms for terms, _ in entries]).t(), [flag for _, flag in entries]))
-        for names in same.values():
-            terms = _stack([term for name in names for term, _ in single[name]])
-            groups.append((names, terms.view(len(names), -1), [flag for _, flag in single[names[0]]]))
-        return groups
+    def _recorded(self) -> list[tuple[Sequence[str], Tensor, list[Tensor]]]:
+        """Return names, values `[minibatches, names]` or `[minibatches]`, and the flag of each minibatch."""
+        # First several together, for what they say of the loss comes before its gradient.
+        single = (((name,), some) for name, some in (self._terms | self._absolute_sums()).items())
+        return [
+            (names, _at_least_float32(torch.stack([terms for terms, _ in some])), [flag for _, flag in some])
+            for names, some in (*self._together.items(), *single)
+        ]
 
     def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Return, as single terms, what `add_absolute` has recorded."""
@@ -176,11 +170,6 @@ class Diagnostics:
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
         """Return those of the means that no update may come from."""
         return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
-
-
-def _stack(terms: Sequence[Tensor]) -> Tensor:
-    """Return tensors of one shape, one after the other, in at least float32."""
-    return _at_least_float32(torch.stack([*terms]))
 
 
 def _at_least_float32(terms: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class ActingLayers:
             return None
         numbers = x.numpy()
         for weight, bias, tanh in self._layers:
-            numbers = numbers @ weight
+            numbers = numbers.dot(weight)
             numbers += bias
             if tanh:
                 np.tanh(numbers, out=numbers)

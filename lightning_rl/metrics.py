@@ -30,13 +30,15 @@ class _Window(Metric):
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's state as plain data."""
         states = {name: getattr(self, name).cpu().clone() for name in self._defaults}
-        return {"states": states, "update_count": self.update_count}
+        # Not how often: numbers may be taken in one by one or together.
+        return {"states": states, "update_called": self.update_called}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Take over what `snapshot` returned."""
         for name, value in snapshot["states"].items():
             setattr(self, name, value.to(getattr(self, name).device))
-        self._update_count = snapshot["update_count"]
+        was_updated = snapshot["update_count"] if "update_count" in snapshot else snapshot["update_called"]
+        self._update_count = int(bool(was_updated))  # earlier checkpoints have a number
 
 
 class EpisodeStatistics(_Window):
@@ -147,6 +149,10 @@ class ScalarMeans(_Window):
         reported = [values.get(name, ()) for name in self.names]
         self.sums += self.sums.new_tensor([sum(v) for v in reported])
         self.counts += self.counts.new_tensor([len(v) for v in reported])
+
+    def count(self, name: str) -> int:
+        """Return how many values of a scalar this rank has taken in."""
+        return int(self.counts[self.names.index(name)])
 
     def compute(self) -> dict[str, float]:
         """Return the mean of each scalar that has values."""

@@ -137,6 +137,8 @@ class Rollout:
         `starts` stays, as what cuts sequences does. `final_indices` and `final_observations` do not follow to XLA,
         which would compile for each number of them.
         """
+        if self.rewards.device == torch.device(device):
+            return self
         of_finals = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
         stays = ("starts", *of_finals)
         for name, value in self.tensors().items():
@@ -197,9 +199,11 @@ class Rollout:
             index = places.to(self.rewards.device)
             return Batch(map_leaves(lambda x: x.flatten(0, 1)[index], fields), sequences=sequences)
         rows = self.valid if rows is None else rows
+        together = map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields)
         if rows is None:
-            return Batch(map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields))
-        return Batch(map_leaves(itemgetter(rows), fields))
+            return Batch(together)
+        chosen = rows.reshape(-1).nonzero().squeeze(1)  # once for all fields
+        return Batch(map_leaves(lambda x: x.index_select(0, chosen), together))
 
 
 class EpisodeSummary:

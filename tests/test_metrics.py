@@ -87,7 +87,7 @@ def test_a_snapshot_goes_on_where_it_was_taken():
     for one in (metric, twin):
         one.update([10.0], [1])
     assert twin.compute() == metric.compute()
-    assert twin.update_count == metric.update_count
+    assert twin.update_called == metric.update_called
 
 
 def test_diagnostics_average_over_minibatches_and_observe_the_first():

@@ -120,8 +120,8 @@ def calls_within(function: Callable[..., Any], counts: list[int]) -> Callable[..
 @pytest.mark.parametrize(
     ("env_id", "options", "per_step", "per_minibatch"),
     [
-        ("CartPole-v1", {"entropy_coef": 0.01}, 252, 920),
-        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 352, 950),
+        ("CartPole-v1", {"entropy_coef": 0.01}, 252, 740),
+        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 352, 812),
     ],
 )
 def test_the_short_ways_are_no_longer_than_they_were(monkeypatch, env_id, options, per_step, per_minibatch):
@@ -133,5 +133,6 @@ def test_the_short_ways_are_no_longer_than_they_were(monkeypatch, env_id, option
     data = RolloutDataModule(env_id, ENVIRONMENTS, STEPS, rollouts_per_epoch=3)
     model = PPO(data.observation_space, data.action_space, num_epochs=EPOCHS, num_minibatches=MINIBATCHES, **options)
     make_trainer().fit(model, data)
-    assert collecting[-1] / STEPS <= per_step
-    assert learning[-1] / (EPOCHS * MINIBATCHES) <= per_minibatch
+    # Not of the last rollout, which the run's log is written after.
+    assert collecting[-2] / STEPS <= per_step
+    assert learning[-2] / (EPOCHS * MINIBATCHES) <= per_minibatch

@@ -36,8 +36,8 @@ _GRACE = 5.0
 class ProcessActors:
     """Processes that collect while the learner learns: a source of rollouts.
 
-    Each has environments and a copy of the policy, and is asked for `rollouts_ahead` rollouts at a time; when one is taken,
-    it is asked for another. What is ready first is taken first.
+    Each has environments and a copy of the policy, and is asked for `rollouts_ahead` rollouts at a time; when one is
+    taken, it is asked for another. What is ready first is taken first.
 
     Args:
         options: How many, and how they are started.

@@ -61,8 +61,8 @@ class RayActors:
 
     Ray places them, starts those that die anew, here or on another machine, and carries weights and rollouts through
     its object store: weights are put there once for each version. Once an actor says that it is there it is asked for
-    `rollouts_ahead` rollouts; when one is taken, it is asked for another. What is ready first is taken first. A rollout that
-    was under way where an actor died is not asked for again.
+    `rollouts_ahead` rollouts; when one is taken, it is asked for another. What is ready first is taken first. A rollout
+    that was under way where an actor died is not asked for again.
 
     Args:
         options: How many, what is set aside for each, and in which cluster.

@@ -23,6 +23,7 @@ _METHODS = (
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # The sum after its parts: of what is not finite the first is told of.
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
+_ABSOLUTE = "total_abs_loss"
 _OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
 
 
@@ -44,6 +45,8 @@ class FastLoss:
 
     def __init__(self, model: Any, networks: FastNetworks) -> None:  # noqa: ANN401 - the module that imports this one
         self.model, self.networks = model, networks
+        # With several ranks their sums of absolute values are not what the terms of all of them have.
+        self._terms = (*_TERMS, _ABSOLUTE) if model.world_size == 1 else _TERMS
 
     most_rows = 8192
     """Of more of them what operations do takes longer than starting them, and PyTorch may share it among threads."""
@@ -94,7 +97,9 @@ class FastLoss:
             entropy = batch.weight * rows.entropies
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
-            told = np.array([policy_loss, entropy, value_loss, sum(summands), *observed, *summands], of_values.dtype)
+            terms = [policy_loss, entropy, value_loss, sum(summands), *observed]
+            terms += [sum(map(abs, summands))] if _ABSOLUTE in self._terms else summands
+            told = np.array(terms, of_values.dtype)
         loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
         return KnownGradients(loss, networks.parameters, gradients)
 
@@ -137,12 +142,13 @@ class FastLoss:
 
         Args:
             log_ratios: Of the rows.
-            told: What is named in `_TERMS`, then the summands of the loss.
+            told: What is named in `_terms`, then the summands of the loss, unless their absolute sum is there.
         """
-        model = self.model
+        model, length = self.model, len(self._terms)
         model.observe_first_ratios(log_ratios)
         # One after the other they take longer to record than to compute.
-        model.diagnostics.add_together(_TERMS, told[: len(_TERMS)], _OBSERVED)
-        model.diagnostics.add_absolute("total_abs_loss", told[len(_TERMS) :])
+        model.diagnostics.add_together(self._terms, told[:length], _OBSERVED)
+        if length < len(told):
+            model.diagnostics.add_absolute(_ABSOLUTE, told[length:])
         model.stop_unless_close(told[_TERMS.index("approx_kl")])
         return told[_TERMS.index("loss")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_rl.functional import explained_variance, normalize, normalize_rows
+from lightning_rl.functional import explained_variance, normalize_rows
 from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
@@ -80,8 +81,8 @@ class OverRanks(LightningModule):
     def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return what `normalize` makes of each part, `[N]`; ranks, whose N may differ, talk to each other once."""
         if self.world_size == 1:
-            alike = all(len(part) == len(parts[0]) for part in parts)
-            return normalize_rows(torch.stack([*parts])).unbind() if alike else [normalize(part) for part in parts]
+            same = (list(some) for _, some in itertools.groupby(parts, key=len))
+            return [part for some in same for part in normalize_rows(torch.stack(some)).unbind()]
         # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = self.moments(exact)

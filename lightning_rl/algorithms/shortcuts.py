@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, do_nothing_closure
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -50,10 +49,14 @@ class Shortcuts(LightningModule):
 
     def _find_hooks_around_backward(self) -> bool:
         """Return whether anybody overrides the hooks around a backward pass, or the precision scales the loss there."""
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        hooks = ("on_before_backward", "on_after_backward")
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        return scaled or any(is_overridden(hook, one) for one in (self, *callbacks) for hook in hooks)
+        return scaled or any(map(self._has_hook, ("on_before_backward", "on_after_backward")))
+
+    def _has_hook(self, hook: str) -> bool:
+        """Return whether the module or a callback has something to do there."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        others = (_is_lightnings(hook, callback, Callback) for callback in callbacks)
+        return not (_is_lightnings(hook, self, LightningModule) and all(others))
 
     def _backward_is_pytorchs(self) -> bool:
         """Return whether neither module, strategy nor precision do more in a backward pass than call PyTorch's."""
@@ -61,7 +64,6 @@ class Shortcuts(LightningModule):
         return (
             _is_lightnings("backward", self, LightningModule)
             and _is_lightnings("manual_backward", self, Shortcuts)
-            and not {"backward", "manual_backward"} & set(vars(self))
             and all(_is_lightnings(name, strategy, Strategy) for name in ("pre_backward", "post_backward"))
             and _is_lightnings("backward", strategy.precision_plugin, Precision)
         )
@@ -87,15 +89,14 @@ class Shortcuts(LightningModule):
 
     def _find_hooks_around_step(self) -> bool:
         """Return whether callbacks, module, strategy or precision have something to do around a step."""
-        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         strategy = self.trainer.strategy
         return (
-            any(is_overridden("on_before_optimizer_step", one) for one in (self, *callbacks))
+            self._has_hook("on_before_optimizer_step")
             or not _is_lightnings("optimizer_step", strategy, Strategy)
             or not _is_lightnings("optimizer_step", strategy.precision_plugin, Precision)
         )
 
 
 def _is_lightnings(method: str, owner: object, base: type[Any]) -> bool:
-    """Return whether an object has a method from `base`, not overridden."""
-    return getattr(type(owner), method) is getattr(base, method)
+    """Return whether an object has a method from `base`, overridden neither in its class nor in itself."""
+    return method not in vars(owner) and getattr(type(owner), method) is getattr(base, method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
@@ -243,8 +244,9 @@ class Updates(OverRanks, Shortcuts):
         norms = {name: total_norm(found) + nothing for name, found in gradients.items()}
         self.diagnostics.add(**norms)
         for grad_norm in norms.values():
-            # Whether it is finite, in fewer kernels than `isfinite`.
-            self.diagnostics.close_for_good_unless(grad_norm - grad_norm == 0)
+            if not (grad_norm.is_cpu and math.isfinite(grad_norm)):
+                # Whether it is finite, in fewer kernels than `isfinite`.
+                self.diagnostics.close_for_good_unless(grad_norm - grad_norm == 0)
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open

@@ -148,15 +148,15 @@ class EnvironmentBatch:
         if not ended.any():
             self._check_observations(observations)
             return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
+        at_ends = np.flatnonzero(ended).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
-            reached = infos["final_obs"]
+            finals += [(index, self._row(infos["final_obs"], index)) for index in at_ends]
+            for index, final in finals:
+                self._check_observations(map_leaves(lambda x: x[None], final), index)
         else:
             self._check_observations(observations)
             reached = map_leaves(np.copy, observations)
-        for index in np.flatnonzero(ended).tolist():
-            final = self._row(reached, index)
-            self._check_observations(map_leaves(lambda x: x[None], final), index)
-            finals.append((index, final))
+            finals += [(index, self._row(reached, index)) for index in at_ends]
         # In NEXT_STEP mode the step to come is the new episode's step 0.
         self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
         if self.mode is AutoresetMode.DISABLED:
@@ -303,6 +303,8 @@ class EnvironmentBatch:
     def _row(self, batch: Nested, index: int) -> Nested:
         """Return the observation of one environment; `batch` may be an array of one object for each."""
         if isinstance(batch, np.ndarray):
+            if batch.dtype != object and batch.ndim > 1:  # a flat space, as in most environments
+                return batch[index]
             return map_leaves(lambda _, x: np.asarray(x), self._names, batch[index])
         return map_leaves(lambda _, x: np.asarray(x[index]), self._names, batch)
 

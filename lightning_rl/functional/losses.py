@@ -221,11 +221,17 @@ def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | N
         ValueError: If the shapes differ.
     """
     dtype = computation_dtype(predictions, targets)
-    weights = torch.ones_like(targets, dtype=dtype) if weights is None else weights.to(dtype)
-    check.same_shape(targets=targets, predictions=predictions, weights=weights)
+    check.same_shape(targets=targets, predictions=predictions)
     targets = targets.to(dtype)
-    unexplained = (weights * _centered(targets - predictions, weights).square()).sum()
-    total = (weights * _centered(targets, weights).square()).sum()
+    if weights is None:
+        both = torch.stack([targets - predictions, targets]).view(2, -1)
+        # As in `normalize_rows`.
+        unexplained, total = (both - both[:, :1]).var(1, correction=0).unbind()
+    else:
+        weights = weights.to(dtype)
+        check.same_shape(targets=targets, weights=weights)
+        unexplained = (weights * _centered(targets - predictions, weights).square()).sum()
+        total = (weights * _centered(targets, weights).square()).sum()
     return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
 

@@ -113,7 +113,7 @@ def test_one_actor_is_one_rollout_ahead():
 
 @pytest.mark.parametrize(("prefetch", "ahead"), [(1, 3), (None, 5), (2, 5)])
 def test_several_actors_do_not_wait_for_the_learner(prefetch, ahead):
-    """While the first rollout is learned from: those that were asked for at once, and the one asked for in its place."""
+    """While it is at the first rollout: those that were asked for at once, and the one asked for in its place."""
     data = make_actors(num_actors=2, actor_prefetch=prefetch, rollouts_per_epoch=6)
 
     class SlowOnce(Callback):
