@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -10,6 +12,11 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_rl.normalization import exact_dtype
+
+
+def _plus(sums: Tensor, values: Sequence[Sequence[float]]) -> Tensor:
+    """Return sums with the values of each added one by one: to the last digit the same in however many calls."""
+    return sums.new_tensor([functools.reduce(operator.add, v, s) for s, v in zip(sums.tolist(), values, strict=True)])
 
 
 class _Window(Metric):
@@ -67,7 +74,7 @@ class EpisodeStatistics(_Window):
         values = torch.tensor([returns, lengths], dtype=self.sums.dtype, device=self.sums.device)
         # Not in place: what `Trainer.validate` left behind are inference tensors.
         self.count = self.count + values.shape[1]
-        self.sums = self.sums + values.sum(1)
+        self.sums = _plus(self.sums, (returns, lengths))
         self.minima = torch.minimum(self.minima, values.amin(1))
         self.maxima = torch.maximum(self.maxima, values.amax(1))
 
@@ -147,8 +154,8 @@ class ScalarMeans(_Window):
                 setattr(self, state, torch.cat([old, old.new_zeros(len(new))]))
                 self._defaults[state] = old.new_zeros(len(self.names))
         reported = [values.get(name, ()) for name in self.names]
-        self.sums += self.sums.new_tensor([sum(v) for v in reported])
-        self.counts += self.counts.new_tensor([len(v) for v in reported])
+        self.sums = _plus(self.sums, reported)
+        self.counts = self.counts + self.counts.new_tensor([len(v) for v in reported])
 
     def count(self, name: str) -> int:
         """Return how many values of a scalar this rank has taken in."""

@@ -119,3 +119,24 @@ def test_once_closed_diagnostics_stay_closed():
     for condition in (True, False, True):
         diagnostics.close_unless(torch.tensor(condition))
     assert diagnostics.known_closed
+
+
+def test_values_taken_in_one_by_one_or_together_are_the_same_to_the_last_digit():
+    values, lengths = [0.1, 0.2, 0.3, 1e16, -1e16, 0.7], [1, 2, 3, 4, 5, 6]
+    one_by_one, together = (EpisodeStatistics(), ScalarMeans()), (EpisodeStatistics(), ScalarMeans())
+    for value, length in zip(values, lengths, strict=True):
+        one_by_one[0].update([value], [length])
+        one_by_one[1].update({"a": [value], "b": []})
+    together[0].update(values, lengths)
+    together[1].update({"a": values, "b": []})
+    assert one_by_one[0].compute() == together[0].compute()
+    assert one_by_one[1].compute() == together[1].compute() == {"a": sum_in_order(values) / 6}
+    assert together[1].count("a") == one_by_one[1].count("a") == 6
+    assert all(str(x.snapshot()) == str(y.snapshot()) for x, y in zip(one_by_one, together, strict=True))
+
+
+def sum_in_order(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total
