@@ -128,6 +128,15 @@ def test_channels_first_and_last_give_the_same_features(make):
     torch.testing.assert_close(first(images), last(images.permute(0, 2, 3, 1)))
 
 
+@pytest.mark.parametrize("shape", [(4, 36, 40), (36, 40, 3)])
+def test_pixels_are_bytes_over_255_laid_out_channels_last(shape):
+    encoder, rows = NatureEncoder(image_space(*shape)), pixels(3, *shape)
+    found = encoder._to_pixels(rows, torch.float32)
+    expected = rows if shape[0] == 4 else rows.permute(0, 3, 1, 2)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, expected.float() * (1 / 255))
+
+
 @pytest.mark.parametrize("make", [NatureEncoder, ImpalaEncoder])
 def test_images_that_are_convolved_a_few_at_a_time_have_the_same_features_and_gradients(make, monkeypatch):
     encoder, rows, seen = make(image_space(4, 36, 40)).double(), pixels(7, 4, 36, 40), []
