@@ -13,9 +13,9 @@ from gymnasium.utils import seeding
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Make a game depend on the seed of its own episode alone, and repeat actions ("sticky actions").
 
-    Its space is that of pictures whatever its observations are: the preprocessing takes those that it needs, two of four
-    frames, from the emulator. Were they observations too, of every frame and in colour, they would take a fifth of the
-    time of a game.
+    Its space is that of pictures whatever its observations are: the preprocessing takes those that it needs, of two
+    frames in four, from the emulator. As observations, of every frame and in colour, they took a fifth of the time of a
+    game.
 
     The emulator draws its repetitions from a generator that is seeded only where the ROM is loaded, which would take a
     quarter of a second for each episode; and some games keep memory over a reset. So the emulator is put back to the
