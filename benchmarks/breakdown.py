@@ -117,6 +117,8 @@ if __name__ == "__main__":
     measure.add_arguments(parser)
     parser.add_argument("--save", choices=["before", "after"], help="keep the result as that of before or after")
     arguments = parser.parse_args()
+    if "actors" in measure.WORKLOADS[arguments.workload]:
+        parser.error(f"workload={arguments.workload!r}: expected one that runs in a single process")
     arguments.backend = "sync"
     torch.set_num_threads(measure.THREADS)
     result = breakdown(arguments)

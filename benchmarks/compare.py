@@ -5,11 +5,11 @@
     python benchmarks/compare.py W3 rl_games --compiled
 
 Ours, theirs, ours, theirs …: what else the machine does meanwhile meets both. Each run is a process of its own; the
-ratio of each pair is ours / theirs, and the median over pairs is what is reported. The peer runs in the virtual
-environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`), which has `benchmarks/peers/requirements-<peer>.txt`
-installed, on Gymnasium's synchronous environments; `--backend` is what ours run on. The result goes to
-`benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled].json`, a pair at a time: started again, it goes
-on where it was, unless the package has changed since.
+ratio of each pair is ours / theirs, and the median over pairs is what is reported; CPU time is that of all processes
+where a workload has actors. The peer runs in the virtual environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`),
+which has `benchmarks/peers/requirements-<peer>.txt` installed, on Gymnasium's synchronous environments; `--backend` is
+what ours run on. The result goes to `benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled].json`, a
+pair at a time: started again, it goes on where it was, unless the package has changed since.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ PEERS = {
     "sample_factory": (("W1",), "sample_factory_ppo.py"),
     "sb3_contrib": (("W4",), "sb3_contrib_ppo.py"),
     "ding": (("W5",), "ding_ppg.py"),
+    "torchbeast": (("W6",), "torchbeast_impala.py"),
 }
 # Long enough for rates that differ by a few per cent between runs, short enough for five pairs in minutes.
-STEPS = {"W1": 100_000, "W2": 24_576, "W3": 5_120, "W4": 16_384, "W5": 65_536}
+STEPS = {"W1": 100_000, "W2": 24_576, "W3": 5_120, "W4": 16_384, "W5": 65_536, "W6": 32_000}
 TIMEOUT = 1200
 """Seconds after which a run is taken for hung: many times what any takes."""
 

@@ -38,6 +38,7 @@ IN_PAIRS: dict[str, list[dict[str, Any]]] = {
     ],
     "W4": [{"peer": "sb3_contrib"}],
     "W5": [{"peer": "ding"}],
+    "W6": [{"peer": "torchbeast"}, {"peer": "torchbeast", "backend": "native"}],
 }
 # Once, besides the other peers.
 ONCE: dict[str, list[dict[str, Any]]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -38,14 +39,34 @@ def process_start() -> float:
     return now - age
 
 
+def cpu_time_with_children() -> float:
+    """Return the CPU seconds of this process and of all that it started by `multiprocessing`, those that ended too.
+
+    Raises:
+        OSError: The system does not tell of processes that are alive (Linux does).
+    """
+    living = multiprocessing.active_children()  # which waits for those that have ended: they are in `os.times`
+    ticks = 0
+    for process in living:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    times = os.times()
+    ended = times.children_user + times.children_system
+    return time.process_time() + ended + ticks / os.sysconf("SC_CLK_TCK")
+
+
 class Clock:
     """Wall and CPU time from the end of the second rollout and its update to the end of the last.
 
-    CPU time is that of this process, all its threads, without child processes: far less disturbed by other load on the
-    machine than wall time.
+    CPU time is that of this process, all its threads: far less disturbed by other load on the machine than wall time.
+
+    Args:
+        with_children: Count that of the processes which this one starts by `multiprocessing` too: actors do the half of
+            the work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, with_children: bool = False) -> None:
+        self.with_children = with_children
         self.started = process_start()
         self.imported_at = self.started
         self.marks: list[tuple[int, float, float]] = []
@@ -56,7 +77,8 @@ class Clock:
 
     def tick(self, env_steps: int) -> None:
         """Call when a rollout has been learned from, with the environment steps done so far."""
-        self.marks.append((env_steps, time.time(), time.process_time()))
+        cpu = cpu_time_with_children() if self.with_children else time.process_time()
+        self.marks.append((env_steps, time.time(), cpu))
 
     def interval(self) -> tuple[int, float, float]:
         """Return environment steps, wall seconds and CPU seconds of the timed part.
@@ -116,7 +138,7 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.workload = workload(args)
-        self.clock = Clock()
+        self.clock = Clock(with_children="actors" in self.workload)
         self._steps = 0
 
     def imported(self) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch_cartpole
 from lightning.pytorch import Callback, LightningModule, Trainer
 from record import add_saving, save
-from workload_ppo import make_data, make_model
+from workload_models import make_data, make_model
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import Backend

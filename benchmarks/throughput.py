@@ -1,4 +1,4 @@
-"""Time PPO on the workloads of `workloads.json`, on one thread, and print one line of JSON.
+"""Time the workloads of `workloads.json`, on one thread, and print one line of JSON.
 
     OMP_NUM_THREADS=1 python benchmarks/throughput.py W1 --steps 100000
 
@@ -28,7 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import TensorBoardLogger  # noqa: E402
 from record import add_saving, save  # noqa: E402
-from workload_ppo import BareLoop, make_data, make_model  # noqa: E402
+from workload_models import BareLoop, make_data, make_model  # noqa: E402
 
 import lightning_rl  # noqa: E402
 from lightning_rl.progress import EnvStepProgressBar  # noqa: E402
@@ -177,6 +177,8 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(args)
     if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
         parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
+    if parsed.compiled and measure.WORKLOADS[parsed.workload].get("algorithm") == "impala":
+        parser.error(f"workload={parsed.workload!r}: expected one of PPO or PPG for --compiled")
     return parsed
 
 
@@ -191,6 +193,7 @@ if __name__ == "__main__":
         save(result, arguments.save, f"throughput/share-{'-'.join(parts)}.json")
         print("\n" + json.dumps(result), flush=True)
         sys.exit()
+    clock.with_children = "actors" in chosen
     ticks, _ = fit(arguments, chosen, clock, "full" if arguments.full else "plain")
     parts = [arguments.backend, "compiled" if arguments.compiled else "", "full" if arguments.full else ""]
     variant = ", ".join(part for part in parts if part)

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_rl import ActorCritic, shipped_configs
+from lightning_rl import IMPALA, ActorCritic, shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +38,9 @@ import retention  # noqa: E402
 import scaling  # noqa: E402
 import start_up  # noqa: E402
 import table  # noqa: E402
+import throughput  # noqa: E402
 import torch_cartpole  # noqa: E402
+import workload_models  # noqa: E402
 import zoo  # noqa: E402
 
 
@@ -356,6 +360,52 @@ def test_the_rate_between_disturbances_is_that_of_the_quicker_quarter_of_rollout
         clock.marks.append((100 * (index + 1), 0.0, cpu))
     assert clock.quiet_rate() == pytest.approx(100 / 3)  # of 1, 2, 3, …, 8 seconds
     assert clock.quiet_rate(4) == pytest.approx(400 / 12)  # of 12 and 24 seconds
+
+
+def test_cpu_time_of_a_workload_with_actors_is_that_of_all_processes():
+    def work(seconds, done):
+        while time.process_time() < seconds:
+            pass
+        done.wait()
+
+    alone, together, done = measure.Clock(), measure.Clock(with_children=True), multiprocessing.Event()
+    process = multiprocessing.get_context("fork").Process(target=work, args=(0.3, done))
+    alone.tick(0), together.tick(0)
+    process.start()
+    deadline = time.monotonic() + 30
+    while measure.cpu_time_with_children() - together.marks[0][2] < 0.25 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    alone.tick(1), together.tick(1)
+    done.set()
+    process.join()
+    together.tick(2)
+    assert together.marks[1][2] - together.marks[0][2] >= 0.25 > alone.marks[1][2] - alone.marks[0][2]
+    assert together.marks[2][2] - together.marks[0][2] >= 0.29, "one that has ended still counts"
+    assert [measure.Run(SimpleNamespace(workload=name, steps=None)).clock.with_children for name in ("W3", "W6")] == [
+        *(False, True)
+    ]
+
+
+def test_impala_of_the_workload_is_as_large_as_the_one_it_is_compared_with():
+    pytest.importorskip("ale_py")
+    workload = measure.WORKLOADS["W6"] | {"rollouts": 3}
+    data = workload_models.make_data(workload, "sync", seed=0)
+    model = workload_models.make_model(workload, data)
+    assert type(model) is IMPALA and (data.num_actors, data.actors.prefetch) == (2, 2)
+    # Convolutions of 32, 64 and 64 channels, 512 units; heads upon them, the last action and the last reward.
+    sizes = [(4 * 64 + 1) * 32, (32 * 16 + 1) * 64, (64 * 9 + 1) * 64, (3136 + 1) * 512, (512 + 6 + 1 + 1) * (6 + 1)]
+    assert sum(x.numel() for x in model.parameters()) == sum(sizes)
+    assert data.rollout_shape == (80, 8) and model.reduction == "sum" and data.spec.options.reward_clip == "abs_one"
+    for option in ("--compiled", "--share"):
+        with pytest.raises(SystemExit):
+            throughput.parse(["W6", option])
+
+
+def test_the_driver_of_torchbeast_says_what_is_missing(tmp_path):
+    driver = BENCHMARKS / "peers" / "torchbeast_impala.py"
+    found = programs.run(str(driver), "W6", env=os.environ | {"TORCHBEAST": str(tmp_path)}, cwd=ROOT)
+    assert found.returncode == 1
+    assert str(tmp_path) in found.stderr and "checkout of github.com/facebookresearch/torchbeast" in found.stderr
 
 
 RUN = {"version": "1", "sps_cpu": 30.0, "sps_cpu_quiet": 40.0, "sps": 20.0, "startup_s": 5.0, "peak_rss_mb": 300}

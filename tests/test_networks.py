@@ -10,6 +10,7 @@ from lightning_rl.networks import (
     ImpalaEncoder,
     MLPEncoder,
     NatureEncoder,
+    images,
     is_image,
     make_encoder,
 )
@@ -125,6 +126,33 @@ def test_channels_first_and_last_give_the_same_features(make):
     last.load_state_dict(first.state_dict())
     images = pixels(5, 3, 40, 44)
     torch.testing.assert_close(first(images), last(images.permute(0, 2, 3, 1)))
+
+
+@pytest.mark.parametrize("shape", [(4, 36, 40), (36, 40, 3)])
+def test_pixels_are_bytes_over_255_laid_out_channels_last(shape):
+    encoder, rows = NatureEncoder(image_space(*shape)), pixels(3, *shape)
+    found = encoder._to_pixels(rows, torch.float32)
+    expected = rows if shape[0] == 4 else rows.permute(0, 3, 1, 2)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, expected.float() * (1 / 255))
+
+
+@pytest.mark.parametrize("make", [NatureEncoder, ImpalaEncoder])
+def test_images_that_are_convolved_a_few_at_a_time_have_the_same_features_and_gradients(make, monkeypatch):
+    encoder, rows, seen = make(image_space(4, 36, 40)).double(), pixels(7, 4, 36, 40), []
+    of_all = encoder(rows)
+    expected = torch.autograd.grad(of_all.square().sum(), encoder.parameters())
+    monkeypatch.setattr(images, "_PIXELS_AT_A_TIME", 3 * 4 * 36 * 40)
+    to_pixels = type(encoder)._to_pixels
+    monkeypatch.setattr(make, "_to_pixels", lambda self, x, dtype: (seen.append(len(x)), to_pixels(self, x, dtype))[1])
+    features = encoder(rows)
+    found = torch.autograd.grad(features.square().sum(), encoder.parameters())
+    assert seen == [3, 3, 1]
+    torch.testing.assert_close([features, *found], [of_all, *expected])
+    hook = next(iter(encoder.children())).register_forward_hook(lambda *_: None)
+    encoder(rows)
+    hook.remove()
+    assert seen[3:] == [7], "who looks at a layer sees one pass"
 
 
 @pytest.mark.parametrize("network", ["mlp", "nature", "impala"])

@@ -1,15 +1,21 @@
-"""Seeding of Atari games, episode by episode, without loading them again."""
+"""Atari games: seeding episode by episode without loading them again, and pictures only for those who look."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium import spaces
 from gymnasium.utils import seeding
 
 
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Make a game depend on the seed of its own episode alone, and repeat actions ("sticky actions").
+
+    Its space is that of pictures whatever its observations are: the preprocessing takes those that it needs, of two
+    frames in four, from the emulator. As observations, of every frame and in colour, they took a fifth of the time of a
+    game.
 
     The emulator draws its repetitions from a generator that is seeded only where the ROM is loaded, which would take a
     quarter of a second for each episode; and some games keep memory over a reset. So the emulator is put back to the
@@ -23,6 +29,9 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any], repeat_action_probability: float) -> None:
         super().__init__(env)
         self.repeat_action_probability = repeat_action_probability
+        if isinstance(env.observation_space, spaces.Box):
+            game: Any = env.unwrapped
+            self.observation_space = spaces.Box(0, 255, (*game.ale.getScreenDims(), 3), np.uint8)
         self._first_state: Any = None
         self._action: Any = 0
 

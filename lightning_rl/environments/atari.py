@@ -60,8 +60,9 @@ class AtariPreprocessing:
         return replace(self, episodic_life=False, clip_rewards=False)
 
     def make_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
-        """Return what `gymnasium.make` needs: wrappers skip frames and repeat actions, not the emulator."""
-        return {"frameskip": 1, "repeat_action_probability": 0.0} | self._limited(max_episode_steps)
+        """Return what `gymnasium.make` needs: wrappers skip frames, repeat actions and take pictures, not the game."""
+        made = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "ram"}
+        return made | self._limited(max_episode_steps)
 
     def wrap(
         self, env: gymnasium.Env[Any, Any], default_stickiness: float, evaluation: bool = False

@@ -200,5 +200,8 @@ def _flatten(event_dims: int, dtype: Any, actions: Any) -> Array:  # noqa: ANN40
 def _one_hot(event_dims: int, offsets: Array, size: int, actions: Any) -> Array:  # noqa: ANN401
     places = _flatten(event_dims, np.int64, actions) + offsets
     one_hot = np.zeros((*places.shape[:-1], size), np.int8)
-    np.put_along_axis(one_hot, places, 1, axis=-1)
+    if places.ndim == 1:
+        one_hot[places] = 1
+    else:
+        np.put_along_axis(one_hot, places, 1, axis=-1)
     return one_hot

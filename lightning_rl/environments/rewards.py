@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -45,6 +46,9 @@ def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) ->
 
 
 def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # noqa: ANN401
+    if type(rewards) is float and clip != "soft_asymmetric":  # at each step, where NumPy takes ten times as long
+        limit = math.inf if clip is None else 1.0 if isinstance(clip, str) else float(clip)
+        return min(max(rewards * scale, -limit), limit)
     is_tensor = isinstance(rewards, Tensor)
     library: Any = torch if is_tensor else np
     scaled = (rewards if is_tensor else np.asarray(rewards, np.float64)) * scale

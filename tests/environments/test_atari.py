@@ -50,6 +50,22 @@ def test_usual_preprocessing_gives_four_84_by_84_frames():
     assert env.action_space == gymnasium.spaces.Discrete(4)
 
 
+@pytest.mark.parametrize("grayscale", [True, False])
+def test_observations_are_those_of_a_game_that_takes_a_picture_of_every_frame(grayscale):
+    wrapped = {"noop_max": 0, "frame_skip": 4, "grayscale_obs": grayscale}
+    kwargs = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "rgb"}
+    pictures = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(BREAKOUT, **kwargs), **wrapped)
+    ours = game(frame_stack=1, grayscale=grayscale, fire_on_reset=False, clip_rewards=False, episodic_life=False)
+    assert ours.unwrapped._obs_type == "ram", "none is taken in vain"
+    assert ours.observation_space.shape[-2:] == pictures.observation_space.shape[-2:]
+    for env in (ours, pictures):
+        env.reset(seed=0)
+    for action in [FIRE, *[RIGHT, LEFT, LEFT] * 10]:
+        (seen, *rest), (expected, *of_pictures) = ours.step(action), pictures.step(action)
+        np.testing.assert_array_equal(seen[0] if grayscale else seen, expected)
+        assert rest[:3] == of_pictures[:3]
+
+
 def test_lost_life_ends_the_learning_episode_but_goes_on_with_the_same_game():
     env = game()
     new_game, _ = env.reset(seed=0)

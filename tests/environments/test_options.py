@@ -80,6 +80,7 @@ def test_rewards_are_scaled_and_then_bounded(scale, clip, expected):
     np.testing.assert_allclose(transform(raw), expected, rtol=1e-15)
     assert [transform(float(r)) for r in raw] == pytest.approx(expected, rel=1e-15)
     assert type(transform(1.0)) is float
+    assert math.isnan(transform(math.nan)) and np.isnan(transform(np.array([math.nan]))).all(), "to be found later"
 
 
 def test_rewards_that_are_left_alone_cost_no_wrapper():

@@ -14,7 +14,8 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_rl import PPG, PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl import IMPALA, PPG, PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.environments import Backend
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ClassSpec
@@ -44,8 +45,16 @@ def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutD
         env_kwargs={"num_threads": measure.THREADS} if backend == "envpool" else None,
         wrappers=_wrappers(workload),
         atari=atari,
+        reward_clip=workload.get("reward_clip"),
+        previous_action=workload.get("previous", False),
+        previous_reward=workload.get("previous", False),
+        **_actors(workload),
         seed=seed,
     )
+
+
+def _actors(workload: dict[str, Any]) -> dict[str, Any]:
+    return {"num_actors": workload["actors"], "actor_prefetch": 2} if "actors" in workload else {}
 
 
 def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
@@ -54,42 +63,61 @@ def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
     return [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": workload["shown"]}}]
 
 
-def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] | None = None) -> PPO:
+def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO] | None = None) -> OnPolicyAlgorithm:
     """Return the algorithm of a workload; its parameters come from torch's global generator.
 
     Args:
         workload: From `workloads.json`.
         data: Its environments.
-        kind: A subclass of the algorithm; None: the algorithm itself.
+        kind: A subclass of PPO; None: the algorithm itself.
     """
-    adam = {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam"}
-    phases: dict[str, Any] = {}
-    if workload.get("algorithm") == "ppg":
-        names = {"num_policy_iterations": "policy_iterations", "num_aux_epochs": "aux_epochs"}
-        phases = {name: workload[key] for name, key in names.items()}
-    made = kind or (PPG if phases else PPO)
-    return made(
+    algorithm = workload.get("algorithm", "ppo")
+    made: dict[str, Any] = {"ppo": _ppo, "ppg": _ppg, "impala": _impala}[algorithm](workload)
+    return (kind or {"ppo": PPO, "ppg": PPG, "impala": IMPALA}[algorithm])(
         data.observation_space,
         data.action_space,
-        **phases,
-        num_epochs=workload["epochs"],
-        num_minibatches=workload["minibatches"],
+        **made,
         learning_rate=workload["lr"],
-        optimizer=adam | {"init_args": {"eps": workload["adam_eps"], "fused": True}},
         gamma=workload["gamma"],
-        gae_lambda=workload["gae_lambda"],
-        clip_range=workload["clip"],
         entropy_coef=workload["ent_coef"],
         value_coef=workload["vf_coef"],
         max_grad_norm=workload["max_grad_norm"],
-        normalize_advantages="minibatch" if workload["norm_adv"] else "none",
-        hidden_sizes=workload["hidden"] or (64, 64),
         activation=workload["activation"],
         normalize_observations=workload["normalize"],
         normalize_rewards=workload["normalize"],
-        compile_loss=workload.get("compiled", False),
         memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
+
+
+def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
+    """Return what PPO and PPG alone are told."""
+    adam = {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam"}
+    return {
+        "num_epochs": workload["epochs"],
+        "num_minibatches": workload["minibatches"],
+        "optimizer": adam | {"init_args": {"eps": workload["adam_eps"], "fused": True}},
+        "gae_lambda": workload["gae_lambda"],
+        "clip_range": workload["clip"],
+        "normalize_advantages": "minibatch" if workload["norm_adv"] else "none",
+        "hidden_sizes": workload["hidden"] or (64, 64),
+        "compile_loss": workload.get("compiled", False),
+    }
+
+
+def _ppg(workload: dict[str, Any]) -> dict[str, Any]:
+    phases = {"num_policy_iterations": workload["policy_iterations"], "num_aux_epochs": workload["aux_epochs"]}
+    return _ppo(workload) | phases
+
+
+def _impala(workload: dict[str, Any]) -> dict[str, Any]:
+    """Return what IMPALA alone is told: its heads come right after what is seen, and rewards are clipped before."""
+    rms = {"alpha": workload["rms_alpha"], "eps": workload["rms_eps"]}
+    return {
+        "optimizer": {"class_path": "torch.optim.RMSprop", "init_args": rms},
+        "reduction": workload["reduction"],
+        "anneal_learning_rate": workload["anneal_lr"],
+        "hidden_sizes": workload["hidden"],
+    }
 
 
 class BarePPO(PPO):
