@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Diagnostics:
@@ -47,10 +50,13 @@ class Diagnostics:
         """Begin a minibatch: what it records counts if updates still go on; where the device knows better, too."""
         self._counts = self.open
 
-    def add(self, **terms: Tensor) -> None:
+    def add(self, **terms: Tensor | float) -> None:
         """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
         for name, term in self._named(terms).items():
-            term = term.detach() if term.requires_grad else term
+            if not isinstance(term, Tensor):
+                term = torch.tensor(float(term), device=self.open.device)
+            elif term.requires_grad:
+                term = term.detach()
             self._terms.setdefault(name, []).append((term, self._counts))
 
     def add_together(self, names: Sequence[str], terms: Tensor, observed: Collection[str] = ()) -> None:
@@ -72,7 +78,7 @@ class Diagnostics:
         """
         self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
 
-    def observe(self, **terms: Tensor) -> None:
+    def observe(self, **terms: Tensor | float) -> None:
         """Record terms that may be NaN or infinite without harm to the parameters."""
         self.observed.update(self._named(terms))
         self.add(**terms)
@@ -82,7 +88,7 @@ class Diagnostics:
         if self._prefix + name not in self._terms:
             self.observe(**{name: term()})
 
-    def _named(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _named(self, terms: dict[str, T]) -> dict[str, T]:
         return {self._prefix + name: term for name, term in terms.items()} if self._prefix else terms
 
     def close_unless(self, condition: Tensor) -> None:
@@ -135,12 +141,15 @@ class Diagnostics:
         recorded = self._recorded()
         if not recorded:
             return {}
+        # By identity: minibatches between which nothing happened share one. What was recorded keeps them alive.
         flags = {id(flag): flag for _, _, some in recorded for flag in some}
-        terms = [terms.flatten() for _, terms, _ in recorded]
-        told = torch.cat([*terms, torch.stack([*flags.values()]).to(terms[0].dtype)]).cpu().numpy().astype(np.float64)
-        is_open = dict(zip(flags, told[-len(flags) :] != 0, strict=True))
+        blocks = [terms.flatten() for _, terms, _ in recorded]
+        blocks.append(torch.stack([*flags.values()]).to(blocks[0].dtype))
+        told = torch.cat(blocks).cpu().numpy().astype(np.float64)
+        *values, are_open = np.split(told, np.cumsum([len(block) for block in blocks[:-1]]))
+        is_open = dict(zip(flags, are_open != 0, strict=True))
         totals: dict[str, tuple[float, float]] = {}
-        for (names, _, some), of_names in zip(recorded, np.split(told, np.cumsum([*map(len, terms)])), strict=False):
+        for (names, _, some), of_names in zip(recorded, values, strict=True):
             counted = np.array([is_open[id(flag)] for flag in some])
             sums = of_names.reshape(len(some), len(names))[counted].sum(0)
             for name, total in zip(names, sums.tolist(), strict=True):

@@ -43,6 +43,13 @@ def test_means_are_not_limited_by_the_precision_of_the_terms():
     assert diagnostics.means() == {"term": 1.0, "exact": pytest.approx(0.1, rel=1e-12)}
 
 
+def test_numbers_are_terms_too():
+    diagnostics = Diagnostics(torch.device("cpu"))
+    diagnostics.add(coefficient=0.5)
+    diagnostics.observe(count=3)
+    assert diagnostics.means() == {"coefficient": 0.5, "count": 3.0}
+
+
 def test_only_terms_of_the_update_must_be_finite():
     diagnostics = Diagnostics(torch.device("cpu"))
     diagnostics.observe(described=scalar(float("inf")))

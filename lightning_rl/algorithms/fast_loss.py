@@ -45,8 +45,6 @@ class FastLoss:
 
     def __init__(self, model: Any, networks: FastNetworks) -> None:  # noqa: ANN401 - the module that imports this one
         self.model, self.networks = model, networks
-        # With several ranks their sums of absolute values are not what the terms of all of them have.
-        self._terms = (*_TERMS, _ABSOLUTE) if model.world_size == 1 else _TERMS
 
     most_rows = 8192
     """Of more of them what operations do takes longer than starting them, and PyTorch may share it among threads."""
@@ -97,10 +95,8 @@ class FastLoss:
             entropy = batch.weight * rows.entropies
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
-            terms = [policy_loss, entropy, value_loss, sum(summands), *observed]
-            terms += [sum(map(abs, summands))] if _ABSOLUTE in self._terms else summands
-            told = np.array(terms, of_values.dtype)
-        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told))
+            terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
+        loss = self._record(*(torch.from_numpy(np.asarray(x, of_values.dtype)) for x in (log_ratios, terms, summands)))
         return KnownGradients(loss, networks.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
@@ -137,18 +133,20 @@ class FastLoss:
             losses = np.maximum(losses, bounded)
         return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
 
-    def _record(self, log_ratios: Tensor, told: Tensor) -> Tensor:
+    def _record(self, log_ratios: Tensor, terms: Tensor, summands: Tensor) -> Tensor:
         """Record what `PPO.loss` does, and return the loss.
 
         Args:
             log_ratios: Of the rows.
-            told: What is named in `_terms`, then the summands of the loss, unless their absolute sum is there.
+            terms: What is named in `_TERMS`, and the sum of the absolute values of the summands.
+            summands: Of the loss.
         """
-        model, length = self.model, len(self._terms)
+        model, alone = self.model, self.model.world_size == 1
         model.observe_first_ratios(log_ratios)
         # One after the other they take longer to record than to compute.
-        model.diagnostics.add_together(self._terms, told[:length], _OBSERVED)
-        if length < len(told):
-            model.diagnostics.add_absolute(_ABSOLUTE, told[length:])
-        model.stop_unless_close(told[_TERMS.index("approx_kl")])
-        return told[_TERMS.index("loss")]
+        names = (*_TERMS, _ABSOLUTE) if alone else _TERMS
+        model.diagnostics.add_together(names, terms[: len(names)], _OBSERVED)
+        if not alone:  # the mean over ranks, of which absolute values are taken, is not known here
+            model.diagnostics.add_absolute(_ABSOLUTE, summands)
+        model.stop_unless_close(terms[_TERMS.index("approx_kl")])
+        return terms[_TERMS.index("loss")]

@@ -153,6 +153,10 @@ class PPO(OnPolicyAlgorithm):
         on_xla = trainer.strategy.root_device.type == "xla"
         check(not (self.compile_loss and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
 
+    def observe_loss(self, rollout: Rollout | Batch) -> None:
+        """Compute the loss over a rollout as it is seen now, or over rows of one."""
+        super().observe_loss(self.seen_now(rollout) if isinstance(rollout, Rollout) else rollout)
+
     @property
     def is_warming_up(self) -> bool:
         """Whether only the value is learned yet."""

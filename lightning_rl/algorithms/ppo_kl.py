@@ -81,13 +81,15 @@ class PPOKLPenalty(ActingDistribution, PPO):
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, adapt β to how far that has moved the policy, and return the losses."""
         kl = self.kl_coef.new_tensor(torch.nan)  # leaves β as it is
+        # A policy that stays where it is says nothing about how much holds it back.
+        adapts = self.adaptive and not self.is_warming_up
         with self.learning(rollout):
             self.diagnostics.observe(kl_coef=self.kl_coef.clone())
             rollout = self.seen_now(rollout)
             batch = self.targets(rollout)
             self.update(rollout, batch)
             kl = self.mean_kl(batch)
-        if self.adaptive and not self.skipped_updates:
+        if adapts and not self.skipped_updates:
             target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, kl, target, tolerance))
         return {"losses": self.losses}

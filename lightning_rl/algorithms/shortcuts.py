@@ -99,4 +99,4 @@ class Shortcuts(LightningModule):
 
 def _is_lightnings(method: str, owner: object, base: type[Any]) -> bool:
     """Return whether an object has a method from `base`, overridden neither in its class nor in itself."""
-    return method not in vars(owner) and getattr(type(owner), method) is getattr(base, method)
+    return method not in vars(owner) and getattr(type(owner), method, None) is getattr(base, method)

@@ -251,10 +251,10 @@ class Updates(OverRanks, Shortcuts):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
         before = None if keep_if is None else OptimizerSnapshot(x.optimizer for x in optimizers)
-        for name, optimizer in zip(GRADIENT_NORMS, optimizers, strict=False):
-            if name in norms:
-                self._clip_gradients(gradients[name], norms[name])
-                self._step(optimizer, counts=optimizer is optimizers[0])
+        stepping = [pair for pair in zip(GRADIENT_NORMS, optimizers, strict=False) if pair[0] in norms]
+        for name, optimizer in stepping:
+            self._clip_gradients(gradients[name], norms[name])
+            self._step(optimizer, counts=optimizer is stepping[0][1])
         if before is not None and keep_if is not None:
             self._take_back_unless(keep_if, before)
 
@@ -306,7 +306,8 @@ class Updates(OverRanks, Shortcuts):
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
         """Step if updates are open: decided on the device by fused and capturable optimisers, elsewhere by the host.
 
-        One update is one of Lightning's global steps, whatever the number of optimisers: only the first `counts`.
+        One update is one of Lightning's global steps, whatever the number of optimisers: only the first that steps
+        `counts`.
         """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"

@@ -198,6 +198,12 @@ def test_one_update_is_one_global_step_with_two_optimisers_too():
     assert trainer.global_step == 3 * 2 * 2
 
 
+def test_updates_of_the_critic_alone_are_global_steps_too():
+    """By which callbacks know that there is something to save."""
+    trainer = learn(make(critic_learning_rate=1e-3, critic_warmup_steps=10**6))
+    assert trainer.global_step == 3 * 2 * 2
+
+
 def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor():
     line = {"kind": "linear", "start": 3e-3, "end": 0}
     for options, critics in (

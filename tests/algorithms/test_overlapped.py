@@ -110,6 +110,16 @@ def test_the_policy_that_acted_stays_in_the_rollout():
     torch.testing.assert_close(now.values, model.policy.value(rollout.observations[:-1]))
 
 
+@pytest.mark.parametrize("algorithm", [PPO, PPOKLPenalty])
+def test_the_loss_of_an_older_rollout_is_the_one_that_its_update_begins_with(algorithm):
+    model = make(algorithm, overlapped=True, num_epochs=1, num_minibatches=1)
+    rollout = random_rollout(model.policy)
+    found = moved(model).compute_loss(rollout)
+    told = learn(model, [rollout], lag=1)
+    assert found["policy_loss"] == pytest.approx(told["policy_loss"], abs=1e-12)
+    assert found["loss"] == pytest.approx(told["loss"], abs=1e-12) and found["approx_kl"] == pytest.approx(0, abs=1e-12)
+
+
 @pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
 def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
     model, rollout = collected(memory, overlapped=True)

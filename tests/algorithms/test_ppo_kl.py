@@ -87,6 +87,15 @@ def test_coefficient_adapts_after_each_rollout(target, factor):
     assert "kl_coef" in model.state_dict()
 
 
+def test_coefficient_stays_while_the_critic_warms_up():
+    """The policy does not move, which is no reason to hold it back less."""
+    model = make(adaptive_kl_target=1e3, initial_kl_coef=2.0)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in (1, 2, 3)]
+    model.critic_warmup_steps = rollouts[0].num_steps + 1
+    recorder = fit(model, *rollouts)
+    assert recorder.column("kl_coef") == [2, 2, 2] and model.kl_coef < 2
+
+
 def test_target_follows_a_schedule_in_both_penalties():
     points = [[0, 1e-9], [48, 10.0]]
     model = make(adaptive_kl_target={"kind": "piecewise", "points": points}, kl_cutoff_coef=5.0, initial_kl_coef=2.0)
