@@ -267,15 +267,17 @@ class Collector:
         summary = EpisodeSummary([], [])
         ends = self._terminated | self._truncated
         first = np.zeros(len(self._returns), np.int64)
-        for t, index in np.argwhere(ends | self._lost):
-            span = slice(first[index], t + 1)
+        steps = self._valid.cumsum(0)  # of the rollout, up to here
+        for t, index in np.argwhere(ends | self._lost).tolist():
+            begin = first[index]
             if not self._lost[t, index]:
-                summary.returns.append(float(self._returns[index] + self._rewards[span, index].sum()))
-                summary.lengths.append(int(self._lengths[index] + self._valid[span, index].sum()))
-            self._returns[index], self._lengths[index], first[index] = 0.0, 0, t + 1
+                summary.returns.append(float(self._returns[index] + self._rewards[begin : t + 1, index].sum()))
+                summary.lengths.append(int(self._lengths[index] + steps[t, index]))
+            # What comes after it is counted from there.
+            self._returns[index], self._lengths[index], first[index] = 0.0, -steps[t, index], t + 1
         goes_on = np.arange(self.length)[:, None] >= first
         self._returns += self._rewards.sum(0, where=goes_on)
-        self._lengths += self._valid.sum(0, where=goes_on)
+        self._lengths += steps[-1]
         return summary
 
 

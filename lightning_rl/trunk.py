@@ -163,7 +163,7 @@ class Trunk(nn.Module):
         if self.observation_normalizer is not None:
             observations = self.observation_normalizer(observations)
         dtype = self.dtype
-        if isinstance(observations, Tensor) and observations.dtype == dtype:  # at each step of an environment
+        if isinstance(observations, Tensor) and observations.dtype is dtype:  # at each step of an environment
             return observations
         return map_leaves(lambda x: x.to(dtype) if x.is_floating_point() else x, observations)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,8 @@ class FastLoss:
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
             terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
-        loss = self._record(*(torch.from_numpy(np.asarray(x, of_values.dtype)) for x in (log_ratios, terms, summands)))
+        dtype = of_values.dtype
+        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(np.array(terms, dtype)), summands)
         return KnownGradients(loss, networks.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
@@ -133,7 +135,7 @@ class FastLoss:
             losses = np.maximum(losses, bounded)
         return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
 
-    def _record(self, log_ratios: Tensor, terms: Tensor, summands: Tensor) -> Tensor:
+    def _record(self, log_ratios: Tensor, terms: Tensor, summands: Sequence[Any]) -> Tensor:
         """Record what `PPO.loss` does, and return the loss.
 
         Args:
@@ -147,6 +149,6 @@ class FastLoss:
         names = (*_TERMS, _ABSOLUTE) if alone else _TERMS
         model.diagnostics.add_together(names, terms[: len(names)], _OBSERVED)
         if not alone:  # the mean over ranks, of which absolute values are taken, is not known here
-            model.diagnostics.add_absolute(_ABSOLUTE, summands)
+            model.diagnostics.add_absolute(_ABSOLUTE, terms.new_tensor(np.array(summands)))
         model.stop_unless_close(terms[_TERMS.index("approx_kl")])
         return terms[_TERMS.index("loss")]

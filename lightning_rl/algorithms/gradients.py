@@ -27,6 +27,8 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients so that their global norm, which is `norm`, is at most `max_norm`."""
+    if norm.is_cpu and 1.01 * float(norm) + 2e-6 < max_norm:
+        return  # the factor is certainly 1
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor)

@@ -239,14 +239,15 @@ class Updates(OverRanks, Shortcuts):
             optimizer.zero_grad()
         self._backward(loss, only)
         gradients = self._gradients(optimizers)
-        # Of a loss that is not finite no gradient is, whatever came out.
-        nothing = 0 * loss.detach()
-        norms = {name: total_norm(found) + nothing for name, found in gradients.items()}
+        norms = {name: total_norm(found) for name, found in gradients.items()}
+        if not _is_known_finite(loss.detach()):
+            # Of a loss that is not finite no gradient is, whatever came out.
+            norms = {name: norm + 0 * loss.detach() for name, norm in norms.items()}
         self.diagnostics.add(**norms)
-        for grad_norm in norms.values():
-            if not (grad_norm.is_cpu and math.isfinite(grad_norm)):
+        for norm in norms.values():
+            if not _is_known_finite(norm):
                 # Whether it is finite, in fewer kernels than `isfinite`.
-                self.diagnostics.close_for_good_unless(grad_norm - grad_norm == 0)
+                self.diagnostics.close_for_good_unless(norm - norm == 0)
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
@@ -319,6 +320,11 @@ class Updates(OverRanks, Shortcuts):
             step_where(is_open, raw, step)
         elif is_open:
             step()
+
+
+def _is_known_finite(x: Tensor) -> bool:
+    """Whether a scalar is finite, as far as the host knows without waiting for the device."""
+    return x.is_cpu and math.isfinite(x)
 
 
 def not_finite_throughout(loss: Tensor) -> Tensor:

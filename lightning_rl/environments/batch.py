@@ -103,7 +103,7 @@ class EnvironmentBatch:
         base = getattr(env, "unwrapped", env)
         if isinstance(base, RestartingProcesses):
             base.where = self._places.where
-        self._resets_next = np.zeros(self.num_envs, bool)
+        self._resets_next, self._any_resets_next = np.zeros(self.num_envs, bool), False
 
     def reset(self) -> Nested:
         """Begin every environment's stream of episodes again, and return the first observations.
@@ -112,7 +112,7 @@ class EnvironmentBatch:
             EnvironmentFailure: As `step`.
         """
         self._places.forget()
-        self._resets_next[:] = False
+        self._resets_next, self._any_resets_next = np.zeros(self.num_envs, bool), False
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
         return observations
@@ -140,12 +140,13 @@ class EnvironmentBatch:
         if IDLE in infos:
             valid = ~infos[IDLE]
         finals: list[tuple[int, Nested]] = []
+        any_ended = bool(ended.any())
         if self.mode is AutoresetMode.NEXT_STEP:
-            if self._resets_next.any():
+            if self._any_resets_next:
                 valid = ~self._resets_next
                 rewards = np.where(valid, rewards, 0)
-            self._resets_next = ended
-        if not ended.any():
+            self._resets_next, self._any_resets_next = ended, any_ended
+        if not any_ended:
             self._check_observations(observations)
             return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
         at_ends = np.flatnonzero(ended).tolist()
@@ -263,7 +264,8 @@ class EnvironmentBatch:
         elif len(state["episodes"]) != self.num_envs:
             return None
         self._places.load_state_dict(state)
-        self._resets_next[:] = state["resets_next"].numpy()
+        self._resets_next = state["resets_next"].numpy().copy()
+        self._any_resets_next = bool(self._resets_next.any())
         if isinstance(self.env, CartPoleVectorEnv):
             observations = load_cartpole_state(self.env, to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations
