@@ -201,7 +201,8 @@ class Reports(Updates):
         }
 
     def load_window_state(self, state: dict[str, Any]) -> None:
-        """Take over what `window_state` returned."""
+        """Take over what `window_state` returned, in place of what there is."""
+        self.begin_window()  # an earlier fit may have left numbers behind
         self._logged_env_steps = state["since"]
         self.train_episodes.restore(state["episodes"])
         if state["means"] is not None:
