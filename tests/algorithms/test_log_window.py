@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rl import PPO
+from lightning_rl.algorithms.log_window import LogWindow
+from lightning_rl.rollout import EpisodeSummary
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
 
 
@@ -36,3 +39,48 @@ def test_what_was_learned_after_the_checkpoint_is_not_logged_by_the_run_that_goe
     with pytest.raises(RuntimeError, match="two rollouts are lost"):
         fit(model, Fails())
     assert values(fit(model, ckpt_path=tmp_path / "x.ckpt")) == whole[1:]
+
+
+def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
+    """A window that some rollouts were taken into, each with other numbers."""
+    window = LogWindow() if window is None else window
+    for k in rollouts:
+        episodes = EpisodeSummary([0.1 * k] * (k % 3), [k] * (k % 3))
+        window.add(episodes, {"train/b": [0.1 * k], "train/a": [] if k % 2 else [k, 1 / 3]}, {"rollout/dropped": k})
+    return window
+
+
+def test_a_window_that_a_checkpoint_takes_along_is_the_one_that_goes_on():
+    """Whatever there was before, to the last digit, and however often the metrics take in what is pending."""
+    whole = learned(range(70))
+    assert not whole.is_empty
+    twin = learned(range(500, 540))
+    twin.add(EpisodeSummary([], []), {"train/other": [1.0]}, {"train/policy_lag_max": 9})
+    twin.restore(learned(range(35)).snapshot())
+    learned(range(35, 70), twin)
+    assert str(twin.snapshot()) == str(whole.snapshot())
+    expected = whole.compute()
+    assert twin.compute() == expected
+    assert expected["train/b"] == pytest.approx(0.1 * 69 / 2) and expected["rollout/dropped"] == 69 * 70 / 2
+    assert expected["rollout/episodes"] == 69 and expected["rollout/episode_length_max"] == 68
+    whole.begin(7)
+    assert whole.is_empty and whole.snapshot()["since"] == 7
+    assert learned(range(5, 6), whole).compute()["train/b"] == 0.5
+
+
+def test_windows_have_no_part_in_the_state_dict_and_move_with_the_module():
+    window = learned(range(3))
+    assert window.state_dict() == {} and not [*window.buffers()]
+    assert {type(module).__name__ for module in window.modules()} >= {"EpisodeStatistics", "ScalarMeans", "Total"}
+
+
+def test_an_empty_window_is_what_it_was_in_earlier_checkpoints():
+    snapshot = LogWindow().snapshot()
+    assert (snapshot["names"], snapshot["means"], snapshot["counts"]) == ([], None, {})
+    window = learned(range(3))
+    window.restore(snapshot)
+    assert window.is_empty and str(window.snapshot()) == str(snapshot)
+    earlier = {"since": 64, "episodes": snapshot["episodes"], "names": [], "means": None}
+    restarts = {"states": {"total": torch.tensor(2.0, dtype=torch.float64)}, "update_count": 3}
+    window.restore(earlier | {"restarts": restarts})
+    assert window.since == 64 and window.counts["rollout/env_restarts"].compute() == 2
