@@ -57,6 +57,14 @@ class Reports(Updates):
         """Log returns and lengths."""
         self._log_evaluation("test")
 
+    def on_train_end(self) -> None:
+        """Log what happened since the last log, where it was not known that the rollout would be the last one.
+
+        What a signal or an exception ends does not come here: it has not ended for the run that goes on from it.
+        """
+        if self.trainer.log_every_n_steps and not self.log_window.is_empty:  # type: ignore[attr-defined]
+            self._log_training()
+
     def _log_evaluation(self, stage: str) -> None:
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()

@@ -12,9 +12,15 @@ from lightning_rl.rollout import EpisodeSummary
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
 
 
-def fit(model: PPO, *callbacks: Callback, every: int = 4, ckpt_path: Path | None = None) -> MemoryLogger:
+def fit(
+    model: PPO,
+    *callbacks: Callback,
+    every: int = 4,
+    ckpt_path: Path | None = None,
+    logger: MemoryLogger | None = None,
+) -> MemoryLogger:
     """Learn from eight rollouts of 32 steps, a log for every few of them."""
-    logger = MemoryLogger()
+    logger = logger or MemoryLogger()
     trainer = make_trainer(callbacks=[*callbacks], logger=logger, log_every_n_steps=every)
     trainer.fit(model, make_data(rollouts_per_epoch=8), ckpt_path=ckpt_path)
     return logger
@@ -39,6 +45,46 @@ def test_what_was_learned_after_the_checkpoint_is_not_logged_by_the_run_that_goe
     with pytest.raises(RuntimeError, match="two rollouts are lost"):
         fit(model, Fails())
     assert values(fit(model, ckpt_path=tmp_path / "x.ckpt")) == whole[1:]
+
+
+class StopsAfter(Callback):
+    """As early stopping and `max_time` do, or by what a signal ends in."""
+
+    def __init__(self, rollouts: int, error: type[BaseException] | None = None) -> None:
+        self.rollouts, self.error = rollouts, error
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: object) -> None:
+        if pl_module.policy_version == self.rollouts:
+            if self.error is not None:
+                raise self.error
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("every", "steps"), [(50, [192]), (4, [128, 192]), (3, [96, 192]), (0, [])])
+def test_a_run_that_a_callback_stops_logs_what_is_left_once(every, steps):
+    model = make_model(make_data())
+    logger = fit(model, StopsAfter(6), every=every)
+    assert [step for step, _ in logger.rows("train/policy_loss")] == steps
+    assert model.log_window.is_empty == bool(every)
+
+
+def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_checkpoint():
+    model, logger = make_model(make_data()), MemoryLogger()
+    with pytest.raises(SystemExit):
+        fit(model, StopsAfter(6, SystemExit), logger=logger)
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [128]
+    assert not model.log_window.is_empty
+
+
+def test_steps_that_only_reset_leave_no_rollout_of_a_whole_run_unlogged():
+    """They are planned, and do not count, so that the clock ends below what was planned."""
+    logger = MemoryLogger()
+    data = make_data(rollouts_per_epoch=3, backend="native")
+    trainer = make_trainer(logger=logger)
+    trainer.fit(make_model(data), data)
+    assert 0 < trainer.lightning_module.env_steps < 96
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [trainer.lightning_module.env_steps]
+    assert "rollout/episode_return" in trainer.logged_metrics
 
 
 def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
