@@ -130,7 +130,8 @@ class Largest(_Window):
 class ScalarMeans(_Window):
     """Means of named scalars over all ranks; a name that nothing was reported for is left out.
 
-    Every rank must report the same names in the same order, if need be without values.
+    Every rank must report the same names, if need be without values; in which order, and which of them first, is all
+    the same, since they are kept in that of the alphabet.
 
     Args:
         names: Names known beforehand; others join when they are first reported.
@@ -147,15 +148,22 @@ class ScalarMeans(_Window):
 
     def update(self, values: Mapping[str, Sequence[float]]) -> None:
         """Take in values, any number for each name."""
-        if new := [name for name in values if name not in self.names]:
-            self.names += new
-            for state in ("sums", "counts"):
-                old = getattr(self, state)
-                setattr(self, state, torch.cat([old, old.new_zeros(len(new))]))
-                self._defaults[state] = old.new_zeros(len(self.names))
+        # Ranks add up their vectors place by place. Older checkpoints have names in another order.
+        names = sorted({*self.names, *values})
+        if names != self.names:
+            self._arrange(names)
         reported = [values.get(name, ()) for name in self.names]
         self.sums = _plus(self.sums, reported)
         self.counts = self.counts + self.counts.new_tensor([len(v) for v in reported])
+
+    def _arrange(self, names: list[str]) -> None:
+        """Have an entry for each of these names, in this order, with what is known of it."""
+        for state in ("sums", "counts"):
+            old: Tensor = getattr(self, state)
+            known = dict(zip(self.names, old.tolist(), strict=True))
+            setattr(self, state, old.new_tensor([known.get(name, 0.0) for name in names]))
+            self._defaults[state] = old.new_zeros(len(names))
+        self.names = names
 
     def count(self, name: str) -> int:
         """Return how many values of a scalar this rank has taken in."""

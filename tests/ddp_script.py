@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_rl import CLEAR, PPG, VMPO, OffPolicyPPG
+from lightning_rl import CLEAR, PPG, PPO, VMPO, OffPolicyPPG
+from lightning_rl.algorithms.fast_loss import FastLoss
 from tests.helpers import (
     DISCRETE,
     VECTOR,
@@ -92,6 +93,18 @@ def count_restarts(rank: int) -> list[float]:
     return [value for _, value in logger.rows("rollout/env_restarts")]
 
 
+def learn_in_different_ways(rank: int) -> dict[str, Any]:
+    """One rank's minibatches are few enough rows for the closed form of the loss, those of the other are not."""
+    most_rows, FastLoss.most_rows = FastLoss.most_rows, 8192 if rank == 0 else 0
+    torch.manual_seed(0)
+    model, recorder, logger = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=1), Recorder(), MemoryLogger()
+    rollouts = [random_rollout(model.policy, seed=rank, off_policy=0.0)]
+    trainer = make_trainer(callbacks=[recorder], logger=logger, log_every_n_steps=1, **DDP)
+    trainer.fit(model, FixedRollouts(rollouts, model))
+    FastLoss.most_rows = most_rows
+    return {"means": recorder.rows[0], "logged": logger.calls}
+
+
 PHASES: dict[str, tuple[type[PPG], dict[str, Any]]] = {
     "dual": (PPG, {"num_value_epochs": 2, "critic_learning_rate": 1e-3}),
     "shared": (PPG, {"architecture": "shared", "num_value_epochs": 2}),
@@ -164,6 +177,7 @@ def main(folder: Path) -> None:
     left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
     left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
+    left["ways"] = learn_in_different_ways(rank)
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 
 

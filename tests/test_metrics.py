@@ -48,6 +48,28 @@ def test_names_may_be_reported_now_and_then_and_join_later():
     assert metric.compute() == {"b": 1.0}
 
 
+def test_ranks_that_report_names_in_different_orders_and_windows_keep_them_in_the_same():
+    ones = [{"b": [1.0], "a": [2.0]}, {"d": [3.0]}, {"c": [4.0], "b": [5.0]}]
+    others = [{"a": [2.0], "b": [1.0]}, {"b": [5.0], "c": [4.0]}, {"d": [3.0]}]
+    metrics = ScalarMeans(), ScalarMeans()
+    for metric, reported in zip(metrics, (ones, others), strict=True):
+        for values in reported:
+            metric.update(values)
+        assert metric.names == ["a", "b", "c", "d"]
+        assert (metric.sums.tolist(), metric.counts.tolist()) == ([2.0, 6.0, 4.0, 3.0], [1.0, 2.0, 1.0, 1.0])
+        metric.reset()
+        metric.update({"c": [7.0]})
+        assert metric.compute() == {"c": 7.0}
+
+
+def test_names_of_an_older_checkpoint_are_put_in_order():
+    metric = ScalarMeans(["b", "a"])
+    states = {"sums": torch.tensor([1.0, 2.0]), "counts": torch.tensor([1.0, 1.0])}
+    metric.restore({"states": states, "update_count": 1})
+    metric.update({"a": [4.0]})
+    assert metric.names == ["a", "b"] and metric.compute() == {"a": 3.0, "b": 1.0}
+
+
 def test_total_is_the_sum_since_the_reset():
     metric, twin = Total(), Total()
     metric.update(2)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from lightning_rl import (
@@ -30,6 +31,7 @@ from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
 from lightning_rl.commands import COMMANDS as OWN_COMMANDS
 from tests import programs
+from tests.helpers import make_data, make_trainer, parameters_of
 from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +192,21 @@ def test_own_network_environment_and_algorithm_work_as_described():
     cli = main(["fit", "--model=my_package.Reinforce", *options, "--max_env_steps=20480"])
     assert cli.trainer.callback_metrics["val/episode_return"] == 1
     assert cli.trainer.callback_metrics["val/episode_length"] == 5
+
+
+def test_own_algorithm_learns_values_in_the_units_of_the_value_head():
+    """With the loss of A2C it takes the steps of A2C."""
+    write_own_package()
+    own, ends = importlib.import_module("my_package").Reinforce, []
+    for algorithm, options in ((own, {}), (A2C, {"entropy_coef": 0.0})):
+        data = make_data("Pendulum-v1")
+        torch.manual_seed(0)
+        options |= {"optimizer": torch.optim.Adam, "learning_rate": 0.01, "value_normalization": "running_std"}
+        model = algorithm(data.observation_space, data.action_space, **options)
+        make_trainer(max_epochs=2).fit(model, data)
+        ends.append(parameters_of(model))
+    for name, parameter in ends[0].items():
+        torch.testing.assert_close(parameter, ends[1][name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])

@@ -153,10 +153,10 @@ class Hooks(Reports):
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
         if len(self._restored_ranks) == self.trainer.world_size:
-            self.load_window_state(self._restored_ranks[self.global_rank]["window"])
+            self.log_window.restore(self._restored_ranks[self.global_rank]["window"])
             restore_replays(self, self._restored_ranks[self.global_rank])
         else:  # ranks that were not there could not add up what they have not seen
-            self.begin_window()
+            self.log_window.begin(self.env_steps)
         self._restored_ranks = []
         for optimizer in self.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on

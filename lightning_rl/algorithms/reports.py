@@ -9,22 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithms.histograms import histograms, that_show_histograms
+from lightning_rl.algorithms.log_window import LogWindow
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.evaluation import Episode
-from lightning_rl.metrics import EpisodeStatistics, Largest, ScalarMeans, Total
+from lightning_rl.metrics import EpisodeStatistics
 from lightning_rl.normalization import exact_dtype
-from lightning_rl.rollout import Batch, EpisodeSummary, Rollout
+from lightning_rl.rollout import Batch, Rollout
 
-_COUNTS: dict[str, type[Largest | Total]] = {
-    "rollout/env_restarts": Total,
-    "rollout/dropped": Total,
-    "rollout/actors_lost": Total,
-    "train/policy_lag_max": Largest,
-}
 # Of this there is one value for each rollout.
 _FOR_EACH = "time/update_seconds"
-# Rollouts whose numbers the metrics take in together, where they are not logged before.
-_MOST_AT_ONCE = 32
 _IN_PROGRESS_BAR = ("rollout/episode_return", "time/steps_per_second")
 
 
@@ -33,14 +26,7 @@ class Reports(Updates):
 
     def __init__(self) -> None:
         super().__init__()
-        self.train_episodes, self.eval_episodes = EpisodeStatistics(), EpisodeStatistics()
-        self.train_means: ScalarMeans | None = None
-        # Of rollouts that the two have not taken in yet.
-        self._new_episodes = EpisodeSummary([], [])
-        self._new_scalars: dict[str, list[float]] = {}
-        # What is not a mean, by the name that it is logged by, from the first rollout that has it on.
-        self.rollout_counts: dict[str, Largest | Total] = {}
-        self._logged_env_steps = 0
+        self.log_window, self.eval_episodes = LogWindow(), EpisodeStatistics()
         self._logged_clock = False
         self.histograms = False
 
@@ -71,6 +57,14 @@ class Reports(Updates):
         """Log returns and lengths."""
         self._log_evaluation("test")
 
+    def on_train_end(self) -> None:
+        """Log what happened since the last log, where it was not known that the rollout would be the last one.
+
+        What a signal or an exception ends does not come here: it has not ended for the run that goes on from it.
+        """
+        if self.trainer.log_every_n_steps and not self.log_window.is_empty:  # type: ignore[attr-defined]
+            self._log_training()
+
     def _log_evaluation(self, stage: str) -> None:
         values = {f"{stage}/{name}": value for name, value in self.eval_episodes.compute().items()}
         self.eval_episodes.reset()
@@ -92,23 +86,14 @@ class Reports(Updates):
 
     def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
         """Take in one rollout; every `log_every_n_steps` of them, log what happened since, over all ranks."""
-        self._new_episodes.returns += rollout.episodes.returns
-        self._new_episodes.lengths += rollout.episodes.lengths
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}
         scalars |= {"time/rollout_seconds": [rollout.seconds], _FOR_EACH: [update_seconds]}
         scalars |= {f"time/{part}_seconds": [spent] for part, spent in rollout.parts_of_seconds.items()}
-        for name, values in scalars.items():
-            self._new_scalars.setdefault(name, []).extend(values)
-        for name, count in self._counts_of(rollout).items():
-            if name not in self.rollout_counts:
-                self.rollout_counts[name] = _COUNTS[name]().to(self.device)
-            self.rollout_counts[name].update(count)
+        self.log_window.add(rollout.episodes, scalars, self._counts_of(rollout))
         over = self._planned_env_steps is not None and self.env_steps >= self._planned_env_steps
         if self._log_is_due or (over and self.trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._log_training()
-        elif len(self._new_scalars[_FOR_EACH]) >= _MOST_AT_ONCE:
-            self._take_in()
         if self._logged_clock:  # what a subclass logged before the clock went on belongs to this rollout too
             super().log("step", self._clock, reduce_fx="max")
             self._logged_clock = False
@@ -144,28 +129,15 @@ class Reports(Updates):
                 for tag, values in histograms(batch, advantages, model.action_space, model.policy):
                     logger.experiment.add_histogram(f"{name}/{tag}", values.detach().cpu(), self.env_steps)
 
-    def _take_in(self) -> ScalarMeans:
-        """Hand over to the metrics what rollouts have brought: a call for each would take as long as logging."""
-        episodes, scalars = self._new_episodes, self._new_scalars
-        self.train_episodes.update(episodes.returns, episodes.lengths)
-        if self.train_means is None:
-            self.train_means = ScalarMeans(list(scalars)).to(self.device)
-        self.train_means.update(scalars)
-        self._new_episodes, self._new_scalars = EpisodeSummary([], []), {}
-        return self.train_means
-
     def _log_training(self) -> None:
-        train_means = self._take_in()
-        episodes, logged = self.train_episodes.compute(), train_means.compute()
-        logged |= {f"rollout/{name}": value for name, value in episodes.items()}
-        seconds = (logged["time/rollout_seconds"] + logged[_FOR_EACH]) * train_means.count(_FOR_EACH)
-        logged["time/steps_per_second"] = (self.env_steps - self._logged_env_steps) / seconds
+        window = self.log_window
+        logged = window.compute()
+        seconds = (logged["time/rollout_seconds"] + logged[_FOR_EACH]) * window.means.count(_FOR_EACH)
+        logged["time/steps_per_second"] = (self.env_steps - window.since) / seconds
         if self.frames != self.env_steps:
             logged["time/frames"] = float(self.frames)
-        # A run that goes on without actors has theirs from its checkpoint.
-        logged |= {name: count.compute() for name, count in self.rollout_counts.items() if count.update_called}
         self._log_reduced(logged)
-        self.begin_window()
+        window.begin(self.env_steps)
 
     def _log_reduced(self, values: dict[str, float]) -> None:
         """Log scalars that are the same on every rank, as `log` does but for a hundredth of what it costs.
@@ -180,36 +152,6 @@ class Reports(Updates):
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self.env_steps)
 
-    def begin_window(self) -> None:
-        """Forget what has been taken in: the next log covers what comes from now on."""
-        self.train_episodes.reset()
-        self._new_episodes, self._new_scalars = EpisodeSummary([], []), {}
-        for metric in (self.train_means, *self.rollout_counts.values()):
-            if metric is not None:
-                metric.reset()
-        self._logged_env_steps = self.env_steps
-
     def window_state(self) -> dict[str, Any]:
         """Return, as plain data, what this rank has taken in since the last log."""
-        means = self._take_in() if self._new_scalars else self.train_means
-        return {
-            "since": self._logged_env_steps,
-            "episodes": self.train_episodes.snapshot(),
-            "names": [] if means is None else means.names,
-            "means": None if means is None else means.snapshot(),
-            "counts": {name: count.snapshot() for name, count in self.rollout_counts.items()},
-        }
-
-    def load_window_state(self, state: dict[str, Any]) -> None:
-        """Take over what `window_state` returned."""
-        self._logged_env_steps = state["since"]
-        self.train_episodes.restore(state["episodes"])
-        if state["means"] is not None:
-            self.train_means = ScalarMeans(state["names"]).to(self.device)
-            self.train_means.restore(state["means"])
-        counts = state.get("counts", {})
-        if state.get("restarts") is not None:  # of before there were others
-            counts = {"rollout/env_restarts": state["restarts"]}
-        for name, snapshot in counts.items():
-            self.rollout_counts[name] = _COUNTS[name]().to(self.device)
-            self.rollout_counts[name].restore(snapshot)
+        return self.log_window.snapshot()

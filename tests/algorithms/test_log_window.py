@@ -1,0 +1,132 @@
+"""The rollouts that one log is about: none of another run, none twice, none left out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rl import PPO
+from lightning_rl.algorithms.log_window import LogWindow
+from lightning_rl.rollout import EpisodeSummary
+from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
+
+
+def fit(
+    model: PPO,
+    *callbacks: Callback,
+    every: int = 4,
+    ckpt_path: Path | None = None,
+    logger: MemoryLogger | None = None,
+) -> MemoryLogger:
+    """Learn from eight rollouts of 32 steps, a log for every few of them."""
+    logger = logger or MemoryLogger()
+    trainer = make_trainer(callbacks=[*callbacks], logger=logger, log_every_n_steps=every)
+    trainer.fit(model, make_data(rollouts_per_epoch=8), ckpt_path=ckpt_path)
+    return logger
+
+
+def values(logger: MemoryLogger) -> list[tuple[int | None, dict[str, float]]]:
+    """What was logged, without seconds."""
+    return [(step, {k: v for k, v in row.items() if not k.startswith("time/")}) for row, step in logger.calls]
+
+
+def test_what_was_learned_after_the_checkpoint_is_not_logged_by_the_run_that_goes_on_from_it(tmp_path):
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: object) -> None:
+            if pl_module.policy_version == 5:
+                trainer.save_checkpoint(tmp_path / "x.ckpt")
+            if pl_module.policy_version == 7:
+                raise RuntimeError("two rollouts are lost")
+
+    whole = values(fit(make_model(make_data())))
+    assert [step for step, _ in whole] == [128, 256]
+    model = make_model(make_data())
+    with pytest.raises(RuntimeError, match="two rollouts are lost"):
+        fit(model, Fails())
+    assert values(fit(model, ckpt_path=tmp_path / "x.ckpt")) == whole[1:]
+
+
+class StopsAfter(Callback):
+    """As early stopping and `max_time` do, or by what a signal ends in."""
+
+    def __init__(self, rollouts: int, error: type[BaseException] | None = None) -> None:
+        self.rollouts, self.error = rollouts, error
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: object) -> None:
+        if pl_module.policy_version == self.rollouts:
+            if self.error is not None:
+                raise self.error
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("every", "steps"), [(50, [192]), (4, [128, 192]), (3, [96, 192]), (0, [])])
+def test_a_run_that_a_callback_stops_logs_what_is_left_once(every, steps):
+    model = make_model(make_data())
+    logger = fit(model, StopsAfter(6), every=every)
+    assert [step for step, _ in logger.rows("train/policy_loss")] == steps
+    assert model.log_window.is_empty == bool(every)
+
+
+def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_checkpoint():
+    model, logger = make_model(make_data()), MemoryLogger()
+    with pytest.raises(SystemExit):
+        fit(model, StopsAfter(6, SystemExit), logger=logger)
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [128]
+    assert not model.log_window.is_empty
+
+
+def test_steps_that_only_reset_leave_no_rollout_of_a_whole_run_unlogged():
+    """They are planned, and do not count, so that the clock ends below what was planned."""
+    logger = MemoryLogger()
+    data = make_data(rollouts_per_epoch=3, backend="native")
+    trainer = make_trainer(logger=logger)
+    trainer.fit(make_model(data), data)
+    assert 0 < trainer.lightning_module.env_steps < 96
+    assert [step for step, _ in logger.rows("train/policy_loss")] == [trainer.lightning_module.env_steps]
+    assert "rollout/episode_return" in trainer.logged_metrics
+
+
+def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
+    """A window that some rollouts were taken into, each with other numbers."""
+    window = LogWindow() if window is None else window
+    for k in rollouts:
+        episodes = EpisodeSummary([0.1 * k] * (k % 3), [k] * (k % 3))
+        window.add(episodes, {"train/b": [0.1 * k], "train/a": [] if k % 2 else [k, 1 / 3]}, {"rollout/dropped": k})
+    return window
+
+
+def test_a_window_that_a_checkpoint_takes_along_is_the_one_that_goes_on():
+    """Whatever there was before, to the last digit, and however often the metrics take in what is pending."""
+    whole = learned(range(70))
+    assert not whole.is_empty
+    twin = learned(range(500, 540))
+    twin.add(EpisodeSummary([], []), {"train/other": [1.0]}, {"train/policy_lag_max": 9})
+    twin.restore(learned(range(35)).snapshot())
+    learned(range(35, 70), twin)
+    assert str(twin.snapshot()) == str(whole.snapshot())
+    expected = whole.compute()
+    assert twin.compute() == expected
+    assert expected["train/b"] == pytest.approx(0.1 * 69 / 2) and expected["rollout/dropped"] == 69 * 70 / 2
+    assert expected["rollout/episodes"] == 69 and expected["rollout/episode_length_max"] == 68
+    whole.begin(7)
+    assert whole.is_empty and whole.snapshot()["since"] == 7
+    assert learned(range(5, 6), whole).compute()["train/b"] == 0.5
+
+
+def test_windows_have_no_part_in_the_state_dict_and_move_with_the_module():
+    window = learned(range(3))
+    assert window.state_dict() == {} and not [*window.buffers()]
+    assert {type(module).__name__ for module in window.modules()} >= {"EpisodeStatistics", "ScalarMeans", "Total"}
+
+
+def test_an_empty_window_is_what_it_was_in_earlier_checkpoints():
+    snapshot = LogWindow().snapshot()
+    assert (snapshot["names"], snapshot["means"], snapshot["counts"]) == ([], None, {})
+    window = learned(range(3))
+    window.restore(snapshot)
+    assert window.is_empty and str(window.snapshot()) == str(snapshot)
+    earlier = {"since": 64, "episodes": snapshot["episodes"], "names": [], "means": None}
+    restarts = {"states": {"total": torch.tensor(2.0, dtype=torch.float64)}, "update_count": 3}
+    window.restore(earlier | {"restarts": restarts})
+    assert window.since == 64 and window.counts["rollout/env_restarts"].compute() == 2
