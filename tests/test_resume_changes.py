@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,15 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
 def test_other_settings_of_the_environments_are_said(data, said, resume):
     _, (message,) = resume("discrete", data=data)
     assert message.startswith(f"Resuming with {said}")
+
+
+def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
+    model, _ = resume("continuous", stop=5, model={"normalize_rewards": "return_std", "normalize_observations": {}})
+    assert model.policy_version == 5
+    for name, other in (("normalize_rewards", "reward_std"), ("normalize_observations", {"clip": 0.1})):
+        expected = re.escape(f"{name}={other!r} does not fit the checkpoint: expected {name}=True")
+        with pytest.raises(ConfigurationError, match=expected):
+            fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model={name: other})
 
 
 def test_a_setting_without_effect_is_said_to_have_none(resume):

@@ -17,16 +17,17 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.parameter_groups import SCALE
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.normalization import reward_scale
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
-_OF_THE_NETWORK = (
-    *("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory"),
+_OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
+# Others of these would load without complaint, and mean something else by the same numbers.
+_OF_THEIR_MEANING = (
+    *("activation", "action_distribution", "value_normalization"),
     *("normalize_observations", "normalize_rewards"),
 )
-# Others of these would load without complaint, and act differently.
-_OF_ACTING = ("activation", "action_distribution", "value_normalization")
 _OPTIMIZERS = ("optimizer", "critic_optimizer")
 
 
@@ -34,8 +35,8 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
     """Raise unless the parameters in a checkpoint are those of a network like that of `module`.
 
     Raises:
-        ConfigurationError: Spaces, activation, action distributions, or names and shapes of parameters differ; names
-            the options that do.
+        ConfigurationError: Spaces, activation, action distributions, normalisers, or names and shapes of parameters
+            differ; names the options that do.
     """
     stored, own = checkpoint["hyper_parameters"], module.hparams
     for name in ("observation_space", "action_space"):
@@ -45,13 +46,21 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
                 f"expected {space_from_dict(stored[name])}, the space it was trained with"
             )
     different = [name for name in _OF_THE_NETWORK if stored.get(name) != own.get(name)]
-    if acts_differently := [name for name in _OF_ACTING if stored.get(name) != own.get(name)]:
-        different += acts_differently
+    if others := [name for name in _OF_THEIR_MEANING if _meaning(name, stored) != _meaning(name, own)]:
+        different += others
     elif _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict()):
         return
     settings = ", ".join(f"{name}={own.get(name)!r}" for name in different) or type(module).__name__
     expected = ", ".join(f"{name}={stored.get(name)!r}" for name in different) or "the network it was trained with"
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
+
+
+def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return the value of an option, the same one for all that say the same."""
+    value = options.get(name)
+    if name == "normalize_rewards":
+        return reward_scale(value)
+    return {} if name == "normalize_observations" and value is True else value
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
