@@ -15,7 +15,7 @@ from lightning_rl import PPO, RolloutDataModule, restoring
 from lightning_rl.checkpoint_format import FORMAT, upgrade
 from lightning_rl.validation import ConfigurationError
 from tests.programs import run_ranks
-from tests.test_resume import fit
+from tests.test_resume import SETTINGS, fit
 
 
 @pytest.fixture
@@ -169,6 +169,17 @@ def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(
     assert message == "Resuming with critic_learning_rate=0.001 (before: None); optimisers begin anew"
     assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
     assert len(model.all_optimizers) == 2
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(separate, resume, tmp_path, monkeypatch):
+    monkeypatch.setitem(SETTINGS["ppg"][1], "separate_aux_optimizer", not separate)
+    model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
+    was = f"separate_aux_optimizer={separate} (before: {not separate})"
+    assert message == f"Resuming with {was}; optimisers begin anew"
+    assert len(model.all_optimizers) == 1 + separate
+    steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
+    assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
 
 
 def test_an_adapted_learning_rate_ends_with_its_rule(resume):

@@ -115,6 +115,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         "learning_rate": _rate_effect(stored, own, "learning_rate"),
         "critic_learning_rate": _rate_effect(stored, own, "critic_learning_rate"),
         "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "separate_aux_optimizer": "; optimisers begin anew",
         "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
         "initial_kl_coef": _kl_coef_effect(stored, own),
@@ -180,11 +181,12 @@ def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
 
 
 def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the states of stored optimisers fit those of the module: classes, and which parameters each group has."""
+    """Whether the states of stored optimisers fit those of the module: number, classes, parameters of each group."""
     separate = [_has_critic_optimizer(options) for options in (stored, own)]
     patterns = [list(options.get("parameter_groups") or {}) for options in (stored, own)]
     same = all(_same_class(stored.get(name), own.get(name)) for name in _OPTIMIZERS)
-    return same and separate[0] == separate[1] and patterns[0] == patterns[1]
+    of_phases = stored.get("separate_aux_optimizer") == own.get("separate_aux_optimizer")
+    return same and of_phases and separate[0] == separate[1] and patterns[0] == patterns[1]
 
 
 def _has_critic_optimizer(options: Mapping[str, Any]) -> bool:
