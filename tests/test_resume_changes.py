@@ -182,6 +182,13 @@ def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(s
     assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
 
 
+def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monkeypatch):
+    for name, value in (("critic_learning_rate", 1e-3), ("anneal_learning_rate", False)):
+        monkeypatch.setitem(SETTINGS["ppg"][1], name, value)
+    model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
+    assert [x.param_groups[0]["lr"] for x in model.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
+
+
 def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     model, _ = resume("adaptive", stop=5)
     assert model.optimizer.param_groups[0]["lr"] != 3e-4

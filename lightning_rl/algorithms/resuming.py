@@ -228,5 +228,6 @@ def _is_scheduled(options: Mapping[str, Any]) -> bool:
 def _first_rate(options: Mapping[str, Any], index: int) -> float:
     """Return the learning rate that an optimiser begins a run with."""
     critics = options.get("critic_learning_rate")
-    value = options["learning_rate"] if index == 0 or critics is None else critics
+    # Those of an auxiliary phase come after the others, in the same order.
+    value = options["learning_rate"] if index % 2 == 0 or critics is None else critics
     return parse_schedule("learning_rate", value).at(0, None)
