@@ -363,3 +363,30 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     torch.save(checkpoint, path)
     with pytest.raises(ConfigurationError, match="was not written by lightning_rl"):
         fit("discrete", tmp_path / "second", 4, str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "was", "now", "what"),
+    [
+        ("ppg_sequences", {"sequence_length": 4}, (24, 3, 3, 5), (24, 3, 6, 5), "the policy phase"),
+        ("ppg_sequences", {"burn_in": 0}, (24, 3, 3, 5), (24, 3, 3, 0), "the policy phase"),
+        ("clear_with_memory", {"sequence_length": 4}, (24, 1, 3, 5), (24, 1, 6, 5), "replay"),
+        ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0), "replay"),
+    ],
+)
+def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
+    memory = {**SETTINGS[name][1]["memory"], **changed}
+    model, (message,) = resume(name, stop=7, model={"memory": memory})
+    assert message.startswith("Resuming with memory=")
+    layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
+    dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
+    assert caplog.messages.count(dropped) == 1
+    # One rollout of the phase is gone: three more are a phase. Of the unrolls nine are new.
+    assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
+
+
+def test_batches_of_another_size_begin_the_phase_anew(resume, caplog):
+    model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
+    dropped = "What is kept has shape (1, 32), and what comes now shape (1, 16): the policy phase begins anew"
+    assert caplog.messages.count(dropped) == 1
+    assert (len(model.kept), model.kept.shape) == (2, (1, 16))
