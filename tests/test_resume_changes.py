@@ -284,10 +284,10 @@ def test_with_another_number_of_environments_those_that_there_were_go_on(
 
 
 def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
-    fit("continuous", tmp_path / "first", 4)
+    fit("clear", tmp_path / "first", 4)
     code = (
         "from pathlib import Path; from tests.test_resume import fit\n"
-        f"fit('continuous', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
+        f"fit('clear', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
         "devices=2, strategy='ddp')\n"
     )
     said = run_ranks("-c", code)
@@ -299,6 +299,21 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
     assert len(episodes) == 2
+    # Steps are of all ranks, and the new one has nothing to replay: all of them begin without.
+    assert said.count("(unrolls) is dropped: there are 2 ranks, and were 1") == 1
+    seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
+    assert seen == [3 * 2] * 2
+
+
+def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
+    fit("clear", tmp_path / "first", 4)
+    path = tmp_path / "first/after_4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"]["ranks"] *= 2
+    torch.save(checkpoint, path)
+    model = fit("clear", tmp_path / "second", 5, str(path))
+    assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has ever seen
+    assert not [w for w in recwarn if "is dropped" in str(w.message)]
 
 
 @pytest.mark.parametrize("first", [1, 2])

@@ -15,7 +15,7 @@ from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import make_optimizers
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
+from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
@@ -152,9 +152,9 @@ class Hooks(Reports):
         else:
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
+        restore_own_replays(self, self._restored_ranks)
         if len(self._restored_ranks) == self.trainer.world_size:
             self.load_window_state(self._restored_ranks[self.global_rank]["window"])
-            restore_replays(self, self._restored_ranks[self.global_rank])
         else:  # ranks that were not there could not add up what they have not seen
             self.begin_window()
         self._restored_ranks = []

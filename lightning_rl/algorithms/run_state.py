@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.random_state import gather_ranks, random_state, set_random_state
+from lightning_rl.replay import Replay
 
 
 def run_state(module: Reports) -> dict[str, Any]:
@@ -49,6 +53,32 @@ def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
     for name, stored in state.get("replays", {}).items():
         if name in module.replays:
             module.replays[name].load_state_dict(stored)
+
+
+def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Take over what this rank kept of earlier rollouts; where ranks are new, all begin without, and that is said.
+
+    Args:
+        module: Has empty replays.
+        ranks: What each of the ranks that there were had of its own.
+    """
+    if module.global_rank < len(ranks) >= module.world_size:
+        restore_replays(module, ranks[module.global_rank])
+        return
+    # All of them, since they take each step together: from what is new alone, or from what they keep as well.
+    stored: Mapping[str, Any] = ranks[0].get("replays", {}) if ranks else {}
+    if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
+        rank_zero_warn(
+            f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "
+            f"{module.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
+        )
+
+
+def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in the stored state of an empty replay."""
+    filled = copy.deepcopy(replay)
+    filled.load_state_dict({**state})
+    return filled.num_bytes > 0
 
 
 def restore_rank(module: Reports, state: dict[str, Any]) -> None:
