@@ -126,6 +126,8 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from; a collective call."""
+        if self._restored and self._collector is None:  # it has not come to its first rollout
+            return {"starts": self.starts, "ranks": self._restored}
         state = self._last_state if self._collector is None else self._collector.state_dict()
         return {"starts": self.starts, "ranks": gather_ranks(state)}
 

@@ -169,7 +169,9 @@ class Hooks(Reports):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""
-        checkpoint[CHECKPOINT_KEY] = run_state(self)
+        state = checkpoint[CHECKPOINT_KEY] = run_state(self)
+        if self._restored_ranks:  # training has not begun, nor taken them over
+            state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them back.
