@@ -12,14 +12,15 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
-from lightning_rl.random_state import gather_ranks, random_state, set_random_state
+from lightning_rl.random_state import random_state, set_random_state
+from lightning_rl.ranks import gather_on_rank_zero
 from lightning_rl.replay import Replay
 
 
 def run_state(module: Reports) -> dict[str, Any]:
     """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
 
-    A collective call.
+    A collective call; what each rank has is there on rank 0 alone, which writes the checkpoint.
     """
     rewards = module.reward_normalizer
     of_this_rank = {
@@ -39,7 +40,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "frames": module.frames,
         "policy_version": module.policy_version,
         "skipped_updates": module.skipped_updates,
-        "ranks": gather_ranks(of_this_rank),
+        "ranks": gather_on_rank_zero(of_this_rank),
     }
 
 
