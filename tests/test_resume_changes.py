@@ -228,6 +228,17 @@ def test_a_setting_without_effect_is_said_to_have_none(resume):
     assert message.startswith("Resuming with initial_log_std=-1.0 (before: 0.0), which takes no effect")
 
 
+def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
+    model, messages = resume("vmpo", stop=5, model={"initial_temperature": 9.0, "initial_kl_coef": 7.0})
+    assert messages == [
+        "Resuming with initial_kl_coef=7.0 (before: 5.0); the coefficient itself goes on from where it was",
+        "Resuming with initial_temperature=9.0 (before: 1.0), which takes no effect: the parameter is what training "
+        "has made of it",
+    ]
+    before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["state_dict"]["policy.dual"]
+    assert torch.allclose(model.policy.dual, before, atol=0.5)
+
+
 def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(restoring, "_MANY_STEPS", 10)
     fit("continuous", tmp_path / "first", 2)

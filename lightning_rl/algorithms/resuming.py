@@ -29,6 +29,7 @@ _OF_THEIR_MEANING = (
     *("normalize_observations", "normalize_rewards"),
 )
 _OPTIMIZERS = ("optimizer", "critic_optimizer")
+_LEARNED = ", which takes no effect: the parameter is what training has made of it"
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
@@ -117,7 +118,8 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
         "separate_aux_optimizer": "; optimisers begin anew",
         "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
-        "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
+        "initial_log_std": _LEARNED,
+        "initial_temperature": _LEARNED,
         "initial_kl_coef": _kl_coef_effect(stored, own),
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
