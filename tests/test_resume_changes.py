@@ -257,6 +257,30 @@ def test_another_precision_takes_over_weights_statistics_and_episodes(precision,
     assert model.policy.observation_normalizer.moments.count == 6 * 72
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("clear_with_memory", "32-true", "64-true"),
+        ("ppg", "32-true", "64-true"),
+        ("ppg_off_policy", "64-true", "32-true"),
+    ],
+)
+def test_what_is_kept_and_remembered_follows_another_precision(name, before, after, tmp_path):
+    """Up to the next auxiliary phase, or replay, over what both parts of the run collected."""
+    fit(name, tmp_path / "first", 4, precision=before)
+    model = fit(name, tmp_path / "second", 7, str(tmp_path / "first/after_4.ckpt"), precision=after)
+    assert model.policy_version == 7
+    kept = {x.dtype for x in all_tensors(model.kept.state_dict()) if x.is_floating_point()}
+    assert kept == {torch.float64 if after == "64-true" else torch.float32}
+
+
+def all_tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [x for part in parts for x in all_tensors(part)]
+
+
 @pytest.mark.parametrize(("name", "value", "steps"), [("rollout_length", 12, 36), ("rollouts_per_epoch", 4, 72)])
 def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps, resume, recwarn):
     model, (message,) = resume("continuous", data={name: value})

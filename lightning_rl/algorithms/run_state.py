@@ -6,7 +6,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import Tensor
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
@@ -64,7 +66,8 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
         ranks: What each of the ranks that there were had of its own.
     """
     if module.global_rank < len(ranks) >= module.world_size:
-        restore_replays(module, ranks[module.global_rank])
+        dtype = next(module.policy.parameters()).dtype
+        restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))
         return
     # All of them, since they take each step together: from what is new alone, or from what they keep as well.
     stored: Mapping[str, Any] = ranks[0].get("replays", {}) if ranks else {}
@@ -73,6 +76,17 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
             f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "
             f"{module.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
         )
+
+
+def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
+    """Return what is stored with float64 where parameters have it, and nowhere else: one batch has old and new rows."""
+    if isinstance(stored, Tensor):
+        if dtype == torch.float64:
+            return stored.double() if stored.is_floating_point() else stored
+        return stored.float() if stored.dtype == torch.float64 else stored
+    if isinstance(stored, Mapping):
+        return {name: _in_precision_of(dtype, x) for name, x in stored.items()}
+    return type(stored)(_in_precision_of(dtype, x) for x in stored) if isinstance(stored, list | tuple) else stored
 
 
 def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
