@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.evaluation import Episode
-from lightning_rl.random_state import gather_ranks
+from lightning_rl.ranks import gather_ranks
 from lightning_rl.shipped_configs import resolve
 
 CONFIG = "config.yaml"

@@ -284,7 +284,7 @@ class RolloutDataModule(EpisodesDataModule):
         return OnDemandLoader(self.collect, self.rollouts_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from; a collective call."""
+        """Return what a resumed run goes on from, of all ranks on rank 0 alone; a collective call."""
         return {"seed": self.seed, **self._sampler.state_dict(), "settings": self._settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -46,8 +46,9 @@ class EpisodeMemory:
         """Forget what was kept of the last rollout; where this is the first one, begin with an empty memory."""
         self.stored, self._after = [], {}
         self._steps, self.burn_in = policy.memory.stored_steps(length), policy.memory.burn_in
-        if self.state is None:
-            self.state = policy.initial_memory(num_envs)
+        initial = policy.initial_memory(num_envs)
+        # One that was restored may be of a run in another precision.
+        self.state = initial if self.state is None else map_leaves(lambda x, y: x.to(y.dtype), self.state, initial)
 
     def before(self, t: int) -> Nested | None:
         """Return the state to act from at step `t`, and keep it if it is wanted."""

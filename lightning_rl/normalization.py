@@ -275,10 +275,16 @@ class RewardNormalizer(_Statistics):
 
 
 def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:
-    """Return the normaliser that `normalize_rewards` asks for: True is `return_std`, False none.
+    """Return the normaliser that `normalize_rewards` asks for, None for none.
 
     That of the rewards themselves has the epsilon of TF-Agents, 1e-3.
     """
-    if kind is False:
+    scale = reward_scale(kind)
+    if scale is None:
         return None
-    return RewardNormalizer(0.0, clip, 1e-3) if kind == "reward_std" else RewardNormalizer(gamma, clip)
+    return RewardNormalizer(0.0, clip, 1e-3) if scale == "reward_std" else RewardNormalizer(gamma, clip)
+
+
+def reward_scale(kind: bool | RewardScale | None) -> RewardScale | None:
+    """Return what rewards are divided by where `normalize_rewards` is `kind`: True is `return_std`, False nothing."""
+    return "return_std" if kind is True else kind or None

@@ -1,4 +1,4 @@
-"""Random generators of a process as plain data, of all ranks at once."""
+"""Random generators of a process as plain data."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-
-def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - whatever a checkpoint may hold
-    """Return the `state` of every rank, in their order; a collective call."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [state]
-    states: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(states, state)
-    return states
 
 
 def _uses_cuda() -> bool:

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.collector import Collector
 from lightning_rl.nested import first_leaf
-from lightning_rl.random_state import gather_ranks
+from lightning_rl.ranks import gather_ranks
 from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import ConfigurationError, to_plain_data
 

@@ -20,7 +20,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.policy_interface import Policy
 from lightning_rl.profiling import Profile
-from lightning_rl.random_state import gather_ranks
+from lightning_rl.ranks import gather_on_rank_zero
 from lightning_rl.restoring import restore
 from lightning_rl.rollout import Rollout
 from lightning_rl.tensor_collector import TensorCollector
@@ -125,9 +125,11 @@ class Sampler:
         self.environments = self._collector = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on from; a collective call."""
+        """Return what a resumed run goes on from, of all ranks on rank 0 alone; a collective call."""
+        if self._restored and self._collector is None:  # it has not come to its first rollout
+            return {"starts": self.starts, "ranks": self._restored}
         state = self._last_state if self._collector is None else self._collector.state_dict()
-        return {"starts": self.starts, "ranks": gather_ranks(state)}
+        return {"starts": self.starts, "ranks": gather_on_rank_zero(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout."""

@@ -7,11 +7,13 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from lightning_rl import CLEAR, PPG, PPO, VMPO, OffPolicyPPG
 from lightning_rl.algorithms.fast_loss import FastLoss
+from lightning_rl.ranks import gather_on_rank_zero
 from tests.helpers import (
     DISCRETE,
     VECTOR,
@@ -166,6 +168,15 @@ def learn_duals(rank: int, **trainer_options: Any) -> dict[str, torch.Tensor]:
     return parameters_of(model)
 
 
+def gather(rank: int) -> dict[str, Any]:
+    """What the first rank writes of both, told by the group of all ranks and, as beside NCCL, by another."""
+    told = [gather_on_rank_zero({"rank": rank})]
+    make = mock.Mock(wraps=torch.distributed.new_group)
+    with mock.patch.multiple(torch.distributed, get_backend=lambda: "nccl", new_group=make):
+        told += [gather_on_rank_zero({"rank": rank}) for _ in range(2)]
+    return {"told": told, "groups": make.call_count}
+
+
 def main(folder: Path) -> None:
     ran = train_on_environments()
     rank = torch.distributed.get_rank()
@@ -175,6 +186,7 @@ def main(folder: Path) -> None:
     combined = {str(one): combine_as_rank(one, rank, recorded) for one, recorded in combinations.items()}
     failed = fail_on_one_rank(rank, folder)
     left: dict[str, Any] = {"failed": failed, "restarts": count_restarts(rank), "phases": train_in_phases()}
+    left["gathered"] = gather(rank)
     left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
     left["ways"] = learn_in_different_ways(rank)

@@ -197,6 +197,13 @@ def test_restarts_of_all_ranks_since_the_last_log_are_counted(ranks):
     assert [rank["restarts"] for rank in ranks] == [[4, 4], []]
 
 
+def test_what_is_written_of_all_ranks_is_told_to_the_first_alone(ranks):
+    """A checkpoint may have gigabytes of each, which need no room on the others, nor on GPUs."""
+    both = [{"rank": 0}, {"rank": 1}]
+    assert [rank["gathered"]["told"] for rank in ranks] == [[both] * 3, [[]] * 3]
+    assert [rank["gathered"]["groups"] for rank in ranks] == [1, 1]
+
+
 def test_times_are_those_of_all_ranks_too(ranks):
     logged = ranks[0]["ran"]["logged"][0]
     assert all(math.isfinite(logged[name]) and logged[name] > 0 for name in OWN_TO_A_RANK)

@@ -23,6 +23,7 @@ LAYERS = [
         "diagnostics",
         "extras",
         "random_state",
+        "ranks",
         "rank_errors",
         "quiet",
         "shipped_configs",

@@ -77,8 +77,8 @@ def test_sequences_of_a_policy_with_memory_begin_with_their_states():
         places = 100 * index + 10 * torch.arange(4)[:, None] + torch.arange(NUM_ENVS)
         starts = places % 20 == 0
         states = 1000 + places[[0, 1]][..., None]
-        memory.append({"observations": places}, None, starts, (states, -states))
-    addresses, sequences = memory.cut(burn_in=1)
+        memory.append({"observations": places}, None, starts, (states, -states), burn_in=1)
+    addresses, sequences = memory.cut()
     assert memory.gather(addresses)["observations"].view(-1, 2)[:, 0].tolist() == [0, 1, 100, 101, 20, 21, 120, 121]
     assert sequences.memory[0].flatten().tolist() == [1000, 1001, 1100, 1101, 1010, 1011, 1110, 1111]
     assert torch.equal(sequences.memory[1], -sequences.memory[0])
@@ -104,11 +104,13 @@ def test_a_rollout_is_copied():
     assert memory.gather(torch.tensor([5]))["returns"].tolist() == [21]
 
 
-def test_the_memory_is_bounded_and_of_one_shape():
+def test_the_memory_is_bounded_and_of_one_layout():
     memory = filled(None, None, None)
     assert (len(memory), memory.is_full) == (3, False)
-    with pytest.raises(ValueError, match=r"shape \(2, 2\), expected \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"has shape \(2, 2\), expected shape \(3, 2\) like those"):
         memory.append({"returns": torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"has shape \(3, 2\) with 1 stored states and a burn-in of 0, expected shape"):
+        memory.append(rollout(3), None, torch.zeros(LENGTH, NUM_ENVS, dtype=torch.bool), torch.zeros(1, NUM_ENVS, 4))
     memory.append(rollout(3))
     assert memory.is_full
     with pytest.raises(ValueError, match="holds 4 rollouts already"):
@@ -391,8 +393,8 @@ def test_a_memory_of_unrolls_goes_on_in_one_of_another_size_and_policy(policy, m
     assert {6, 7} & set(other.numbers)
 
 
-def test_unrolls_are_of_one_length():
+def test_unrolls_are_of_one_layout():
     memory = UnrollMemory(2000)
     memory.append(unrolls())
-    with pytest.raises(ValueError, match="has 5 steps, expected 3"):
+    with pytest.raises(ValueError, match=r"have shape \(5, 1\), expected shape \(3, 1\) like those"):
         memory.append(unrolls(length=5))

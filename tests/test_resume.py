@@ -19,6 +19,7 @@ from lightning_rl import (
     PPO,
     VMPO,
     CriticPretraining,
+    EnvStepLimit,
     OffPolicyPPG,
     OnPolicyAlgorithm,
     PPOKLPenalty,
@@ -464,6 +465,18 @@ def test_a_checkpoint_saved_after_training_goes_on_exactly(tmp_path: Path) -> No
     resumed = fit("discrete", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/end.ckpt"))
     whole = torch.load(tmp_path / "whole/after_8.ckpt", weights_only=True)["state_dict"]
     assert differences(whole, resumed.state_dict()) == []
+
+
+@pytest.mark.parametrize("limit", ["max_env_steps", "max_epochs"])
+def test_a_checkpoint_saved_where_there_was_nothing_to_train_goes_on_exactly(limit: str, tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 4, save_after=(3,))
+    limits: dict[str, dict[str, Any]] = {
+        "max_env_steps": {"callbacks": [EnvStepLimit(3 * 72)], "enable_checkpointing": False},
+        "max_epochs": {"max_epochs": 1},
+    }
+    fit("discrete", tmp_path / "first", 3, str(tmp_path / "whole/after_3.ckpt"), **limits[limit])
+    fit("discrete", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/end.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_4.ckpt"), run_state(tmp_path / "second/after_4.ckpt")) == []
 
 
 def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_path: Path) -> None:

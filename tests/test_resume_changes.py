@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_rl import PPO, RolloutDataModule, restoring
 from lightning_rl.checkpoint_format import FORMAT, upgrade
 from lightning_rl.validation import ConfigurationError
 from tests.programs import run_ranks
-from tests.test_resume import fit
+from tests.test_resume import SETTINGS, fit
 
 
 @pytest.fixture
@@ -170,6 +171,24 @@ def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(
     assert len(model.all_optimizers) == 2
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(separate, resume, tmp_path, monkeypatch):
+    monkeypatch.setitem(SETTINGS["ppg"][1], "separate_aux_optimizer", not separate)
+    model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
+    was = f"separate_aux_optimizer={separate} (before: {not separate})"
+    assert message == f"Resuming with {was}; optimisers begin anew"
+    assert len(model.all_optimizers) == 1 + separate
+    steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
+    assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
+
+
+def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monkeypatch):
+    for name, value in (("critic_learning_rate", 1e-3), ("anneal_learning_rate", False)):
+        monkeypatch.setitem(SETTINGS["ppg"][1], name, value)
+    model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
+    assert [x.param_groups[0]["lr"] for x in model.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
+
+
 def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     model, _ = resume("adaptive", stop=5)
     assert model.optimizer.param_groups[0]["lr"] != 3e-4
@@ -195,9 +214,29 @@ def test_other_settings_of_the_environments_are_said(data, said, resume):
     assert message.startswith(f"Resuming with {said}")
 
 
+def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
+    model, _ = resume("continuous", stop=5, model={"normalize_rewards": "return_std", "normalize_observations": {}})
+    assert model.policy_version == 5
+    for name, other in (("normalize_rewards", "reward_std"), ("normalize_observations", {"clip": 0.1})):
+        expected = re.escape(f"{name}={other!r} does not fit the checkpoint: expected {name}=True")
+        with pytest.raises(ConfigurationError, match=expected):
+            fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model={name: other})
+
+
 def test_a_setting_without_effect_is_said_to_have_none(resume):
     _, (message,) = resume("continuous", model={"initial_log_std": -1.0})
     assert message.startswith("Resuming with initial_log_std=-1.0 (before: 0.0), which takes no effect")
+
+
+def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
+    model, messages = resume("vmpo", stop=5, model={"initial_temperature": 9.0, "initial_kl_coef": 7.0})
+    assert messages == [
+        "Resuming with initial_kl_coef=7.0 (before: 5.0); the coefficient itself goes on from where it was",
+        "Resuming with initial_temperature=9.0 (before: 1.0), which takes no effect: the parameter is what training "
+        "has made of it",
+    ]
+    before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["state_dict"]["policy.dual"]
+    assert torch.allclose(model.policy.dual, before, atol=0.5)
 
 
 def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
@@ -216,6 +255,30 @@ def test_another_precision_takes_over_weights_statistics_and_episodes(precision,
     expected = torch.float64 if precision == "64-true" else torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {expected}
     assert model.policy.observation_normalizer.moments.count == 6 * 72
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("clear_with_memory", "32-true", "64-true"),
+        ("ppg", "32-true", "64-true"),
+        ("ppg_off_policy", "64-true", "32-true"),
+    ],
+)
+def test_what_is_kept_and_remembered_follows_another_precision(name, before, after, tmp_path):
+    """Up to the next auxiliary phase, or replay, over what both parts of the run collected."""
+    fit(name, tmp_path / "first", 4, precision=before)
+    model = fit(name, tmp_path / "second", 7, str(tmp_path / "first/after_4.ckpt"), precision=after)
+    assert model.policy_version == 7
+    kept = {x.dtype for x in all_tensors(model.kept.state_dict()) if x.is_floating_point()}
+    assert kept == {torch.float64 if after == "64-true" else torch.float32}
+
+
+def all_tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [x for part in parts for x in all_tensors(part)]
 
 
 @pytest.mark.parametrize(("name", "value", "steps"), [("rollout_length", 12, 36), ("rollouts_per_epoch", 4, 72)])
@@ -256,10 +319,10 @@ def test_with_another_number_of_environments_those_that_there_were_go_on(
 
 
 def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
-    fit("continuous", tmp_path / "first", 4)
+    fit("clear", tmp_path / "first", 4)
     code = (
         "from pathlib import Path; from tests.test_resume import fit\n"
-        f"fit('continuous', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
+        f"fit('clear', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
         "devices=2, strategy='ddp')\n"
     )
     said = run_ranks("-c", code)
@@ -271,6 +334,21 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
     assert len(episodes) == 2
+    # Steps are of all ranks, and the new one has nothing to replay: all of them begin without.
+    assert said.count("(unrolls) is dropped: there are 2 ranks, and were 1") == 1
+    seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
+    assert seen == [3 * 2] * 2
+
+
+def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
+    fit("clear", tmp_path / "first", 4)
+    path = tmp_path / "first/after_4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"]["ranks"] *= 2
+    torch.save(checkpoint, path)
+    model = fit("clear", tmp_path / "second", 5, str(path))
+    assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has ever seen
+    assert not [w for w in recwarn if "is dropped" in str(w.message)]
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -335,3 +413,30 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     torch.save(checkpoint, path)
     with pytest.raises(ConfigurationError, match="was not written by lightning_rl"):
         fit("discrete", tmp_path / "second", 4, str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "was", "now", "what"),
+    [
+        ("ppg_sequences", {"sequence_length": 4}, (24, 3, 3, 5), (24, 3, 6, 5), "the policy phase"),
+        ("ppg_sequences", {"burn_in": 0}, (24, 3, 3, 5), (24, 3, 3, 0), "the policy phase"),
+        ("clear_with_memory", {"sequence_length": 4}, (24, 1, 3, 5), (24, 1, 6, 5), "replay"),
+        ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0), "replay"),
+    ],
+)
+def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
+    memory = {**SETTINGS[name][1]["memory"], **changed}
+    model, (message,) = resume(name, stop=7, model={"memory": memory})
+    assert message.startswith("Resuming with memory=")
+    layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
+    dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
+    assert caplog.messages.count(dropped) == 1
+    # One rollout of the phase is gone: three more are a phase. Of the unrolls nine are new.
+    assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
+
+
+def test_batches_of_another_size_begin_the_phase_anew(resume, caplog):
+    model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
+    dropped = "What is kept has shape (1, 32), and what comes now shape (1, 16): the policy phase begins anew"
+    assert caplog.messages.count(dropped) == 1
+    assert (len(model.kept), model.kept.shape) == (2, (1, 16))

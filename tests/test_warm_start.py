@@ -89,6 +89,18 @@ def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
         assert name in message
 
 
+def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
+    model = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "reward_std"})
+    result = model.init_from(path)
+    moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
+    assert result.other_scale == moments != []
+    assert model.reward_normalizer.moments.count == 0
+    assert "left as they were, since normalize_rewards is another: reward_normalizer.moments.count" in str(result)
+    same = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "return_std"})
+    assert same.init_from(path, ["normalizers"]).other_scale == []
+    assert same.reward_normalizer.moments.count > 0
+
+
 def test_a_shared_encoder_leaves_the_critic_of_another_one_unfilled(path):
     model = make_model(make_data(), shared_encoder=True)
     result = model.init_from(path, ["policy", "critic"])

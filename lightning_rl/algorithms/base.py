@@ -225,7 +225,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             ConfigurationError: It is no checkpoint of this package, or nothing of a part that was asked for fits.
         """
         checkpoint = read_checkpoint(path, "init_from")
-        result = warm_start(self, checkpoint["state_dict"], parts, str(path))
+        result = warm_start(self, checkpoint, parts, str(path))
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
 

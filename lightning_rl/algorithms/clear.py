@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -17,7 +16,7 @@ from lightning_rl.algorithms.phases import bytes_per_step
 from lightning_rl.algorithms.unrolls import Unroll
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import map_leaves
-from lightning_rl.replay import ReplayPolicy, UnrollMemory
+from lightning_rl.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollout import Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_bool, check_number
@@ -100,9 +99,7 @@ class CLEAR(IMPALA):
     def unrolls(self, rollout: Rollout) -> list[Unroll]:
         """Return the rollout and, where there are any, unrolls of earlier ones."""
         unrolls = super().unrolls(rollout)
-        if self.kept.length not in (None, rollout.shape[0]):
-            rank_zero_info(f"Unrolls of another length than {rollout.shape[0]} are dropped: replay begins anew")
-            self.kept.clear()
+        drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
         if len(self.kept):
             earlier, then = self.kept.take(self.draw(rollout.shape[1]))
             unrolls.append(self.unroll(earlier.to(self.device), **map_leaves(lambda x: x.to(self.device), then)))

@@ -18,7 +18,7 @@ from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoint_format import load_plain
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
-from lightning_rl.random_state import gather_ranks
+from lightning_rl.ranks import gather_ranks
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError, import_class
 

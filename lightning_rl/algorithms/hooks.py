@@ -15,7 +15,7 @@ from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import make_optimizers
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_rank, restore_replays, run_state
+from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
@@ -146,18 +146,8 @@ class Hooks(Reports):
             publish()
 
     def on_train_start(self) -> None:
-        """Seed or restore the random generators; find out how long the run is."""
-        if self.global_rank < len(self._restored_ranks):
-            restore_rank(self, self._restored_ranks[self.global_rank])
-        else:
-            path = (MINIBATCHES, self.global_rank, self.policy_version)
-            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-        if len(self._restored_ranks) == self.trainer.world_size:
-            self.log_window.restore(self._restored_ranks[self.global_rank]["window"])
-            restore_replays(self, self._restored_ranks[self.global_rank])
-        else:  # ranks that were not there could not add up what they have not seen
-            self.log_window.begin(self.env_steps)
-        self._restored_ranks = []
+        """Go on from where this rank was, if it was; find out how long the run is."""
+        self._restore_this_rank()
         for optimizer in self.all_optimizers:
             for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
@@ -167,9 +157,25 @@ class Hooks(Reports):
         is_known = self._planned_env_steps is not None
         self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
+    def _restore_this_rank(self) -> None:
+        """Seed or restore the random generators; take over what the rank kept and has not logged."""
+        if self.global_rank < len(self._restored_ranks):
+            restore_rank(self, self._restored_ranks[self.global_rank])
+        else:
+            path = (MINIBATCHES, self.global_rank, self.policy_version)
+            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
+        restore_own_replays(self, self._restored_ranks)
+        if len(self._restored_ranks) == self.trainer.world_size:
+            self.log_window.restore(self._restored_ranks[self.global_rank]["window"])
+        else:  # ranks that were not there could not add up what they have not seen
+            self.log_window.begin(self.env_steps)
+        self._restored_ranks = []
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""
-        checkpoint[CHECKPOINT_KEY] = run_state(self)
+        state = checkpoint[CHECKPOINT_KEY] = run_state(self)
+        if self._restored_ranks:  # training has not begun, nor taken them over
+            state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them back.

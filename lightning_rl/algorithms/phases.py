@@ -11,7 +11,6 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
@@ -20,7 +19,7 @@ from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policy import observation_dtype
-from lightning_rl.replay import RolloutMemory
+from lightning_rl.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollout import Batch, Rollout, on_grid
 from lightning_rl.sequences import Sequences
 from lightning_rl.validation import check
@@ -129,16 +128,14 @@ class Phases(PPO):
             rollout: Has observations and values.
             batch: Its steps, with `returns`, and with their numbers t · B + b as `steps`.
         """
+        drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
         length, _ = rollout.shape
-        if len(self.kept) and self.kept.shape != rollout.shape:
-            rank_zero_info(f"Rollouts of another shape than {rollout.shape} are dropped: the policy phase begins anew")
-            self.kept.clear()
         fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
         for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
             x: Tensor = batch.fields[name]
             fields[name] = on_grid(x, batch.steps, x.new_zeros(rollout.shape))
         starts = None if rollout.memory is None else rollout.starts
-        self.kept.append(fields, rollout.valid, starts, rollout.memory)
+        self.kept.append(fields, rollout.valid, starts, rollout.memory, rollout.burn_in)
         self.observe_rollout(batch)
 
     def observe_rollout(self, batch: Batch) -> None:
@@ -162,7 +159,7 @@ class Phases(PPO):
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
         has_memory = self.policy.memory is not None
         if has_memory or self.aux_sequences:
-            found, sequences = self.kept.cut(self._burn_in)
+            found, sequences = self.kept.cut()
             selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_minibatches)]
             parts = [(found[rows], some if has_memory else None) for rows, some in selected]
         else:
@@ -174,10 +171,6 @@ class Phases(PPO):
         for (addresses, some), rows in zip(parts, rows_of, strict=True):
             fields = map_leaves(self.to_device, self.kept.gather(addresses))
             yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
-
-    @property
-    def _burn_in(self) -> int:
-        return 0 if self.policy.memory is None else self.policy.memory.burn_in
 
     def _on_device(self, sequences: Sequences) -> Sequences:
         """Return sequences with what they begin with where it is learned from, observations in place of addresses."""

@@ -14,7 +14,8 @@ from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import map_leaves
-from lightning_rl.replay import UseLimitedBuffer
+from lightning_rl.normalization import exact_dtype
+from lightning_rl.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_positive_int
@@ -142,10 +143,14 @@ class OffPolicyPPG(PPG):
         """Learn the policy from one batch and the value from the other, which the auxiliary phase gets too."""
         names = ("observations", "values", "returns", "weights")
         kept = {name: x for name, x in samples["value"].fields.items() if name in names}
+        drop_unless_alike(self.kept, Layout((1, len(samples["value"]))), "the policy phase")
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
         samples = {name: Batch(map_leaves(self.to_device, batch.fields)) for name, batch in samples.items()}
         self.diagnostics.begin_phase("")
-        ages = {f"{name}_age": self.policy_version - x.versions.double().mean() for name, x in samples.items()}
+        ages = {
+            f"{name}_age": self.policy_version - x.versions.to(exact_dtype(self.device)).mean()
+            for name, x in samples.items()
+        }
         self.diagnostics.observe(**ages)
         for epoch in range(max(self.num_epochs, self.num_value_epochs)):
             half = self._half(epoch)

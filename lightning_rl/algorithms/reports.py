@@ -151,7 +151,3 @@ class Reports(Updates):
         trainer.progress_bar_metrics.update({name: values[name] for name in _IN_PROGRESS_BAR if name in values})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self.env_steps)
-
-    def window_state(self) -> dict[str, Any]:
-        """Return, as plain data, what this rank has taken in since the last log."""
-        return self.log_window.snapshot()

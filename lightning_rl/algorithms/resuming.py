@@ -17,25 +17,27 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.parameter_groups import SCALE
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.normalization import reward_scale
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
-_OF_THE_NETWORK = (
-    *("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory"),
+_OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
+# Others of these would load without complaint, and mean something else by the same numbers.
+_OF_THEIR_MEANING = (
+    *("activation", "action_distribution", "value_normalization"),
     *("normalize_observations", "normalize_rewards"),
 )
-# Others of these would load without complaint, and act differently.
-_OF_ACTING = ("activation", "action_distribution", "value_normalization")
 _OPTIMIZERS = ("optimizer", "critic_optimizer")
+_LEARNED = ", which takes no effect: the parameter is what training has made of it"
 
 
 def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
     """Raise unless the parameters in a checkpoint are those of a network like that of `module`.
 
     Raises:
-        ConfigurationError: Spaces, activation, action distributions, or names and shapes of parameters differ; names
-            the options that do.
+        ConfigurationError: Spaces, activation, action distributions, normalisers, or names and shapes of parameters
+            differ; names the options that do.
     """
     stored, own = checkpoint["hyper_parameters"], module.hparams
     for name in ("observation_space", "action_space"):
@@ -45,13 +47,21 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
                 f"expected {space_from_dict(stored[name])}, the space it was trained with"
             )
     different = [name for name in _OF_THE_NETWORK if stored.get(name) != own.get(name)]
-    if acts_differently := [name for name in _OF_ACTING if stored.get(name) != own.get(name)]:
-        different += acts_differently
+    if others := [name for name in _OF_THEIR_MEANING if _meaning(name, stored) != _meaning(name, own)]:
+        different += others
     elif _shapes(checkpoint["state_dict"]) == _shapes(module.state_dict()):
         return
     settings = ", ".join(f"{name}={own.get(name)!r}" for name in different) or type(module).__name__
     expected = ", ".join(f"{name}={stored.get(name)!r}" for name in different) or "the network it was trained with"
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
+
+
+def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """Return the value of an option, the same one for all that say the same."""
+    value = options.get(name)
+    if name == "normalize_rewards":
+        return reward_scale(value)
+    return {} if name == "normalize_observations" and value is True else value
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,8 +116,10 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         "learning_rate": _rate_effect(stored, own, "learning_rate"),
         "critic_learning_rate": _rate_effect(stored, own, "critic_learning_rate"),
         "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "separate_aux_optimizer": "; optimisers begin anew",
         "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
-        "initial_log_std": ", which takes no effect: the parameter is what training has made of it",
+        "initial_log_std": _LEARNED,
+        "initial_temperature": _LEARNED,
         "initial_kl_coef": _kl_coef_effect(stored, own),
         "world_size": "; ranks that there were before go on from where they were",
         "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
@@ -171,11 +183,12 @@ def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
 
 
 def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the states of stored optimisers fit those of the module: classes, and which parameters each group has."""
+    """Whether the states of stored optimisers fit those of the module: number, classes, parameters of each group."""
     separate = [_has_critic_optimizer(options) for options in (stored, own)]
     patterns = [list(options.get("parameter_groups") or {}) for options in (stored, own)]
     same = all(_same_class(stored.get(name), own.get(name)) for name in _OPTIMIZERS)
-    return same and separate[0] == separate[1] and patterns[0] == patterns[1]
+    of_phases = stored.get("separate_aux_optimizer") == own.get("separate_aux_optimizer")
+    return same and of_phases and separate[0] == separate[1] and patterns[0] == patterns[1]
 
 
 def _has_critic_optimizer(options: Mapping[str, Any]) -> bool:
@@ -217,5 +230,6 @@ def _is_scheduled(options: Mapping[str, Any]) -> bool:
 def _first_rate(options: Mapping[str, Any], index: int) -> float:
     """Return the learning rate that an optimiser begins a run with."""
     critics = options.get("critic_learning_rate")
-    value = options["learning_rate"] if index == 0 or critics is None else critics
+    # Those of an auxiliary phase come after the others, in the same order.
+    value = options["learning_rate"] if index % 2 == 0 or critics is None else critics
     return parse_schedule("learning_rate", value).at(0, None)

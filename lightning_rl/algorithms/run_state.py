@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import Tensor
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
-from lightning_rl.random_state import gather_ranks, random_state, set_random_state
+from lightning_rl.random_state import random_state, set_random_state
+from lightning_rl.ranks import gather_on_rank_zero
+from lightning_rl.replay import Replay
 
 
 def run_state(module: Reports) -> dict[str, Any]:
     """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
 
-    A collective call.
+    A collective call; what each rank has is there on rank 0 alone, which writes the checkpoint.
     """
     rewards = module.reward_normalizer
     of_this_rank = {
         "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "generator": module.generator.get_state(),
         "random": random_state(),
-        "window": module.window_state(),
+        "window": module.log_window.snapshot(),
         "replays": {n: x for n, x in replay_states(module).items() if n not in module.not_in_checkpoints},
     }
     return {
@@ -35,7 +42,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "frames": module.frames,
         "policy_version": module.policy_version,
         "skipped_updates": module.skipped_updates,
-        "ranks": gather_ranks(of_this_rank),
+        "ranks": gather_on_rank_zero(of_this_rank),
     }
 
 
@@ -49,6 +56,44 @@ def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
     for name, stored in state.get("replays", {}).items():
         if name in module.replays:
             module.replays[name].load_state_dict(stored)
+
+
+def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Take over what this rank kept of earlier rollouts; where ranks are new, all begin without, and that is said.
+
+    Args:
+        module: Has empty replays.
+        ranks: What each of the ranks that there were had of its own.
+    """
+    if module.global_rank < len(ranks) >= module.world_size:
+        dtype = next(module.policy.parameters()).dtype
+        restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))
+        return
+    # All of them, since they take each step together: from what is new alone, or from what they keep as well.
+    stored: Mapping[str, Any] = ranks[0].get("replays", {}) if ranks else {}
+    if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
+        rank_zero_warn(
+            f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "
+            f"{module.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
+        )
+
+
+def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
+    """Return what is stored with float64 where parameters have it, and nowhere else: one batch has old and new rows."""
+    if isinstance(stored, Tensor):
+        if dtype == torch.float64:
+            return stored.double() if stored.is_floating_point() else stored
+        return stored.float() if stored.dtype == torch.float64 else stored
+    if isinstance(stored, Mapping):
+        return {name: _in_precision_of(dtype, x) for name, x in stored.items()}
+    return type(stored)(_in_precision_of(dtype, x) for x in stored) if isinstance(stored, list | tuple) else stored
+
+
+def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
+    """Whether there is anything in the stored state of an empty replay."""
+    filled = copy.deepcopy(replay)
+    filled.load_state_dict({**state})
+    return filled.num_bytes > 0
 
 
 def restore_rank(module: Reports, state: dict[str, Any]) -> None:

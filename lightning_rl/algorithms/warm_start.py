@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor, nn
+from lightning.pytorch import LightningModule
+from torch import Tensor
 
+from lightning_rl.normalization import reward_scale
 from lightning_rl.validation import ConfigurationError, check
 
 Part = Literal["policy", "critic", "normalizers"]
@@ -20,12 +22,14 @@ class WarmStart(NamedTuple):
     Attributes:
         taken: Names of those taken over.
         other_shape: Those of another shape here, left as they were: name → (shape here, shape in the checkpoint).
+        other_scale: Those of a reward normaliser that divides by something else, left as they were.
         not_stored: Those that the checkpoint does not have, left as they were.
         not_here: Those that only the checkpoint has.
     """
 
     taken: list[str]
     other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    other_scale: list[str]
     not_stored: list[str]
     not_here: list[str]
 
@@ -34,6 +38,7 @@ class WarmStart(NamedTuple):
         shapes = [f"{name} {here}, stored {stored}" for name, (here, stored) in self.other_shape.items()]
         for names, what in (
             (shapes, "left as they were, since their shapes differ"),
+            (self.other_scale, "left as they were, since normalize_rewards is another"),
             (self.not_stored, "left as they were, since the checkpoint does not have them"),
             (self.not_here, "not used, since nothing here is called so"),
         ):
@@ -51,12 +56,14 @@ def part_of(name: str) -> Part | None:
     return "critic" if name.startswith(("policy.critic_", "policy.value_")) else "policy"
 
 
-def warm_start(module: nn.Module, stored: Mapping[str, Tensor], parts: Sequence[Part] | None, source: str) -> WarmStart:
-    """Copy into `module` what fits of `stored`.
+def warm_start(
+    module: LightningModule, checkpoint: Mapping[str, Any], parts: Sequence[Part] | None, source: str
+) -> WarmStart:
+    """Copy into `module` what fits of the parameters in a checkpoint.
 
     Args:
         module: An algorithm.
-        stored: `state_dict` of the same algorithm or another one.
+        checkpoint: Of the same algorithm or another one.
         parts: Those to take; None takes all, as far as they are there.
         source: Where it comes from, for errors.
 
@@ -67,11 +74,15 @@ def warm_start(module: nn.Module, stored: Mapping[str, Tensor], parts: Sequence[
         check(part in PARTS, "init_parts", part, f"some of {', '.join(PARTS)}")
     wanted = set(parts or PARTS)
     own: dict[str, Any] = {name: x for name, x in module.state_dict().items() if part_of(name) in wanted}
+    stored: Mapping[str, Tensor] = checkpoint["state_dict"]
     given = {name: x for name, x in stored.items() if part_of(name) in wanted}
     both = [name for name in own if name in given]
+    scales = [reward_scale(x.get("normalize_rewards")) for x in (module.hparams, checkpoint["hyper_parameters"])]
+    other_scale = [name for name in both if name.startswith("reward_normalizer.") and scales[0] != scales[1]]
     result = WarmStart(
-        taken=[name for name in both if own[name].shape == given[name].shape],
+        taken=[name for name in both if own[name].shape == given[name].shape and name not in other_scale],
         other_shape={n: (tuple(own[n].shape), tuple(given[n].shape)) for n in both if own[n].shape != given[n].shape},
+        other_scale=other_scale,
         not_stored=[name for name in own if name not in given],
         not_here=[name for name in given if name not in own],
     )

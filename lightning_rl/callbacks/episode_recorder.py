@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.evaluation import Episode
 from lightning_rl.minari_data import check_can_write, write_minari
-from lightning_rl.random_state import gather_ranks
+from lightning_rl.ranks import gather_on_rank_zero
 from lightning_rl.validation import check
 from lightning_rl.video import Films, check_imageio
 
@@ -86,7 +86,7 @@ class EpisodeRecorder(Callback):
         if "video" in self.formats:
             rank_zero_info(f"Videos: {self.folder}")
         if "minari" in self.formats:
-            episodes = list(chain.from_iterable(gather_ranks(self._episodes)))
+            episodes = list(chain.from_iterable(gather_on_rank_zero(self._episodes)))
             if trainer.is_global_zero:
                 self._write(trainer, type(pl_module).__name__, episodes)
         self._episodes = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
-from lightning_rl.replay.base import Fields, copy_to_memory, num_bytes
+from lightning_rl.replay.base import Fields, Layout, copy_to_memory, num_bytes
 from lightning_rl.sequences import Sequences, cut
 
 
@@ -19,10 +19,16 @@ class _Kept(NamedTuple):
     valid: Any
     starts: Any
     states: Any
+    burn_in: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        length, num_envs = first_leaf(self.fields).shape[:2]
+        return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
 
 
 class RolloutMemory:
-    """The last few rollouts `[T, B, ...]`, all of one shape, addressed by step or by sequence.
+    """The last few rollouts `[T, B, ...]`, all of one layout, addressed by step or by sequence.
 
     Args:
         capacity: Number of rollouts.
@@ -44,15 +50,17 @@ class RolloutMemory:
     @property
     def shape(self) -> tuple[int, int]:
         """`(T, B)` of each rollout; `(0, 0)` if there is none."""
-        if not self._kept:
-            return 0, 0
-        length, num_envs = first_leaf(self._kept[0].fields).shape[:2]
-        return int(length), int(num_envs)
+        return (0, 0) if self.layout is None else self.layout.shape
+
+    @property
+    def layout(self) -> Layout | None:
+        """What all of them have in common; None if there is none."""
+        return self._kept[0].layout if self._kept else None
 
     @property
     def num_bytes(self) -> int:
         """Size of all tensors."""
-        return sum(num_bytes(x) for kept in self._kept for x in kept if x is not None)
+        return sum(num_bytes(x) for kept in self._kept for x in kept[:4] if x is not None)
 
     def append(
         self,
@@ -60,6 +68,7 @@ class RolloutMemory:
         valid: Tensor | None = None,
         starts: Tensor | None = None,
         states: Nested | None = None,
+        burn_in: int = 0,
     ) -> None:
         """Copy one rollout into the memory, which must have room for it.
 
@@ -68,17 +77,18 @@ class RolloutMemory:
             valid: Which steps are real, `[T, B]`; None: all of them.
             starts: For a policy with memory, whether an observation is the first one of an episode, `[T, B]`.
             states: For a policy with memory, those that its sequences are unrolled from, `[K, B, ...]`.
+            burn_in: How many steps before these sequences that is.
 
         Raises:
-            ValueError: There is no room, or the rollout has another shape than those before it.
+            ValueError: There is no room, or the rollout is laid out otherwise than those before it.
         """
-        shape = tuple(first_leaf(fields).shape[:2])
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
-        if self._kept and shape != self.shape:
-            raise ValueError(f"the rollout has shape {shape}, expected {self.shape} like those before it")
-        parts = (fields, valid, starts, states)
-        self._kept.append(_Kept(*(None if x is None else map_leaves(copy_to_memory, x) for x in parts)))
+        parts = [None if x is None else map_leaves(copy_to_memory, x) for x in (fields, valid, starts, states)]
+        kept = _Kept._make([*parts, burn_in])
+        if self.layout not in (None, kept.layout):
+            raise ValueError(f"the rollout has {kept.layout}, expected {self.layout} like those before it")
+        self._kept.append(kept)
 
     def clear(self) -> None:
         """Remove all rollouts."""
@@ -102,11 +112,8 @@ class RolloutMemory:
         valid = self._all_valid()
         return torch.arange(valid.numel())[valid.flatten()]
 
-    def cut(self, burn_in: int = 0) -> tuple[Tensor, Sequences]:
+    def cut(self) -> tuple[Tensor, Sequences]:
         """Cut what is kept into the sequences that a policy with memory learned from, or else one for each environment.
-
-        Args:
-            burn_in: Number of steps before a sequence, from which its memory is made anew.
 
         Returns:
             The addresses of the real steps, in the order of sequences, and the sequences, in whose
@@ -121,6 +128,7 @@ class RolloutMemory:
         )
         nothing = torch.zeros(1, num_envs)
         states = [nothing if k.states is None else k.states for k in self._kept]
+        burn_in = self._kept[0].burn_in
         rows, sequences = cut(valid, starts, map_stacked(lambda xs: torch.cat(xs, 1), states), burn_in, addresses)
         return addresses.flatten()[rows], sequences
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
-from lightning_rl.replay.base import Fields, copy_to_memory, num_bytes
+from lightning_rl.replay.base import Fields, Layout, copy_to_memory, num_bytes
 from lightning_rl.rollout import Rollout
 
 ReplayPolicy = Literal["reservoir", "fifo"]
@@ -62,23 +62,26 @@ class UnrollMemory:
         return sorted(kept.number for kept in self._kept)
 
     @property
-    def length(self) -> int | None:
-        """Steps of each unroll; None if there is none."""
-        return len(first_leaf(self._kept[0].fields["actions"])) if self._kept else None
+    def layout(self) -> Layout | None:
+        """What all unrolls have in common; None if there is none."""
+        if not self._kept:
+            return None
+        fields = self._kept[0].fields
+        return Layout.of((len(first_leaf(fields["actions"])), 1), fields.get("memory"), fields["burn_in"])
 
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
         """Copy the unroll of each environment into the memory, and drop what there is no room for then.
 
         Args:
-            rollout: Of as many steps as the unrolls that are there.
+            rollout: Laid out as those of the unrolls that are there.
             generator: Decides what a reservoir drops.
             **per_step: More tensors `[T, B, ...]`.
 
         Raises:
-            ValueError: It is of another length.
+            ValueError: It is not.
         """
-        if self.length not in (None, rollout.shape[0]):
-            raise ValueError(f"the rollout has {rollout.shape[0]} steps, expected {self.length} like those before it")
+        if self.layout not in (None, layout := layout_of_unrolls(rollout)):
+            raise ValueError(f"the unrolls have {layout}, expected {self.layout} like those before them")
         unrolls = _columns(rollout, per_step)
         draws = torch.rand(len(unrolls), generator=generator, dtype=torch.float64).tolist()
         for draw, fields in zip(draws, unrolls, strict=True):
@@ -126,6 +129,11 @@ class UnrollMemory:
         self._bytes = sum(num_bytes(_tensors(kept.fields)) for kept in self._kept)
         while self._bytes > self.max_bytes:
             self._bytes -= num_bytes(_tensors(heapq.heappop(self._kept).fields))
+
+
+def layout_of_unrolls(rollout: Rollout) -> Layout:
+    """Return that of what each environment did in a rollout."""
+    return Layout.of((rollout.shape[0], 1), rollout.memory, rollout.burn_in)
 
 
 def _tensors(fields: Fields) -> Fields:
