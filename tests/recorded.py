@@ -57,6 +57,7 @@ CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
 # Where cloning begins its gradient is 0, and Adam makes much of what rounding in float32 leaves of that.
 CASES.remove(("phases", "32-true"))
 UPDATES = dict.fromkeys(OPTIONS, ROLLOUTS * EPOCHS * MINIBATCHES_OF_A_PASS)
+UPDATES["two_optimizers"] = ROLLOUTS * (EPOCHS + 1) * MINIBATCHES_OF_A_PASS
 UPDATES["unrolls"] = ROLLOUTS
 UPDATES["phases"] = ROLLOUTS * EPOCHS + 2 * 2
 
