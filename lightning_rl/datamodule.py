@@ -102,8 +102,8 @@ class RolloutDataModule(EpisodesDataModule):
         num_actors: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy
             each, which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
             algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
-        actor_prefetch: Rollouts that each of them may have ready or under way before the learner takes them; None: 1
-            of a single actor, 2 of several, so that none waits while the learner is at a rollout of another's.
+        actor_prefetch: Rollouts that each of them may have ready or under way before the learner takes them; None: 2
+            of several processes, so that none waits while the learner is at a rollout of another's, and 1 of others.
         actor_start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
         actor_timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
         max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and

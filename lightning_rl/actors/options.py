@@ -24,7 +24,7 @@ class ActorOptions:
 
     Args:
         count: Number of actors on each rank; 0: the learner collects itself, in step.
-        prefetch: Rollouts that each actor may be ahead; None: one where it is alone, two otherwise.
+        prefetch: Rollouts that each actor may be ahead; None: two of several processes, one of others.
         start_method: How their processes are started; None: as Python does by default.
         timeout: Seconds that an actor may take for a rollout, its start included.
         max_policy_lag: Versions of the policy that a rollout may be behind the learner; None: any number.
@@ -88,8 +88,9 @@ class ActorOptions:
         """How many rollouts each actor may have ready or under way before the learner takes them.
 
         Of several, one that is done waits for the learner, which is at a rollout of another's, unless it may go on.
+        Not so with Ray, which gives an actor its weights when it is asked: they would be older by one rollout more.
         """
-        return self.prefetch or (1 if self.count == 1 else 2)
+        return self.prefetch or (2 if self.count > 1 and self.backend == "processes" else 1)
 
     def check_environments(self, spec: EnvironmentSpec) -> None:
         """Raise unless actors can step such environments.

@@ -80,7 +80,7 @@ def test_rollouts_are_those_of_the_version_that_they_name_and_actors_go_on(ray):
 
 
 def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
-    data, seen, logger = make_actors(rollouts_per_epoch=16, actor_prefetch=1), Versions(), MemoryLogger()
+    data, seen, logger = make_actors(rollouts_per_epoch=16), Versions(), MemoryLogger()
     callbacks = [seen, At(4, lambda: ray.handles[1].die()), At(9, lambda: ray.handles[1].die())]
     trainer = make_trainer(callbacks=callbacks, logger=logger, log_every_n_steps=8)
     model = make(data)
