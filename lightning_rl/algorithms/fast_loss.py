@@ -97,8 +97,8 @@ class FastLoss:
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
             terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
-        dtype = of_values.dtype
-        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(np.array(terms, dtype)), summands)
+            told = np.array(terms, of_values.dtype)
+        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(told), summands)
         return KnownGradients(loss, networks.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:

@@ -103,7 +103,8 @@ class EnvironmentBatch:
         base = getattr(env, "unwrapped", env)
         if isinstance(base, RestartingProcesses):
             base.where = self._places.where
-        self._resets_next, self._any_resets_next = np.zeros(self.num_envs, bool), False
+        # Which environments the next step only resets; None: none of them.
+        self._resets_next: Array | None = None
 
     def reset(self) -> Nested:
         """Begin every environment's stream of episodes again, and return the first observations.
@@ -112,7 +113,7 @@ class EnvironmentBatch:
             EnvironmentFailure: As `step`.
         """
         self._places.forget()
-        self._resets_next, self._any_resets_next = np.zeros(self.num_envs, bool), False
+        self._resets_next = None
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
         return observations
@@ -142,10 +143,10 @@ class EnvironmentBatch:
         finals: list[tuple[int, Nested]] = []
         any_ended = bool(ended.any())
         if self.mode is AutoresetMode.NEXT_STEP:
-            if self._any_resets_next:
+            if self._resets_next is not None:
                 valid = ~self._resets_next
                 rewards = np.where(valid, rewards, 0)
-            self._resets_next, self._any_resets_next = ended, any_ended
+            self._resets_next = ended if any_ended else None
         if not any_ended:
             self._check_observations(observations)
             return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
@@ -240,7 +241,9 @@ class EnvironmentBatch:
             environments = to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
         else:
             return None
-        resets_next = torch.from_numpy(self._resets_next.copy())
+        resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
+        if self._resets_next is not None:
+            resets_next.numpy()[:] = self._resets_next
         return {"kind": kind, "environments": environments, "resets_next": resets_next, **self._places.state_dict()}
 
     @property
@@ -264,8 +267,8 @@ class EnvironmentBatch:
         elif len(state["episodes"]) != self.num_envs:
             return None
         self._places.load_state_dict(state)
-        self._resets_next = state["resets_next"].numpy().copy()
-        self._any_resets_next = bool(self._resets_next.any())
+        resets_next = state["resets_next"].numpy().copy()
+        self._resets_next = resets_next if resets_next.any() else None
         if isinstance(self.env, CartPoleVectorEnv):
             observations = load_cartpole_state(self.env, to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations

@@ -22,6 +22,10 @@ class _Kept(NamedTuple):
     burn_in: int = 0
 
     @property
+    def parts(self) -> tuple[Any, ...]:
+        return self.fields, self.valid, self.starts, self.states
+
+    @property
     def layout(self) -> Layout:
         length, num_envs = first_leaf(self.fields).shape[:2]
         return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
@@ -60,7 +64,7 @@ class RolloutMemory:
     @property
     def num_bytes(self) -> int:
         """Size of all tensors."""
-        return sum(num_bytes(x) for kept in self._kept for x in kept[:4] if x is not None)
+        return sum(num_bytes(x) for kept in self._kept for x in kept.parts if x is not None)
 
     def append(
         self,
@@ -84,11 +88,11 @@ class RolloutMemory:
         """
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
-        parts = [None if x is None else map_leaves(copy_to_memory, x) for x in (fields, valid, starts, states)]
-        kept = _Kept._make([*parts, burn_in])
-        if self.layout not in (None, kept.layout):
-            raise ValueError(f"the rollout has {kept.layout}, expected {self.layout} like those before it")
-        self._kept.append(kept)
+        given = _Kept(fields, valid, starts, states, burn_in)
+        if self.layout not in (None, given.layout):
+            raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
+        copies = (None if x is None else map_leaves(copy_to_memory, x) for x in given.parts)
+        self._kept.append(_Kept._make([*copies, burn_in]))
 
     def clear(self) -> None:
         """Remove all rollouts."""
