@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.distributions.base import Distribution, at_least_float32
+from lightning_rl.distributions.noise import fill_log_exponential, noise_like
 
 # More components than this are reported as one.
 _MAX_NAMED_COMPONENTS = 16
@@ -33,8 +34,7 @@ class Categorical(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw by the Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1)."""
-        noise = torch.empty_like(self.logits).exponential_(generator=generator)
-        return (self.logits - noise.log_()).argmax(-1)
+        return (self.logits - noise_like(self.logits, generator, fill_log_exponential)).argmax(-1)
 
     def mode(self) -> Tensor:
         """Return the action with the largest logit."""

@@ -141,7 +141,7 @@ class EnvironmentBatch:
         if IDLE in infos:
             valid = ~infos[IDLE]
         finals: list[tuple[int, Nested]] = []
-        any_ended = bool(ended.any())
+        any_ended = np.count_nonzero(ended) > 0  # quicker than `any` for a few
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next is not None:
                 valid = ~self._resets_next
