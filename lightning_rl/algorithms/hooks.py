@@ -121,8 +121,10 @@ class Hooks(Reports):
                 raise ConfigurationError(f"{name}={found} of the environments does not fit: expected {expected}")
 
     def on_fit_start(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work; note where the clock of a new run begins."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:
+            self.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_actors(getattr(data, "num_actors", 0))
 
@@ -200,4 +202,5 @@ class Hooks(Reports):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
             self.skipped_updates = state["skipped_updates"]
+            self.env_steps_before_epochs = state.get("env_steps_before_epochs", 0)
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

@@ -51,6 +51,8 @@ class Updates(OverRanks, Shortcuts):
             the name that it is logged by (`train/<name>`).
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
+        env_steps_before_epochs: Where the clock was when the Trainer began to count epochs: above 0 where an earlier
+            run has trained the module, and this one does not go on from it by `ckpt_path`.
         frames: Steps of the simulation in them: more where each action is repeated.
         policy_version: Number of rollouts that were learned from.
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
@@ -72,7 +74,7 @@ class Updates(OverRanks, Shortcuts):
         self.diagnostics = Diagnostics(torch.device("cpu"))
         self.losses: dict[str, float] = {}
         self.generator = torch.Generator()
-        self.env_steps = 0
+        self.env_steps = self.env_steps_before_epochs = 0
         self.frames = 0
         self.policy_version = 0
         self._planned_env_steps: int | None = None
