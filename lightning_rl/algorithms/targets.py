@@ -142,11 +142,12 @@ class Targets(Updates):
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
-            places: dict[str, Any] = {}
-            if rollout.actor is not None and rollout.starts is not None:
-                # Each actor has environments of its own, whose episodes begin anew where a run is resumed. After a
-                # rollout that was dropped a return goes on from what it was before: as likely as any other.
-                places = {"first": rollout.actor * rollout.shape[1], "starts": rollout.starts[0]}
+            # Each actor has environments of its own. After a rollout that was dropped a return goes on from what it was
+            # before: as likely as any other.
+            first = None if rollout.actor is None else rollout.actor * rollout.shape[1]
+            # Episodes begin anew with another run, and where environments cannot be taken back to where they were.
+            starts = None if rollout.starts is None else rollout.starts[0]
+            places: dict[str, Any] = {"first": first, "starts": starts}
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce, **places)
 
     def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
