@@ -57,6 +57,12 @@ class Reports(Updates):
         """Log returns and lengths."""
         self._log_evaluation("test")
 
+    def on_train_epoch_end(self) -> None:
+        """Let callbacks that look at the end of an epoch, as `EarlyStopping`, see what has not been logged yet."""
+        if not self.log_window.is_empty:
+            known = self.log_window.compute()
+            self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in known.items()})
+
     def on_train_end(self) -> None:
         """Log what happened since the last log, where it was not known that the rollout would be the last one.
 
