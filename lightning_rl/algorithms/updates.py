@@ -131,13 +131,15 @@ class Updates(OverRanks, Shortcuts):
         """Yield the rows in the order of `minibatch_order`, cut into minibatches.
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
+        One in which none has a row, as there may be of few rows, is left out.
         """
         order = self.minibatch_order(batch.num_items)
+        may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
         cut = self.with_normalized_advantages(batch, order, num_minibatches)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if self.world_size > 1 else ([part] for part in cut):
             self.weigh(parts)
-            yield from map(self.begin_minibatch, parts)
+            yield from map(self.begin_minibatch, filter(self.has_rows, parts) if may_lack_rows else parts)
 
     def with_normalized_advantages(self, batch: Batch, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of a pass; if it normalises each, with what `normalized_advantages` of it will return.
