@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
 from lightning_rl import PPO
 from lightning_rl.algorithms.log_window import LogWindow
@@ -157,3 +157,19 @@ def test_callbacks_that_monitor_training_see_every_epoch_though_no_log_is_due():
     # Of two rollouts, of four, and of the one after the log.
     assert seen == pytest.approx([sum(losses.all[:2]) / 2, sum(losses.all[:4]) / 4, losses.all[5]])
     assert logger.rows("train/loss") == [(5 * 32, pytest.approx(sum(losses.all[:5]) / 5)), (6 * 32, losses.all[5])]
+
+
+def test_callbacks_that_monitor_training_see_it_at_each_validation():
+    data = make_data(rollouts_per_epoch=4)
+    stopping = EarlyStopping("train/loss", patience=100, check_on_train_epoch_end=False)
+    seen: list[float] = []
+    note = LambdaCallback(
+        on_validation_end=lambda trainer, _: seen.append(float(trainer.callback_metrics["train/loss"]))
+    )
+    trainer = make_trainer(
+        callbacks=[stopping, note], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
+    )
+    model = make_model(data)
+    trainer.fit(model, data)
+    assert len(set(seen)) == 2
+    assert stopping.best_score == pytest.approx(min(seen))
