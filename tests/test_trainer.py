@@ -334,6 +334,29 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, "trainer.gradient_clip_val=0.5 is .* max_grad_norm"),
+        ({"accumulate_grad_batches": 2}, "trainer.accumulate_grad_batches=2 is .* num_minibatches"),
+    ],
+    ids=["clip", "accumulate"],
+)
+def test_what_automatic_optimisation_would_do_is_refused_with_the_option_of_the_model(option, message):
+    """Lightning says to switch to automatic optimisation, which nobody can here."""
+    with pytest.raises(ConfigurationError, match=message):
+        fit(**option)
+
+
+def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match="num_minibatches=32 is not valid: expected fewer, or normalize_adv"):
+        make_trainer().fit(make_model(data, num_minibatches=32), data)
+    model = make_model(data, num_minibatches=32, normalize_advantages="rollout")
+    make_trainer().fit(model, data)
+    assert model.losses["policy_loss"] != 0
+
+
 def test_hyper_parameters_are_logged_as_plain_data():
     logger = MemoryLogger()
     fit(logger=logger)
