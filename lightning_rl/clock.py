@@ -12,13 +12,15 @@ def planned_env_steps(trainer: Trainer) -> int | None:
     """Return the number of environment steps after which `trainer` will stop, None if nothing bounds it.
 
     The smallest of every callback's `max_env_steps` and what `max_epochs` allows, where each epoch has
-    ranks · environments · rollout length · rollouts steps. Known from the start of training on.
+    ranks · environments · rollout length · rollouts steps, and the first one begins where the module's clock was then:
+    a module may have been trained before. Known from the start of training on.
     """
     limits = _limits(trainer)
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
     rollouts = trainer.num_training_batches
     if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):
-        limits.append(trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
+        before = getattr(trainer.lightning_module, "env_steps_before_epochs", 0)
+        limits.append(before + trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
     return min(limits, default=None)
 
 

@@ -229,7 +229,7 @@ class RewardNormalizer(_Statistics):
         valid: Tensor | None = None,
         reduce: Reduce = _identity,
         *,
-        first: int = 0,
+        first: int | None = None,
         starts: Tensor | None = None,
     ) -> None:
         """Take in a rollout.
@@ -239,11 +239,13 @@ class RewardNormalizer(_Statistics):
             ends: Whether the episode ended with the step, shape `[T, B]`.
             valid: Which entries are real steps, shape `[T, B]`; all of them if left out.
             reduce: Sums a tensor over all ranks.
-            first: Place of the first of these environments among all whose rollouts are taken in by turns.
-            starts: Which environments begin an episode with the rollout, shape `[B]`; None: those whose last one ended.
+            first: Place of the first of these environments among all whose rollouts are taken in by turns; None: these
+                are all.
+            starts: Which environments begin an episode with the rollout, shape `[B]`: in another run also such whose
+                last one has not ended. None: those whose last one ended.
         """
         num_envs = rewards.shape[1]
-        others, before = self._discounted_returns(first, num_envs, alone=starts is None)
+        others, before = self._discounted_returns(first, num_envs)
         before = before.to(self.moments.mean.device, self.moments.mean.dtype)
         if starts is not None:
             before = before.masked_fill(starts.to(before.device), 0)
@@ -256,22 +258,22 @@ class RewardNormalizer(_Statistics):
         returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)
         # What the next rollout begins with: 0 after the end of an episode.
         after = keep[-1] * returns[-1]
-        if others is not None:
+        if others is not None and first is not None:
             after = others.to(after).slice_scatter(after, 0, first, first + num_envs)
         self.discounted_return = after
         self.moments.update(returns.flatten() if valid is None else returns[valid], reduce)
 
-    def _discounted_returns(self, first: int, num_envs: int, alone: bool) -> tuple[Tensor | None, Tensor]:
-        """Return the discounted returns of all environments, None where some are `alone`, and those of these."""
+    def _discounted_returns(self, first: int | None, num_envs: int) -> tuple[Tensor | None, Tensor]:
+        """Return the discounted returns of all environments, None where there are no others, and those of these."""
         known = self.discounted_return
-        if alone and known.shape == (num_envs,):
+        if first is None and known.shape == (num_envs,):
             return None, known
         # The first rollout, or another number of environments. Moved like any other: to XLA zeros made there are
         # another graph.
-        every = torch.zeros(num_envs if alone else max(first + num_envs, len(known)), dtype=known.dtype)
+        every = torch.zeros(num_envs if first is None else max(first + num_envs, len(known)), dtype=known.dtype)
         kept = known[: len(every)]
         every[: len(kept)] = kept
-        return None if alone else every, every[first : first + num_envs]
+        return (None, every) if first is None else (every, every[first : first + num_envs])
 
 
 def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:

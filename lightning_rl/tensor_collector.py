@@ -128,7 +128,6 @@ class TensorCollector:
                     self._memory.after(t, output.memory, self._begins, places, ())
                     if step.reached is None:
                         self._memory.keep(t, places, before)
-        self.environments.check_finite()
         rollout = profiled(profile, POLICY, self._put_together)(policy, acting)
         rollout.policy_version = policy_version
         if recurrent is not None:
@@ -221,6 +220,7 @@ class TensorCollector:
         none = map_leaves(lambda storage: storage[0, :0], self._observations)
         indices = torch.cat(acting.indices) if acting.indices else torch.zeros(0, 2, dtype=torch.long, device=device)
         final_observations = map_stacked(torch.cat, [none, *acting.finals])
+        self.environments.check_finite(indices[:, 1], final_observations)
         actions = acting.actions.whole
         estimates = estimate(
             *(policy, self._observations, actions, acting.log_probs.whole, acting.values.whole, self._terminated),

@@ -13,7 +13,7 @@ from lightning_rl import PPO
 from lightning_rl.collector import Collector
 from lightning_rl.distributions import tensor_conversion, to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
-from lightning_rl.environments.tensors import AsArrays
+from lightning_rl.environments.tensors import AsArrays, TensorStep
 from lightning_rl.nested import map_leaves
 from lightning_rl.policy import ActorCritic
 from lightning_rl.tensor_collector import TensorCollector
@@ -101,6 +101,30 @@ def test_rewards_that_are_not_finite_name_the_environment():
     tensors.collect(policy)
     with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned an observation or reward that is NaN"):
         tensors.collect(policy)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_cut_off_episode_reached_must_be_finite_too(monkeypatch, mode):
+    """It is in no row of the rollout where environments reset at once."""
+    policy, tensors, _ = collectors(mode=mode)
+    step = tensors.environments.step
+
+    def spoiled(actions: Tensor) -> TensorStep:
+        taken = step(actions)
+        cut = taken.truncated & ~taken.terminated
+        return taken._replace(reached=torch.where(cut.unsqueeze(1), torch.nan, taken.reached))
+
+    monkeypatch.setattr(tensors.environments, "step", spoiled)
+    with pytest.raises(EnvironmentFailure, match=r"returned an observation or reward that is NaN"):
+        for _ in range(4):
+            tensors.collect(policy)
+
+
+def test_observations_that_are_single_numbers_are_looked_at():
+    tensors = TensorEnvironments(Reach(3), 0)
+    tensors._watch(torch.tensor([0.0, torch.inf, 1.0]), torch.zeros(3))
+    with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned"):
+        tensors.check_finite(torch.zeros(0, dtype=torch.long), torch.zeros(0))
 
 
 def test_an_environment_must_say_how_it_resets():

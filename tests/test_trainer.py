@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import A2C, PPO, EnvStepLimit, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import A2C, PPO, EnvStepLimit, OnPolicyAlgorithm, Rollout, RolloutDataModule
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
@@ -334,6 +334,29 @@ def test_lightnings_tuner_is_refused_with_what_to_do_instead():
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, "trainer.gradient_clip_val=0.5 is .* max_grad_norm"),
+        ({"accumulate_grad_batches": 2}, "trainer.accumulate_grad_batches=2 is .* num_minibatches"),
+    ],
+    ids=["clip", "accumulate"],
+)
+def test_what_automatic_optimisation_would_do_is_refused_with_the_option_of_the_model(option, message):
+    """Lightning says to switch to automatic optimisation, which nobody can here."""
+    with pytest.raises(ConfigurationError, match=message):
+        fit(**option)
+
+
+def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match="num_minibatches=32 is not valid: expected fewer, or normalize_adv"):
+        make_trainer().fit(make_model(data, num_minibatches=32), data)
+    model = make_model(data, num_minibatches=32, normalize_advantages="rollout")
+    make_trainer().fit(model, data)
+    assert model.losses["policy_loss"] != 0
+
+
 def test_hyper_parameters_are_logged_as_plain_data():
     logger = MemoryLogger()
     fit(logger=logger)
@@ -443,3 +466,47 @@ def test_resumed_run_goes_on_where_it_stopped(schedule, tmp_path):
     assert (first.global_step, resumed.global_step, straight.global_step) == (8, 16, 16)
     assert {int(state["step"]) for state in model.optimizer.state.values()} == {16}
     assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 128
+
+
+def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_continuation(tmp_path):
+    """The clock goes on, and epochs are counted anew, but not by a run that goes on from a checkpoint."""
+
+    class SaveAt6(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: Any) -> None:
+            if pl_module.policy_version == 6:
+                trainer.save_checkpoint(tmp_path / "6.ckpt")
+
+    def train(model: PPO, max_epochs: int = 2, ckpt_path: Path | None = None) -> list[float]:
+        recorder = Recorder()
+        trainer = make_trainer(max_epochs=max_epochs, callbacks=[recorder, SaveAt6()])
+        trainer.fit(model, make_data(), ckpt_path=ckpt_path, weights_only=True)
+        return recorder.column("learning_rate")
+
+    options = {"anneal_learning_rate": True, "learning_rate": 1e-3}
+    model = make_model(make_data(), **options)
+    assert train(model) == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    second = train(model)
+    assert second == pytest.approx([5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
+    assert train(make_model(make_data(), **options), ckpt_path=tmp_path / "6.ckpt") == second[2:]
+    loaded = PPO.load_from_checkpoint(tmp_path / "6.ckpt")
+    assert train(loaded, max_epochs=1) == pytest.approx([2.5e-4, 1.25e-4])
+
+
+def test_discounted_returns_of_another_run_begin_with_its_new_episodes():
+    """Those of the run before have not ended, and never will."""
+    data = make_data("Pendulum-v1")
+    model = make_model(data, normalize_rewards=True)
+    returns: list[torch.Tensor] = []
+
+    class Slow(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, outputs: Any, batch: Rollout, i: int) -> None:
+            last = returns[-1] if i else torch.zeros(2)
+            for rewards in batch.rewards.double():
+                last = rewards + 0.99 * last
+                returns.append(last)
+
+    for _ in range(2):
+        make_trainer(callbacks=[Slow()]).fit(model, data)
+    seen = torch.stack(returns)
+    torch.testing.assert_close(model.reward_normalizer.moments.mean, seen.mean())
+    torch.testing.assert_close(model.reward_normalizer.moments.variance, seen.var(correction=0))

@@ -314,9 +314,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
-            for replay in self.replays.values():
-                replay.rollback()
-            self._restore_normalizers()
+            self.undo_what_was_taken_in()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
@@ -328,6 +326,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self._take_into_value_normalizer()
             for replay in self.replays.values():
                 replay.commit()
+            self._forget_normalizers()
         self._saturation.tell(means.get("action_saturation"), self.policy_version)
         if self.max_skipped_updates:
             means = means | {"skipped_updates": float(bool(not_finite))}

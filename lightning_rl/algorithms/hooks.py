@@ -17,7 +17,7 @@ from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
-from lightning_rl.algorithms.tuners import refuse_tuners
+from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
@@ -78,9 +78,13 @@ class Hooks(Reports):
         """Guard every Trainer against interruptions; what overrides it adds to what it returns.
 
         Raises:
-            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size.
+            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
+                Trainer that trains was to clip or add up gradients.
         """
-        refuse_tuners(self.trainer)  # before anything else: the Tuner's own checks say something else
+        # Before anything else: Lightning's own checks say something else.
+        refuse_tuners(self.trainer)
+        if self.trainer.state.fn == "fit":
+            refuse_automatic_optimization(self.trainer)
         present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         return [] if present else [InterruptionGuard()]
 
@@ -121,8 +125,10 @@ class Hooks(Reports):
                 raise ConfigurationError(f"{name}={found} of the environments does not fit: expected {expected}")
 
     def on_fit_start(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work; note where the clock of a new run begins."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:
+            self.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_actors(getattr(data, "num_actors", 0))
 
@@ -200,4 +206,5 @@ class Hooks(Reports):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
             self.skipped_updates = state["skipped_updates"]
+            self.env_steps_before_epochs = state.get("env_steps_before_epochs", 0)
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

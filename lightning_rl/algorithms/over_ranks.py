@@ -100,9 +100,19 @@ class OverRanks(LightningModule):
         return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
     def weigh(self, parts: Sequence[Batch]) -> None:
-        """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks."""
+        """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks.
+
+        With several ranks that is 0 where none has a row.
+        """
         if self.world_size > 1:
             own = [float(part.total_weight) for part in parts]
             totals = self.all_reduce(torch.tensor(own, dtype=exact_dtype(self.device), device=self.device)).tolist()
             for part, total in zip(parts, totals, strict=True):
-                part.weight = self.world_size / (total or 1.0)
+                part.weight = self.world_size / total if total else 0.0
+
+    def has_rows(self, part: Batch) -> bool:
+        """Return whether any rank has a row of a minibatch that `weigh` has seen.
+
+        A step of Adam without any would go on along the moments that earlier ones have left.
+        """
+        return part.weight != 0 if self.world_size > 1 else len(part) > 0

@@ -149,7 +149,11 @@ class PPO(OnPolicyAlgorithm):
         if rollout_shape is not None:
             memory = getattr(self.policy, "memory", None)
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
-            check_minibatches(rollout_shape[0] * rollout_shape[1], self.num_minibatches, num_sequences)
+            num_rows = rollout_shape[0] * rollout_shape[1]
+            check_minibatches(num_rows, self.num_minibatches, num_sequences)
+            of_one_row = self.normalizes_minibatches and num_rows * trainer.world_size == self.num_minibatches
+            expected = "fewer, or normalize_advantages: none: the normalised advantage of a single step is 0"
+            check(not of_one_row, "num_minibatches", self.num_minibatches, expected)
         on_xla = trainer.strategy.root_device.type == "xla"
         check(not (self.compile_loss and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
 

@@ -116,8 +116,10 @@ class PPOKLPenalty(ActingDistribution, PPO):
 
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:
-        """Return the mean KL(old ‖ new) over the rows of all ranks, by the current parameters."""
+        """Return the mean KL(old ‖ new) over the rows of all ranks, by the current parameters; NaN of none."""
         self.weigh([batch])
+        if not self.has_rows(batch):
+            return self.kl_coef.new_tensor(torch.nan)
         if batch.sequences is not None:
             return self.over_ranks(batch.mean(self.divergence(batch, self.evaluate(batch)[0])))
 

@@ -52,10 +52,22 @@ class Reports(Updates):
     def on_validation_epoch_end(self) -> None:
         """Log returns and lengths."""
         self._log_evaluation("val")
+        if self.trainer.state.fn == "fit":
+            self._show_unlogged()
 
     def on_test_epoch_end(self) -> None:
         """Log returns and lengths."""
         self._log_evaluation("test")
+
+    def on_train_epoch_end(self) -> None:
+        """Let callbacks see what has not been logged yet."""
+        self._show_unlogged()
+
+    def _show_unlogged(self) -> None:
+        """Let callbacks that monitor a value, as `EarlyStopping`, see it before it is logged; a collective call."""
+        if not self.log_window.is_empty:
+            known = self.log_window.compute()
+            self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in known.items()})
 
     def on_train_end(self) -> None:
         """Log what happened since the last log, where it was not known that the rollout would be the last one.

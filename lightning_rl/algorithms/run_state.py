@@ -39,6 +39,7 @@ def run_state(module: Reports) -> dict[str, Any]:
         "precision": None if module._trainer is None else module._trainer.precision,
         "planned_env_steps": module._planned_env_steps,
         "env_steps": module.env_steps,
+        "env_steps_before_epochs": module.env_steps_before_epochs,
         "frames": module.frames,
         "policy_version": module.policy_version,
         "skipped_updates": module.skipped_updates,

@@ -47,6 +47,12 @@ class Targets(Updates):
         self._kept_discounted_return: Tensor | None = None
         self._value_targets: Tensor | None = None
 
+    def setup(self, stage: str) -> None:
+        """Take back what is left of updates that an exception has ended: nobody goes on with them."""
+        self.undo_what_was_taken_in()
+        self.updating = False
+        super().setup(stage)
+
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
         """Return generalised advantage estimates `[T, B]` of a rollout, from normalised rewards."""
         rewards = self.normalized_rewards(rollout)
@@ -142,11 +148,12 @@ class Targets(Updates):
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
         if self.reward_normalizer is not None:
-            places: dict[str, Any] = {}
-            if rollout.actor is not None and rollout.starts is not None:
-                # Each actor has environments of its own, whose episodes begin anew where a run is resumed. After a
-                # rollout that was dropped a return goes on from what it was before: as likely as any other.
-                places = {"first": rollout.actor * rollout.shape[1], "starts": rollout.starts[0]}
+            # Each actor has environments of its own. After a rollout that was dropped a return goes on from what it was
+            # before: as likely as any other.
+            first = None if rollout.actor is None else rollout.actor * rollout.shape[1]
+            # Episodes begin anew with another run, and where environments cannot be taken back to where they were.
+            starts = None if rollout.starts is None else rollout.starts[0]
+            places: dict[str, Any] = {"first": first, "starts": starts}
             self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce, **places)
 
     def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
@@ -189,6 +196,16 @@ class Targets(Updates):
         self._kept_normalizers = {n: x.clone() for n, x in self.state_dict().items() if part_of(n) == "normalizers"}
         if self.reward_normalizer is not None:
             self._kept_discounted_return = self.reward_normalizer.discounted_return
+
+    def undo_what_was_taken_in(self) -> None:
+        """Make replays and normalisers what they were before updates that were not made to their end.
+
+        Otherwise nothing is remembered, and nothing is changed.
+        """
+        for replay in self.replays.values():
+            replay.rollback()
+        self._restore_normalizers()
+        self._forget_normalizers()
 
     def _restore_normalizers(self) -> None:
         """Take back what they took in since."""

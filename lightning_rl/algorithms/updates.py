@@ -51,6 +51,8 @@ class Updates(OverRanks, Shortcuts):
             the name that it is logged by (`train/<name>`).
         generator: Orders the minibatches; its own, so that nothing else changes them.
         env_steps: Environment steps of all ranks that were learned from: the clock of the run.
+        env_steps_before_epochs: Where the clock was when the Trainer began to count epochs: above 0 where an earlier
+            run has trained the module, and this one does not go on from it by `ckpt_path`.
         frames: Steps of the simulation in them: more where each action is repeated.
         policy_version: Number of rollouts that were learned from.
         max_skipped_updates: How many rollouts in a row may give an update that is not finite.
@@ -72,7 +74,7 @@ class Updates(OverRanks, Shortcuts):
         self.diagnostics = Diagnostics(torch.device("cpu"))
         self.losses: dict[str, float] = {}
         self.generator = torch.Generator()
-        self.env_steps = 0
+        self.env_steps = self.env_steps_before_epochs = 0
         self.frames = 0
         self.policy_version = 0
         self._planned_env_steps: int | None = None
@@ -129,13 +131,15 @@ class Updates(OverRanks, Shortcuts):
         """Yield the rows in the order of `minibatch_order`, cut into minibatches.
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
+        One in which none has a row, as there may be of few rows, is left out.
         """
         order = self.minibatch_order(batch.num_items)
+        may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
         cut = self.with_normalized_advantages(batch, order, num_minibatches)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if self.world_size > 1 else ([part] for part in cut):
             self.weigh(parts)
-            yield from map(self.begin_minibatch, parts)
+            yield from map(self.begin_minibatch, filter(self.has_rows, parts) if may_lack_rows else parts)
 
     def with_normalized_advantages(self, batch: Batch, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of a pass; if it normalises each, with what `normalized_advantages` of it will return.

@@ -104,16 +104,24 @@ class TensorEnvironments:
         bad = ~torch.isfinite(rewards)
         for leaf in leaves(observations):
             if leaf.is_floating_point():
-                bad = bad | ~torch.isfinite(leaf).flatten(1).all(1)
+                bad = bad | _rows_not_finite(leaf)
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
 
-    def check_finite(self) -> None:
+    def check_finite(self, environments: Tensor, reached: Nested) -> None:
         """Raise if an observation or reward since the last call was not finite; reads from the device.
+
+        Args:
+            environments: Those whose episodes were cut off since then, `[K]`.
+            reached: What these reached, `[K, ...]`, which stepping does not look at.
 
         Raises:
             EnvironmentFailure: Names the environments.
         """
         bad, self._not_finite = self._not_finite, None
+        if bad is not None and len(environments):
+            for leaf in leaves(reached):
+                if leaf.is_floating_point():
+                    bad[environments[_rows_not_finite(leaf)]] = True
         if bad is not None and bool(bad.any()):
             indices = bad.nonzero().flatten().tolist()
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
@@ -140,6 +148,11 @@ class TensorEnvironments:
     def close(self) -> None:
         """Close the environments."""
         self.env.close()
+
+
+def _rows_not_finite(x: Tensor) -> Tensor:
+    """Return which rows of `x`, `[N, ...]`, have an entry that is NaN or infinite, `[N]`."""
+    return ~torch.isfinite(x).reshape(len(x), -1).all(1)
 
 
 class AsArrays(VectorWrapper[Any, Any, Any, Any]):

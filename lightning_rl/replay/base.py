@@ -16,7 +16,7 @@ Fields = dict[str, Nested]
 class Replay(Protocol):
     """What checkpoints need of a bounded memory, and logs, and updates that may turn out not to be wanted.
 
-    Between `begin` and `commit`, `rollback` makes it what it was.
+    Between `begin` and `commit`, `rollback` makes it what it was; at other times it does nothing.
     """
 
     @property
@@ -33,7 +33,7 @@ class Replay(Protocol):
         ...
 
     def rollback(self) -> None:
-        """Make it what it was."""
+        """Make it what it was, if that is remembered."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

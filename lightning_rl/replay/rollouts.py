@@ -41,7 +41,7 @@ class RolloutMemory:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[_Kept] = []
-        self._before: list[_Kept] = []
+        self._before: list[_Kept] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -172,16 +172,17 @@ class RolloutMemory:
 
     def begin(self) -> None:
         """Remember how the memory is; no rollout is copied."""
-        self._before = list(self._kept)
+        self._before = [*self._kept]
 
     def commit(self) -> None:
         """Forget how it was."""
-        self._before = []
+        self._before = None
 
     def rollback(self) -> None:
-        """Make it what it was."""
-        self._kept = self._before
-        self.commit()
+        """Make it what it was, if that is remembered."""
+        if self._before is not None:
+            self._kept = self._before
+            self.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts as tensors; they are not copied, since none is ever changed."""

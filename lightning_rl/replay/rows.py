@@ -74,8 +74,9 @@ class UseLimitedBuffer:
         self._before = None
 
     def rollback(self) -> None:
-        """Make it what it was, uses included."""
-        assert self._before is not None
+        """Make it what it was, uses included, if that is remembered."""
+        if self._before is None:
+            return
         self._uses, self._next, overwritten = self._before
         for places, rows in reversed(overwritten):
             self._put(places, rows)

@@ -46,7 +46,7 @@ class UnrollMemory:
         self._kept: list[_Kept] = []
         self._bytes = 0
         self._number = 0
-        self._before: tuple[list[_Kept], int, int] = ([], 0, 0)
+        self._before: tuple[list[_Kept], int, int] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -106,12 +106,13 @@ class UnrollMemory:
 
     def commit(self) -> None:
         """Forget how it was."""
-        self._before = [], 0, 0
+        self._before = None
 
     def rollback(self) -> None:
-        """Make it what it was."""
-        self._kept, self._bytes, self._number = self._before
-        self.commit()
+        """Make it what it was, if that is remembered."""
+        if self._before is not None:
+            self._kept, self._bytes, self._number = self._before
+            self.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the unrolls as tensors and numbers; they are not copied, since none is ever changed."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
-from lightning_rl import PPO, EnvStepLimit, FailedUpdate, PPOKLPenalty
+from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, OffPolicyPPG, PPOKLPenalty
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_numerics import NAN, Sabotaged, make
@@ -20,6 +21,7 @@ from tests.helpers import (
     FixedRollouts,
     MemoryLogger,
     assert_equal_parameters,
+    make_data,
     make_trainer,
     parameters_of,
     random_rollout,
@@ -216,3 +218,40 @@ def test_nonsense_is_refused(value):
         ConfigurationError, match=r"max_skipped_updates=.* is not valid: expected an integer of at least 0"
     ):
         PPO(VECTOR, DISCRETE, max_skipped_updates=value)
+
+
+class Interrupts(Callback):
+    """Raises in the middle of the third update, once its rollout is kept and in the normalisers."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        kept = pl_module.replays.get("rollouts", ())
+        if pl_module.policy_version == 2 and (not isinstance(pl_module, PPG) or len(kept) == 3):
+            raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG, CLEAR])
+def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(algorithm):
+    """The rollout whose auxiliary phase failed was in a memory that has no room for another one."""
+    of_phases = {"num_policy_iterations": 3, "num_minibatches": 1, "num_aux_epochs": 1}
+    options = {PPG: of_phases, OffPolicyPPG: of_phases | {"updates_per_rollout": 1, "batch_size": 8}, CLEAR: {}}
+    data = make_data()
+    model = algorithm(
+        data.observation_space,
+        data.action_space,
+        hidden_sizes=(8,),
+        normalize_observations=True,
+        update_normalizers="before",
+        **options[algorithm],
+    )
+    with pytest.raises(RuntimeError, match="boom"):
+        make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)
+    assert model.policy.observation_normalizer.moments.count == 3 * 32
+    make_trainer(max_epochs=0).fit(model, data)  # learns nothing, but begins
+    assert model.policy.observation_normalizer.moments.count == 2 * 32
+    sizes = {name: len(replay) for name, replay in model.replays.items()}
+    assert sizes == {PPG: {"rollouts": 2}, OffPolicyPPG: {"rollouts": 2, "policy": 64, "value": 64}}.get(
+        algorithm, {"unrolls": 4}
+    )
+    make_trainer(max_epochs=1).fit(model, data)
+    assert model.policy_version == 4
+    assert model.policy.observation_normalizer.moments.count == 4 * 32

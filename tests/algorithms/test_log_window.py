@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
 from lightning_rl import PPO
 from lightning_rl.algorithms.log_window import LogWindow
@@ -130,3 +131,45 @@ def test_an_empty_window_is_what_it_was_in_earlier_checkpoints():
     restarts = {"states": {"total": torch.tensor(2.0, dtype=torch.float64)}, "update_count": 3}
     window.restore(earlier | {"restarts": restarts})
     assert window.since == 64 and window.counts["rollout/env_restarts"].compute() == 2
+
+
+def test_callbacks_that_monitor_training_see_every_epoch_though_no_log_is_due():
+    """As in Lightning, where what is monitored does not depend on what loggers get."""
+    data, seen = make_data(rollouts_per_epoch=2), []
+
+    class Sees(EarlyStopping):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: PPO) -> None:
+            super().on_train_epoch_end(trainer, pl_module)
+            seen.append(float(trainer.callback_metrics["train/loss"]))
+
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.all: list[float] = []
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: object) -> None:
+            self.all.append(pl_module.losses["loss"])
+
+    losses, logger = Losses(), MemoryLogger()
+    stopping = Sees("train/loss", patience=100)
+    make_trainer(max_epochs=3, callbacks=[losses, stopping], logger=logger, log_every_n_steps=5).fit(
+        make_model(data), data
+    )
+    # Of two rollouts, of four, and of the one after the log.
+    assert seen == pytest.approx([sum(losses.all[:2]) / 2, sum(losses.all[:4]) / 4, losses.all[5]])
+    assert logger.rows("train/loss") == [(5 * 32, pytest.approx(sum(losses.all[:5]) / 5)), (6 * 32, losses.all[5])]
+
+
+def test_callbacks_that_monitor_training_see_it_at_each_validation():
+    data = make_data(rollouts_per_epoch=4)
+    stopping = EarlyStopping("train/loss", patience=100, check_on_train_epoch_end=False)
+    seen: list[float] = []
+    note = LambdaCallback(
+        on_validation_end=lambda trainer, _: seen.append(float(trainer.callback_metrics["train/loss"]))
+    )
+    trainer = make_trainer(
+        callbacks=[stopping, note], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
+    )
+    model = make_model(data)
+    trainer.fit(model, data)
+    assert len(set(seen)) == 2
+    assert stopping.best_score == pytest.approx(min(seen))

@@ -193,6 +193,22 @@ def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences:
             assert len(part) == sum(lengths[i][b] for i, b in set(owners))
 
 
+@pytest.mark.parametrize("options", [{"aux_sequences": True, "num_aux_minibatches": 16}, {"num_aux_minibatches": 200}])
+def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dict[str, Any]) -> None:
+    """A part without rows would have Adam go on along its moments, and be in the means that are logged."""
+    sizes: list[int] = []
+
+    class Kept(PPG):
+        def auxiliary_loss(self, batch: Batch) -> torch.Tensor:
+            sizes.append(len(batch))
+            return super().auxiliary_loss(batch)
+
+    model = make(Kept, num_aux_epochs=1, **options)
+    rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0) for seed in (0, 1)]
+    make_trainer().fit(model, FixedRollouts(rollouts, model))
+    assert sizes == ([ROWS // 4] * 8 if "aux_sequences" in options else [1] * 2 * ROWS)
+
+
 # -- the memory
 
 

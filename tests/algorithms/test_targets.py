@@ -1,5 +1,6 @@
 """What an update begins with, option by option: values, returns, normalisers, weights of steps."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_rl import A2C, PPO, FailedUpdate, Rollout, TFAgentsPPO
+from lightning_rl import A2C, PPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
 from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
@@ -68,6 +69,31 @@ def test_empirical_value_targets_leave_the_advantages_alone():
     torch.testing.assert_close(batch.returns, empirical_returns(rollout, 0.9).flatten(), **EXACT)
     assert torch.equal(batch.advantages, usual.targets(rollout).advantages)
     assert not torch.allclose(batch.returns, usual.targets(rollout).returns)
+
+
+class EveryOther(PPOKLPenalty):
+    """Nothing of every second rollout counts."""
+
+    def step_weights(self, rollout: Rollout) -> Tensor | None:
+        return torch.zeros(rollout.shape) if self.policy_version % 2 else None
+
+
+def test_a_rollout_of_which_nothing_counts_moves_no_parameter_along_the_moments_of_adam():
+    model = make(EveryOther)
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
+    states: list[dict[str, Tensor]] = []
+
+    def keep(*_: Any) -> None:
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+
+    recorder = fit(model, *rollouts, callbacks=[LambdaCallback(on_train_batch_end=keep)])
+    assert [int(row.get("loss") is not None) for row in recorder.rows] == [1, 0, 1]
+    changed = [
+        {n for n in after if not torch.equal(after[n], before[n])} for before, after in itertools.pairwise(states)
+    ]
+    assert changed[0] == set()  # nor the coefficient of the penalty
+    assert "kl_coef" in changed[1]
+    assert len(changed[1]) > 5
 
 
 def test_rewards_are_divided_by_their_own_deviation():
