@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +20,7 @@ from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, did_you_mean
 
 _OURS = (
     CheckpointFailure,
@@ -79,7 +77,7 @@ def _not_a_command(given: str | None, known: list[str]) -> str:
     """Say which commands there are, where there is none of this name, or none was given."""
     if given is None:
         return f"a command is missing: expected one of {', '.join(known)}"
-    return f"{given!r} is no command: expected one of {', '.join(known)}{_hint(given, known, 0.6)}"
+    return f"{given!r} is no command: expected one of {', '.join(known)}{did_you_mean(given, known)}"
 
 
 def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | None) -> str:
@@ -95,7 +93,7 @@ def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | N
     options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
     known = [option for option in options if not option.endswith(".help")]
     longer = [option for option in known if option.startswith(unknown[1])]
-    return _hint(unknown[1], known, 0.8) or _hint(unknown[1], longer, 0.0)
+    return did_you_mean(unknown[1], known, 0.8) or did_you_mean(unknown[1], longer, 0.0)
 
 
 def error_message(error: BaseException) -> str | None:
@@ -141,10 +139,5 @@ def _no_class(field: str, name: str) -> str:
     modules = (algorithms, callbacks, checkpoints, progress, lightning_callbacks, loggers)
     known = {found for module in modules for found, cls in vars(module).items() if inspect.isclass(cls)}
     return (
-        f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{_hint(name, known, 0.6)}"
+        f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{did_you_mean(name, known)}"
     )
-
-
-def _hint(name: str, known: Iterable[str], cutoff: float) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
-    return f"; did you mean {', '.join(near)}?" if near else ""
