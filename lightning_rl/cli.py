@@ -121,9 +121,10 @@ class OnPolicyCLI(LightningCLI):
             parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
             parser.add_argument(
                 "--record_as",
-                type=RecordAs | list[RecordAs],
-                default=["video", "minari"],
-                help="As what: video (one file for each), minari (a data set), or both: [video, minari].",
+                type=RecordAs | list[RecordAs] | None,
+                default=None,
+                help="As what: video (one file for each), minari (a data set), or both: [video, minari]. By default "
+                "both, as far as their extras are installed.",
             )
         return parser
 
@@ -207,7 +208,8 @@ class OnPolicyCLI(LightningCLI):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
             if (folder := self._get(self.config_init, "record")) is not None:
-                added.append(EpisodeRecorder(folder, as_list(self._get(self.config_init, "record_as"))))
+                formats = self._get(self.config_init, "record_as")
+                added.append(EpisodeRecorder(folder, None if formats is None else as_list(formats)))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)

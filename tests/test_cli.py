@@ -558,7 +558,10 @@ def test_modules_in_the_current_folder_can_be_named(monkeypatch):
     ("command", "expected"),
     [
         ("fit", "env_id='Acrobot-v1' does not fit the checkpoint: expected 'CartPole-v1'"),
-        ("test", r"observation_space=Box\(.*\(6,\), float32\) does not fit the checkpoint: expected Box"),
+        (
+            "test",
+            r"observation_space=Box\(\(6,\), float32\) does not fit the checkpoint: expected Box\(\(4,",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(capsys, command, expected):
