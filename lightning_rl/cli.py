@@ -40,7 +40,7 @@ from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
-from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
@@ -186,8 +186,7 @@ class OnPolicyCLI(LightningCLI):
             yield
         except BaseException:
             if self.run_dir is not None:
-                with contextlib.suppress(OSError):  # there is something in it
-                    self.run_dir.rmdir()
+                remove_empty(self.run_dir)
             self._lock.release()
             raise
 
