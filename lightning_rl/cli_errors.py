@@ -42,6 +42,14 @@ _OF_CLASS = re.compile(r"(model|data|trainer\.\w+): Problem with given class_pat
 _NO_COMMAND = re.compile(
     r"(?:argument subcommand: invalid choice: '(.*?)' \(choose from |expected \"subcommand\" to be one of \{)([\w', ]+)"
 )
+# What it says of the path of a class that leads nowhere, or to a class of another kind.
+_NO_IMPORT = re.compile(
+    r'Parser key "([^"]+)"(?s:.*?)Problem with given class_path '
+    r"'([\w.]+)':\s+(module .* has no attribute '\w+'|No module named .*)"
+)
+_NO_SUBCLASS = re.compile(
+    r'Parser key "([^"]+)"(?s:.*?)Import path does not correspond to (a subclass of \w+)(?s:.*?)Given value: (.*)'
+)
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 
@@ -128,10 +136,24 @@ def _brief(message: str) -> str:
     """Take what matters out of a message of the parser: `model: Option 'x' is not accepted`."""
     if unknown := re.search(r'Parser key "([^"]+)".*Expected a dot import path string: (\w+)\b', message, re.DOTALL):
         return _no_class(*unknown.groups())
+    if no_import := _NO_IMPORT.search(message):
+        return _not_importable(*no_import.groups())
+    if no_subclass := _NO_SUBCLASS.search(message):
+        return "{0}={2} is not valid: expected {1}".format(*no_subclass.groups())
     lines = [line.strip() for line in message.splitlines()]
     text = "; ".join(line.removeprefix("- ") for line in lines if line and not _NOISE.match(line))
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
     return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
+
+
+def _not_importable(field: str, class_path: str, why: str) -> str:
+    """Say what is wrong with the path of a class, and which classes of that module are called nearly so."""
+    module, _, name = class_path.rpartition(".")
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    known = [found for found, cls in names.items() if inspect.isclass(cls)]
+    return (
+        f"{field}={class_path!r} cannot be imported ({why}): expected package.module.Class{did_you_mean(name, known)}"
+    )
 
 
 def _no_class(field: str, name: str) -> str:

@@ -556,6 +556,28 @@ def test_modules_in_the_current_folder_can_be_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "own_models.Mein",
+            "model='own_models.Mein' cannot be imported (module 'own_models' has no attribute 'Mein'): expected "
+            "package.module.Class; did you mean Mine?",
+        ),
+        (
+            "own_modls.Mine",
+            "model='own_modls.Mine' cannot be imported (No module named 'own_modls'): expected package.module.Class",
+        ),
+        ("own_models.Other", "model=own_models.Other is not valid: expected a subclass of OnPolicyAlgorithm"),
+    ],
+)
+def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsys, monkeypatch, model, message):
+    Path("own_models.py").write_text("import lightning_rl\nclass Mine(lightning_rl.PPO):\n    pass\nclass Other: ...\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    arguments = [argument for argument in SMALL if not argument.startswith("--model")]
+    assert refused(capsys, "fit", *arguments, f"--model={model}", status=2) == message
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         ("fit", "env_id='Acrobot-v1' does not fit the checkpoint: expected 'CartPole-v1'"),
