@@ -17,17 +17,9 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> flo
     """Train for `max_env_steps` environment steps and return the mean return of 100 episodes."""
     torch.set_num_threads(1)  # the fastest for a network as small as this one
     seed_everything(0)
-    data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=32, rollouts_per_epoch=56)
-    model = PPO(
-        data.observation_space,
-        data.action_space,
-        learning_rate=1e-3,
-        anneal_learning_rate=True,  # to 0 at the limit below
-        num_epochs=20,
-        num_minibatches=1,
-        gamma=0.98,
-        gae_lambda=0.8,
-    )
+    data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=32, rollouts_per_epoch=50)
+    # The learning rate is annealed to 0 at the limit below.
+    model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, anneal_learning_rate=True)
     best = ModelCheckpoint(f"{root}/checkpoints", filename="best-{step}", monitor="val/episode_return", mode="max")
     trainer = Trainer(
         max_epochs=-1,  # the environment steps decide
@@ -37,10 +29,11 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> flo
         num_sanity_val_steps=0,
         default_root_dir=root,
     )
-    trainer.fit(model, data)  # validates and saves after each epoch of 56 rollouts
+    trainer.fit(model, data)  # validates and saves after each epoch of 50 rollouts
 
     data.eval_episodes = 100
     (metrics,) = trainer.test(model, data, ckpt_path=best.best_model_path)
+    print(f"log: {trainer.log_dir}\ncheckpoint: {best.best_model_path}")
     return metrics["test/episode_return"]
 
 

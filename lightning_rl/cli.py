@@ -40,7 +40,7 @@ from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
-from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
@@ -121,9 +121,10 @@ class OnPolicyCLI(LightningCLI):
             parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
             parser.add_argument(
                 "--record_as",
-                type=RecordAs | list[RecordAs],
-                default=["video", "minari"],
-                help="As what: video (one file for each), minari (a data set), or both: [video, minari].",
+                type=RecordAs | list[RecordAs] | None,
+                default=None,
+                help="As what: video (one file for each), minari (a data set), or both: [video, minari]. By default "
+                "both, as far as their extras are installed.",
             )
         return parser
 
@@ -185,8 +186,7 @@ class OnPolicyCLI(LightningCLI):
             yield
         except BaseException:
             if self.run_dir is not None:
-                with contextlib.suppress(OSError):  # there is something in it
-                    self.run_dir.rmdir()
+                remove_empty(self.run_dir)
             self._lock.release()
             raise
 
@@ -207,7 +207,8 @@ class OnPolicyCLI(LightningCLI):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
             if (folder := self._get(self.config_init, "record")) is not None:
-                added.append(EpisodeRecorder(folder, as_list(self._get(self.config_init, "record_as"))))
+                formats = self._get(self.config_init, "record_as")
+                added.append(EpisodeRecorder(folder, None if formats is None else as_list(formats)))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +20,7 @@ from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, did_you_mean
 
 _OURS = (
     CheckpointFailure,
@@ -43,6 +41,14 @@ _OF_CLASS = re.compile(r"(model|data|trainer\.\w+): Problem with given class_pat
 # What the parser says of a command that there is not, or none.
 _NO_COMMAND = re.compile(
     r"(?:argument subcommand: invalid choice: '(.*?)' \(choose from |expected \"subcommand\" to be one of \{)([\w', ]+)"
+)
+# What it says of the path of a class that leads nowhere, or to a class of another kind.
+_NO_IMPORT = re.compile(
+    r'Parser key "([^"]+)"(?s:.*?)Problem with given class_path '
+    r"'([\w.]+)':\s+(module .* has no attribute '\w+'|No module named .*)"
+)
+_NO_SUBCLASS = re.compile(
+    r'Parser key "([^"]+)"(?s:.*?)Import path does not correspond to (a subclass of \w+)(?s:.*?)Given value: (.*)'
 )
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
@@ -79,7 +85,7 @@ def _not_a_command(given: str | None, known: list[str]) -> str:
     """Say which commands there are, where there is none of this name, or none was given."""
     if given is None:
         return f"a command is missing: expected one of {', '.join(known)}"
-    return f"{given!r} is no command: expected one of {', '.join(known)}{_hint(given, known, 0.6)}"
+    return f"{given!r} is no command: expected one of {', '.join(known)}{did_you_mean(given, known)}"
 
 
 def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | None) -> str:
@@ -95,7 +101,7 @@ def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | N
     options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
     known = [option for option in options if not option.endswith(".help")]
     longer = [option for option in known if option.startswith(unknown[1])]
-    return _hint(unknown[1], known, 0.8) or _hint(unknown[1], longer, 0.0)
+    return did_you_mean(unknown[1], known, 0.8) or did_you_mean(unknown[1], longer, 0.0)
 
 
 def error_message(error: BaseException) -> str | None:
@@ -130,10 +136,24 @@ def _brief(message: str) -> str:
     """Take what matters out of a message of the parser: `model: Option 'x' is not accepted`."""
     if unknown := re.search(r'Parser key "([^"]+)".*Expected a dot import path string: (\w+)\b', message, re.DOTALL):
         return _no_class(*unknown.groups())
+    if no_import := _NO_IMPORT.search(message):
+        return _not_importable(*no_import.groups())
+    if no_subclass := _NO_SUBCLASS.search(message):
+        return "{0}={2} is not valid: expected {1}".format(*no_subclass.groups())
     lines = [line.strip() for line in message.splitlines()]
     text = "; ".join(line.removeprefix("- ") for line in lines if line and not _NOISE.match(line))
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
     return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
+
+
+def _not_importable(field: str, class_path: str, why: str) -> str:
+    """Say what is wrong with the path of a class, and which classes of that module are called nearly so."""
+    module, _, name = class_path.rpartition(".")
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    known = [found for found, cls in names.items() if inspect.isclass(cls)]
+    return (
+        f"{field}={class_path!r} cannot be imported ({why}): expected package.module.Class{did_you_mean(name, known)}"
+    )
 
 
 def _no_class(field: str, name: str) -> str:
@@ -141,10 +161,5 @@ def _no_class(field: str, name: str) -> str:
     modules = (algorithms, callbacks, checkpoints, progress, lightning_callbacks, loggers)
     known = {found for module in modules for found, cls in vars(module).items() if inspect.isclass(cls)}
     return (
-        f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{_hint(name, known, 0.6)}"
+        f"{field}={name!r} is unknown: expected the name of a class, or package.module.Class{did_you_mean(name, known)}"
     )
-
-
-def _hint(name: str, known: Iterable[str], cutoff: float) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
-    return f"; did you mean {', '.join(near)}?" if near else ""

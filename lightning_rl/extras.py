@@ -6,4 +6,4 @@ def how_to_install(extra: str) -> str:
 
     In a checkout the first would do only once the package is installed there.
     """
-    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install -e '.[{extra}]'"
+    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"

@@ -5,6 +5,7 @@ Lightning numbers its log folders anew in each process, so `ckpt_path="last"` fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -104,6 +105,15 @@ def new_run_dir(root: Path) -> Path:
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir
+
+
+def remove_empty(run_dir: Path) -> None:
+    """Remove the folder of a run that did not begin, and those of its setting that have no other, if they are empty."""
+    with contextlib.suppress(OSError):  # there is something in it
+        run_dir.rmdir()
+        for folder in run_dir.parents:
+            if folder.is_relative_to(RUNS):  # not what somebody may have made as `default_root_dir`
+                folder.rmdir()
 
 
 def _is_first_rank() -> bool:

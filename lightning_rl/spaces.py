@@ -56,6 +56,23 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
     )
 
 
+def differing(found: spaces.Space[Any], expected: spaces.Space[Any]) -> tuple[str, str]:
+    """Return what a message says of two spaces that differ: without bounds of each entry, unless these alone do."""
+    brief = _brief(found), _brief(expected)
+    return brief if brief[0] != brief[1] else (str(found), str(expected))
+
+
+def _brief(space: spaces.Space[Any]) -> str:
+    """Say of what kind a space is, with the bounds of a `Box` where all entries have the same."""
+    if isinstance(space, spaces.Dict):
+        return f"Dict({', '.join(f'{key!r}: {_brief(part)}' for key, part in space.items())})"
+    if isinstance(space, spaces.Tuple):
+        return f"Tuple({', '.join(map(_brief, space))})"
+    if isinstance(space, spaces.Box) and any(isinstance(_bound(bound), list) for bound in (space.low, space.high)):
+        return f"Box({space.shape}, {space.dtype})"
+    return str(space)
+
+
 def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> SpaceDict:
     if not len(space.spaces):
         raise ConfigurationError(f"{field}: {space} is empty; expected a space with at least one part")

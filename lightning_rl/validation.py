@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -23,6 +24,32 @@ def check(condition: bool, field: str, value: object, expected: str) -> None:
     """Raise a `ConfigurationError` unless `condition` holds."""
     if not condition:
         raise ConfigurationError(f"{field}={value!r} is not valid: expected {expected}")
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question to end a message with, nothing where no name of `known` is near.
+
+    Args:
+        name: What is unknown.
+        known: What could have been meant.
+        cutoff: How near a name must be, from 0 to 1.
+    """
+    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def refuse_unknown_options(made: object, unknown: Mapping[str, object]) -> None:
+    """Raise where the first `__init__` of `made` that hands on no more options has been left with some.
+
+    Raises:
+        ConfigurationError: Names the class of `made`, the option, and those of its bases that are called nearly so.
+    """
+    for name, value in unknown.items():
+        signatures = [inspect.signature(base.__init__) for base in type(made).__mro__]  # type: ignore[misc]
+        keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        known = {x.name for signature in signatures for x in signature.parameters.values() if x.kind in keywords}
+        hint = did_you_mean(name, sorted(known - {"self"}))
+        raise ConfigurationError(f"{name}={value!r} is no option of {type(made).__name__}{hint}")
 
 
 def is_int(value: object) -> TypeGuard[int]:

@@ -84,7 +84,7 @@ def test_there_is_something_to_check():
     assert len(CONFIGURATIONS) > 8
 
 
-def test_the_training_command_and_the_scripts_of_the_readme_run():
+def test_the_training_command_and_the_scripts_of_the_readme_run(capsys):
     short = ["--max_env_steps=2048", "--data.eval_episodes=2"]
     done = programs.run("-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2]), *short)
     assert done.returncode == 0, done.stderr
@@ -96,10 +96,20 @@ def test_the_training_command_and_the_scripts_of_the_readme_run():
 
     namespace: dict = {}
     for script in blocks(README, "python"):
-        exec(script.replace("100_000", "4_096").replace("rollout_length=128", "rollout_length=64"), namespace)
-    # The second script went on from the checkpoint of the command.
+        exec(script.replace("100_000", "4_096"), namespace)
     assert namespace["model"].env_steps == 4096
     assert len(namespace["episodes"]) == 10
+    # The first script says where everything is, and the second one has gone on from there.
+    said = dict(re.findall(r"^(log|checkpoint): (.*)$", capsys.readouterr().out, re.MULTILINE))
+    assert list(Path(said["log"]).glob("events*"))
+    assert Path(said["checkpoint"]) == Path(namespace["trainer"].ckpt_path).absolute()
+
+
+@pytest.mark.slow
+def test_the_script_of_the_readme_balances_the_pole_as_long_as_the_command_does():
+    namespace: dict = {}
+    exec(blocks(README, "python")[0], namespace)
+    assert sum(episode.episode_return for episode in namespace["episodes"]) / 10 >= 475
 
 
 def test_the_scripts_of_the_first_steps_run():
@@ -266,7 +276,7 @@ def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     text = (ROOT / f"docs/algorithms/{page}.md").read_text()
     described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
     options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters}
-    assert described == options - {"observation_space", "action_space", "kwargs"}
+    assert described == options - {"observation_space", "action_space", "kwargs", "unknown"}
 
 
 def test_every_option_of_the_data_is_described_somewhere_in_the_guide():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
-from lightning_rl.runs import find_checkpoint, new_run_dir, run_dir_of, run_root
+from lightning_rl.runs import find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 
 
@@ -148,3 +148,14 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path, content, mess
         torch.save(content, path)
     with pytest.raises(ConfigurationError, match=f"ckpt_path='{path}' {message}"):
         read_checkpoint(path)
+
+
+def test_a_run_that_did_not_begin_takes_the_folders_with_it_that_nothing_else_is_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given, other = tmp_path / "given", run_root(None, "A2C", "CartPole-v1")
+    first, second = new_run_dir(run_root(None, "PPO", "CartPole-v1")), new_run_dir(run_root(None, "PPO", "Taxi-v3"))
+    begun = write(new_run_dir(other) / "config.yaml", 0)
+    for run_dir in (first, new_run_dir(given), begun.parent):
+        remove_empty(run_dir)
+    assert not first.parent.exists() and second.is_dir() and begun.is_file()
+    assert list(given.iterdir()) == []

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
 
 from lightning_rl.masks import ActionMask
-from lightning_rl.spaces import space_from_dict, space_to_dict
+from lightning_rl.spaces import differing, space_from_dict, space_to_dict
 from lightning_rl.validation import ConfigurationError
 
 SPACES = [
@@ -74,3 +74,13 @@ def test_masks_are_no_other_space_and_vector_environments_know_what_to_do_with_t
     concatenate(mask, [np.array([1, 0, 1], np.int8)] * 2, batch)
     assert batch.tolist() == [[1, 0, 1]] * 2 and batch.dtype == np.int8
     assert batch_space(mask, 2).contains(batch) and mask.contains(mask.sample())
+
+
+def test_spaces_that_differ_are_told_apart_in_few_words():
+    low = np.array([-4.8, -np.inf], np.float32)
+    vector, wider = spaces.Box(low, -low), spaces.Box(2 * low, -2 * low)
+    nested = spaces.Dict({"pole": vector, "arm": spaces.Tuple((spaces.Discrete(2), vector))})
+    brief = "Dict('arm': Tuple(Discrete(2), Box((2,), float32)), 'pole': Box((2,), float32))"
+    assert differing(nested, spaces.Discrete(3)) == (brief, "Discrete(3)")
+    # Where nothing else differs, the bounds do.
+    assert differing(vector, wider) == (str(vector), str(wider))

@@ -2,6 +2,7 @@
 
 import ctypes.util
 import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -316,6 +317,21 @@ def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
     monkeypatch.setitem(sys.modules, "minari", None)
     with pytest.raises(ConfigurationError, match=r"needs Minari: pip install 'lightning-rl\[minari\]'"):
+        make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video", "minari"])]).predict(make_model(data), data)
+
+
+def test_recording_leaves_out_what_is_not_installed_unless_it_was_asked_for(tmp_path, monkeypatch, caplog):
+    data = make_data(DRAWN)
+    find_spec, missing = importlib.util.find_spec, {"h5py"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    recorder = EpisodeRecorder(tmp_path)
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        make_trainer(callbacks=[recorder]).predict(make_model(data), data)
+    assert recorder.formats == ("video",) and len(list(tmp_path.glob("*.mp4"))) == 2
+    (said,) = (message for message in caplog.messages if message.startswith("Left out"))
+    assert said.startswith("Left out: recording as 'minari' needs h5py: pip install 'lightning-rl[minari]'")
+    missing.add("imageio")
+    with pytest.raises(ConfigurationError, match=r"video needs imageio, .*lightning-rl\[video\]"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
 
 

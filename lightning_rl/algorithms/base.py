@@ -36,7 +36,7 @@ from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict
-from lightning_rl.validation import ClassSpec
+from lightning_rl.validation import ClassSpec, refuse_unknown_options
 from lightning_rl.value_normalization import ValueNormalization
 
 
@@ -110,9 +110,11 @@ class OnPolicyAlgorithm(Targets, Hooks):
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
             there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
             names a file that `FailedUpdate.load` reads.
+        **unknown: Refused: options that neither this class nor the algorithm has.
 
     Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        ConfigurationError: A value is out of range; names field, value and what was expected. Or there is no such
+            option; names those that are called nearly so.
     """
 
     def __init__(
@@ -154,8 +156,10 @@ class OnPolicyAlgorithm(Targets, Hooks):
         histograms: bool = False,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
+        **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
     ) -> None:
         super().__init__()
+        refuse_unknown_options(self, unknown)
         self.save_hyperparameters()
         plain = plain_settings(self.hparams)
         self.save_hyperparameters(plain)

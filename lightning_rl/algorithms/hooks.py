@@ -23,7 +23,7 @@ from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policy import check_modes_agree
-from lightning_rl.spaces import space_to_dict
+from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate
 
@@ -120,9 +120,13 @@ class Hooks(Reports):
         check_strategy(self.trainer.strategy)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("observation_space", "action_space"):
-            if (found := getattr(data, name, None)) is not None and space_to_dict(found) != self.hparams[name]:
-                expected = f"{getattr(self, name)}, the space that {type(self).__name__} was made for"
-                raise ConfigurationError(f"{name}={found} of the environments does not fit: expected {expected}")
+            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:
+                found, expected = differing(space, getattr(self, name))
+                env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
+                raise ConfigurationError(
+                    f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
+                    f"{type(self).__name__} was made for"
+                )
 
     def on_fit_start(self) -> None:
         """Refuse what cannot work; note where the clock of a new run begins."""

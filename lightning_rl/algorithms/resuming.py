@@ -19,7 +19,7 @@ from lightning_rl.algorithms.parameter_groups import SCALE
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.normalization import reward_scale
 from lightning_rl.schedules import parse_schedule
-from lightning_rl.spaces import space_from_dict
+from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
 _OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
@@ -42,9 +42,9 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
     stored, own = checkpoint["hyper_parameters"], module.hparams
     for name in ("observation_space", "action_space"):
         if stored[name] != own[name]:
+            found, expected = differing(space_from_dict(own[name]), space_from_dict(stored[name]))
             raise ConfigurationError(
-                f"{name}={space_from_dict(own[name])} does not fit the checkpoint: "
-                f"expected {space_from_dict(stored[name])}, the space it was trained with"
+                f"{name}={found} does not fit the checkpoint: expected {expected}, the space it was trained with"
             )
     different = [name for name in _OF_THE_NETWORK if stored.get(name) != own.get(name)]
     if others := [name for name in _OF_THEIR_MEANING if _meaning(name, stored) != _meaning(name, own)]:

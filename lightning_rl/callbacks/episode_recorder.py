@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -14,10 +14,30 @@ from lightning_rl.callbacks.video import data_of
 from lightning_rl.evaluation import Episode
 from lightning_rl.minari_data import check_can_write, write_minari
 from lightning_rl.ranks import gather_on_rank_zero
-from lightning_rl.validation import check
+from lightning_rl.validation import ConfigurationError, check
 from lightning_rl.video import Films, check_imageio
 
 RecordAs: TypeAlias = Literal["video", "minari"]
+_CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari": check_can_write}
+
+
+def _installed() -> tuple[RecordAs, ...]:
+    """Return the formats that everything is installed for; say what the others need.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    missing: dict[RecordAs, ConfigurationError] = {}
+    for one, check_packages in _CHECKS.items():
+        try:
+            check_packages()
+        except ConfigurationError as error:
+            missing[one] = error
+    if len(missing) == len(_CHECKS):
+        raise missing["video"]
+    for why in missing.values():
+        rank_zero_info(f"Left out: {why}")
+    return tuple(one for one in _CHECKS if one not in missing)
 
 
 class EpisodeRecorder(Callback):
@@ -29,11 +49,12 @@ class EpisodeRecorder(Callback):
 
     Args:
         folder: Where to.
-        formats: `video`, `minari` or both.
+        formats: `video`, `minari` or both; None is both, as far as the packages that they need are installed.
         env_kwargs: More arguments of the constructor of environments that are filmed, such as `width` and `height` of
             MuJoCo's.
 
     Attributes:
+        formats: What is written; where that was left open, `setup` finds out.
         dataset: Folder of the data set that was written last, on the first rank; None before.
 
     Raises:
@@ -43,14 +64,15 @@ class EpisodeRecorder(Callback):
     def __init__(
         self,
         folder: str | Path,
-        formats: Sequence[RecordAs] = ("video", "minari"),
+        formats: Sequence[RecordAs] | None = None,
         env_kwargs: dict[str, Any] | None = None,
     ) -> None:
         known = get_args(RecordAs)
-        valid = bool(formats) and not isinstance(formats, str) and all(one in known for one in formats)
-        check(valid, "formats", formats, f"a list of {' or '.join(known)}, or both")
+        if formats is not None:
+            valid = bool(formats) and not isinstance(formats, str) and all(one in known for one in formats)
+            check(valid, "formats", formats, f"a list of {' or '.join(known)}, or both")
         self.folder = Path(folder)
-        self.formats = tuple(formats)
+        self.formats: tuple[RecordAs, ...] = tuple(formats or ())
         self.env_kwargs = env_kwargs
         self.dataset: Path | None = None
         self._episodes: list[Episode] = []
@@ -60,10 +82,11 @@ class EpisodeRecorder(Callback):
         if stage != "predict":
             return
         data = data_of(trainer)
-        if "minari" in self.formats:
-            check_can_write()
+        for one in self.formats:
+            _CHECKS[one]()
+        if not self.formats:
+            self.formats = _installed()
         if "video" in self.formats:
-            check_imageio()
             data.check_filmable(self.env_kwargs)
             data.film_predictions(Films(self.folder), self.env_kwargs)
 

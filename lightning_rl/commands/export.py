@@ -20,7 +20,7 @@ def parser() -> OneErrorParser:
         "--format",
         type=ExportFormat,
         default="onnx",
-        help=f"One of {', '.join(get_args(ExportFormat))}: for any runtime of ONNX, or for PyTorch.",
+        help=f"One of {', '.join(get_args(ExportFormat))}: for any runtime of ONNX (extra onnx), or for PyTorch alone.",
     )
     made.add_argument(
         "--output", type=str | None, default=None, help="The folder; by default in `policies` beside checkpoints."

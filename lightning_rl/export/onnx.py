@@ -41,7 +41,10 @@ def check_packages() -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ConfigurationError(f"format='onnx' needs the package {name}: {how_to_install('onnx')}") from error
+            raise ConfigurationError(
+                f"format='onnx' needs the package {name}, while format='torch_export' needs PyTorch alone: "
+                f"{how_to_install('onnx')}"
+            ) from error
 
 
 def save_onnx(

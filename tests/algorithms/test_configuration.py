@@ -10,7 +10,7 @@ from gymnasium import spaces
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
-from lightning_rl import PPO
+from lightning_rl import A2C, PPO, OffPolicyPPG, TFAgentsPPO
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, parameters_of
@@ -155,6 +155,27 @@ def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, ref
     with pytest.raises(ConfigurationError, match=rf"policy: actor_encoder\.layer={kind}\(.* no dropout or batch"):
         trainer.fit(model, data)
     assert model.env_steps == 0
+
+
+@pytest.mark.parametrize("algorithm", [PPO, A2C, OffPolicyPPG, TFAgentsPPO])
+def test_an_option_that_there_is_not_is_named_with_the_algorithm_and_what_was_meant(algorithm):
+    with pytest.raises(ConfigurationError) as caught:
+        algorithm(VECTOR, DISCRETE, learning_rat=3e-4)
+    begin = f"learning_rat=0.0003 is no option of {algorithm.__name__}; did you mean learning_rate,"
+    assert str(caught.value).startswith(begin)
+    with pytest.raises(ConfigurationError, match=rf"^xyz=1 is no option of {algorithm.__name__}$"):
+        algorithm(VECTOR, DISCRETE, xyz=1)
+
+
+def test_an_algorithm_of_ones_own_takes_options_out_of_those_that_it_hands_on():
+    class Own(PPO):
+        def __init__(self, *args: Any, width: int = 8, **kwargs: Any) -> None:
+            self.depth = kwargs.pop("depth", 1)
+            super().__init__(*args, hidden_sizes=(width,) * self.depth, **kwargs)
+
+    assert Own(VECTOR, DISCRETE, width=4, depth=2).hparams["hidden_sizes"] == [4, 4]
+    with pytest.raises(ConfigurationError, match="widht=4 is no option of Own; did you mean width"):
+        Own(VECTOR, DISCRETE, widht=4)
 
 
 def test_precision_that_needs_loss_scaling_is_refused():

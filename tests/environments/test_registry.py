@@ -90,7 +90,9 @@ def test_missing_package_is_named_with_the_extra_that_installs_it(without, monke
         make(env_id)
     message = str(caught.value)
     assert message.startswith(f"env_id='{env_id}' needs a package that is not installed (")
-    assert message.endswith(f"): pip install 'lightning-rl[{extra}]', in a checkout pip install -e '.[{extra}]'")
+    assert message.endswith(
+        f"): pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"
+    )
 
 
 def test_missing_envpool_is_named(without):
