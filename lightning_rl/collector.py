@@ -287,7 +287,7 @@ def _to_device(observations: Nested, device: torch.device) -> Nested:
 
 
 def _to_arrays(actions: Nested) -> Nested:
-    return map_leaves(_to_numpy, actions)
+    return _to_numpy(actions) if isinstance(actions, Tensor) else map_leaves(_to_numpy, actions)
 
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:

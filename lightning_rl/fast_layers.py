@@ -144,9 +144,11 @@ class ActingLayers:
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """Return the features `[N, width]` of rows `[N, features]`; None if these are too many or of another kind."""
-        if x.dim() != 2 or len(x) > self.most_rows or x.dtype is not self.dtype or not suits_numpy(x):
+        if x.dtype is not self.dtype or not suits_numpy(x):
             return None
         numbers = x.numpy()
+        if numbers.ndim != 2 or len(numbers) > self.most_rows:
+            return None
         for weight, bias, tanh in self._layers:
             numbers = numbers.dot(weight)
             numbers += bias

@@ -87,8 +87,10 @@ class ActorCritic(Trunk, ActsFast):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters; of one that takes no search, since acting asks at every step."""
-        return self.value_head.weight.dtype
+        """Of the parameters; of one that takes no search by `nn.Module`, since acting asks at every step."""
+        head: Any = self._modules["value_head"]
+        weight: Tensor | None = head._parameters.get("weight")
+        return (head.weight if weight is None else weight).dtype
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.

@@ -13,8 +13,7 @@ _SAFE_SQUARES = 1e76
 
 def surely_finite(x: np.ndarray[Any, Any]) -> bool:
     """Whether every entry is certainly finite: one product; False for NaN, infinity and all that is very large."""
-    flat = x.ravel()
-    return float(np.dot(flat, flat)) < _SAFE_SQUARES
+    return float(np.vdot(x, x)) < _SAFE_SQUARES
 
 
 def first_not_finite(x: np.ndarray[Any, Any]) -> tuple[int, ...] | None:
