@@ -155,7 +155,8 @@ def _rows_not_finite(x: Tensor) -> Tensor:
     return ~torch.isfinite(x).reshape(len(x), -1).all(1)
 
 
-class AsArrays(VectorWrapper[Any, Any, Any, Any]):
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class AsArrays(VectorWrapper):
     """A vector environment of tensors seen as one of arrays, for evaluation, where every step is looked at.
 
     Where the environments do not tell what an episode reached, that is the observation before its last step.
