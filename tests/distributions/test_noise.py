@@ -14,6 +14,8 @@ from lightning_rl.distributions import (
     drawn_ahead,
 )
 from lightning_rl.distributions.noise import MOST_AHEAD, fill_normal, noise_like
+from tests.helpers import make_data, make_model, make_trainer
+from tests.torch_environments import ID
 
 STEPS = 4
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
@@ -91,3 +93,27 @@ def test_a_block_is_bounded() -> None:
         noise_like(torch.empty(MOST_AHEAD // 2), generator, fill)
         noise_like(torch.empty(2 * MOST_AHEAD), generator, fill)
     assert counted == [(2, MOST_AHEAD // 2), (1, 2 * MOST_AHEAD)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "env_id"),
+    [("sync", "Acrobot-v1"), ("native", "CartPole-v1"), ("torch", f"tests.torch_environments:{ID}")],
+)
+def test_a_rollout_draws_once(backend: str, env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make_data(env_id, backend=backend, rollout_length=16)
+    shapes: list[torch.Size] = []
+
+    def recording(name: str) -> Callable[..., torch.Tensor]:
+        draw = getattr(torch.Tensor, name)
+
+        def drawn(x: torch.Tensor, *args: object, generator: torch.Generator | None = None) -> torch.Tensor:
+            if isinstance(generator, BlockGenerator):
+                shapes.append(x.shape)
+            return draw(x, *args, generator=generator)
+
+        return drawn
+
+    for name in ("exponential_", "normal_"):
+        monkeypatch.setattr(torch.Tensor, name, recording(name))
+    make_trainer(max_epochs=1).fit(make_model(data), data)
+    assert [shape[:2] for shape in shapes] == [(16, 2)] * 2
