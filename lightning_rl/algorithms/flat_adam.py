@@ -240,7 +240,7 @@ class _Vectors:
 def _is_plain(group: dict[str, Any]) -> bool:
     """Whether a group has only what a call of the kernel takes: numbers, and weight decay as Adam has it."""
     numbers = (group["lr"], *group["betas"])
-    return not group["decoupled_weight_decay"] and all(type(number) is float for number in numbers)
+    return not group.get("decoupled_weight_decay") and all(type(number) is float for number in numbers)
 
 
 def _tell_steps(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - a hook's
