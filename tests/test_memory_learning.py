@@ -155,7 +155,7 @@ def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
     trainer = make_trainer()
     trainer.fit(model, data)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    loaded = PPO.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=True)
+    loaded = PPO.load_from_checkpoint(tmp_path / "one.ckpt")
     memory = map_leaves(lambda x: x + 0.5, model.policy.initial_memory(2))
     outputs = [one.policy.value(torch.ones(2, 4), memory) for one in (model, loaded)]
     assert torch.equal(*outputs)

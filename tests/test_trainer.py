@@ -464,7 +464,7 @@ def test_resumed_run_goes_on_where_it_stopped(schedule, tmp_path):
         data, recorder = make_data(), Recorder("env_steps", "policy_version")
         model = make_model(data, **NORMALIZED, **schedule)
         trainer = make_trainer(max_epochs=2, callbacks=[recorder, StopAfter(rollouts)])
-        trainer.fit(model, data, ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
         return trainer, model, recorder.rows
 
     first, _, first_rows = train(2)
@@ -493,7 +493,7 @@ def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_c
     def train(model: PPO, max_epochs: int = 2, ckpt_path: Path | None = None) -> list[float]:
         recorder = Recorder()
         trainer = make_trainer(max_epochs=max_epochs, callbacks=[recorder, SaveAt6()])
-        trainer.fit(model, make_data(), ckpt_path=ckpt_path, weights_only=True)
+        trainer.fit(model, make_data(), ckpt_path=ckpt_path)
         return recorder.column("learning_rate")
 
     options = {"anneal_learning_rate": True, "learning_rate": 1e-3}

@@ -84,7 +84,7 @@ def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, o
     assert max(recorder.column("first_ratio_error")) <= (1e-6 if precision == "32-true" else 1e-2)
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
     trainer.save_checkpoint(tmp_path / "model.ckpt")
-    loaded = algorithm.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    loaded = algorithm.load_from_checkpoint(tmp_path / "model.ckpt")
     assert_equal_parameters(loaded, parameters_of(model))
     for name, value in options.items():
         assert loaded.hparams[name] == value
