@@ -36,7 +36,7 @@ class Evaluated(NamedTuple):
     values: Tensor
 
     def counted(self, x: Tensor) -> Tensor:
-        """Return the entries of `x`, `[N]`, of rows that count: with memory, others are there too."""
+        """Return the entries of `x`, `[N]`, of rows that count; others are there too."""
         return x[self.batch.weights != 0] if "weights" in self.batch.fields else x
 
 

@@ -117,17 +117,16 @@ class UnrollLearner(OnPolicyAlgorithm):
         return transformed
 
     def unroll(self, rollout: Rollout, **per_step: Nested) -> Unroll:
-        """Return a rollout with the rows that are learned from it.
+        """Return a rollout with its real steps as rows; those that do not count are among them, for traces go on there.
 
         Args:
             rollout: Any.
             **per_step: More tensors `[T, B, ...]` that the rows are to have.
         """
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
-        rows, weights = self.counted_steps(rollout, rollout.values, rollout.values)
-        if weights is not None:
+        if (weights := self.given_weights(rollout)) is not None:
             per_step["weights"] = weights
-        return Unroll(rollout, rollout.flatten(rows, places=places, **per_step))
+        return Unroll(rollout, rollout.flatten(places=places, **per_step))
 
     def weigh_together(self, batches: Sequence[Batch]) -> None:
         """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them.
