@@ -210,21 +210,24 @@ def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dic
 
 
 def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
-    """Their distributions are kept as well: without one its deviation would be 0, and gradients NaN."""
+    """Their distributions are kept as well: a Beta of zeros, which is none, would have a divergence of NaN."""
     data = make_data("Pendulum-v1", rollouts_per_epoch=2)
 
-    class FirstAlone(PPG):
+    class LastAlone(PPG):
         def step_weights(self, rollout: Rollout) -> torch.Tensor:
-            return (torch.arange(rollout.shape[1]) < 1).float().expand(rollout.shape)
+            return (torch.arange(16) >= 8).float().unsqueeze(1).expand(rollout.shape)
 
     memory = {"kind": "gru", "hidden_size": 4, "sequence_length": 8}
     options = {"num_policy_iterations": 2, "num_aux_epochs": 2, "num_aux_minibatches": 4, "num_minibatches": 1}
-    model = FirstAlone(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, **options)
+    options |= {"memory": memory, "action_distribution": "beta"}
+    model = LastAlone(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
     sizes: list[int] = []
     evaluated = model.auxiliary_loss
     model.auxiliary_loss = lambda batch: sizes.append(int((batch.weights != 0).sum())) or evaluated(batch)
-    make_trainer().fit(model, data)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
     assert sum(sizes) == 2 * 2 * 16 and min(sizes) > 0
+    assert abs(recorder.rows[-1]["aux_kl"]) < 1e-3
 
 
 # -- the memory
