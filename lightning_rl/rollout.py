@@ -248,11 +248,12 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """One over the total weight of the rows, unless it was set."""
+        """One over the total weight of the rows, 0 where that is 0, unless it was set."""
         if self._given_weight is not None:
             return self._given_weight
         if self._own_weight is None:
-            self._own_weight = 1 / (float(self.total_weight) or 1.0)
+            total = float(self.total_weight)
+            self._own_weight = 1 / total if total else 0.0
         return self._own_weight
 
     @weight.setter

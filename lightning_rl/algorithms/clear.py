@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -12,8 +14,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.impala import IMPALA, Evaluated
-from lightning_rl.algorithms.phases import bytes_per_step
-from lightning_rl.algorithms.unrolls import Unroll
+from lightning_rl.algorithms.unrolls import Unroll, example_unroll
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import map_leaves
 from lightning_rl.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
@@ -30,7 +31,8 @@ class CLEAR(IMPALA):
 
         policy_cloning_coef · KL(policy then ‖ policy) + value_cloning_coef · (V - V then)²      (section 3)
 
-    "Then" is when the unroll was first learned from. Means are over all steps, new and replayed.
+    "Then" is when the unroll was first learned from, policy and value being the learner's before that step. Means are
+    over all steps, new and replayed.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
@@ -79,20 +81,30 @@ class CLEAR(IMPALA):
             self.not_in_checkpoints.add("unrolls")
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check, besides what every algorithm does, that there is room for the unrolls of one rollout at least."""
+        """Check, besides what every algorithm does, that there is room for any unroll."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
-            length, num_envs = rollout_shape
-            needed = length * num_envs * bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
-            given, expected = self.hparams["replay_memory_gib"], f"more than {needed / 2**30:.3g}, what a rollout takes"
-            check(self.kept.max_bytes > needed, "replay_memory_gib", given, expected)
+            needed = self.most_bytes_of_unroll(rollout_shape[0])
+            expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
+            check(self.kept.max_bytes >= needed, "replay_memory_gib", self.hparams["replay_memory_gib"], expected)
+
+    @torch.no_grad()
+    def most_bytes_of_unroll(self, length: int) -> int:
+        """Return what is kept of `length` steps of one environment, in bytes, where each of them is truncated."""
+        rollout = example_unroll(self.policy, self.observation_space, length)
+        distribution, _ = self.evaluate(rollout.flatten())
+        actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
+        rollout.actions = actions
+        memory = UnrollMemory(sys.maxsize)
+        memory.append(rollout, torch.Generator(), old_distribution=parameters)
+        return memory.num_bytes
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout and from earlier ones, keep it, and return the losses."""
         with self.learning(rollout):
             new, *replayed = [self.evaluated(unroll) for unroll in self.unrolls(rollout)]
-            self.optimize(self.loss([new, *replayed]))
-            self.remember(rollout, new)
+            self.remember(rollout, new)  # before the step, which changes parameters that are in distributions as well
+            self.update([new, *replayed])
             self.log_histograms(new.batch, "update")
         return {"losses": self.losses}
 
@@ -131,7 +143,9 @@ class CLEAR(IMPALA):
             return on_grid(rows.detach(), batch.places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
 
         parameters = map_leaves(kept, evaluated.distribution.parameters())
-        self.kept.append(rollout, self.generator, old_distribution=parameters)
+        then = copy.copy(rollout)
+        then.values = on_grid(evaluated.values.detach(), batch.places, rollout.values)
+        self.kept.append(then, self.generator, old_distribution=parameters)
         self.diagnostics.observe(
             replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),
             replay_unrolls=torch.tensor(float(len(self.kept)), device=self.device),

@@ -35,6 +35,10 @@ class Evaluated(NamedTuple):
     log_probs: Tensor
     values: Tensor
 
+    def counted(self, x: Tensor) -> Tensor:
+        """Return the entries of `x`, `[N]`, of rows that count; others are there too."""
+        return x[self.batch.weights != 0] if "weights" in self.batch.fields else x
+
 
 class IMPALA(UnrollLearner):
     """The learner of IMPALA: an actor-critic whose targets V-trace corrects for older policies (Espeholt et al. 2018).
@@ -105,7 +109,7 @@ class IMPALA(UnrollLearner):
         """Learn from one rollout, and return the losses."""
         with self.learning(rollout):
             parts = [self.evaluated(unroll) for unroll in self.unrolls(rollout)]
-            self.optimize(self.loss(parts))
+            self.update(parts)
             self.log_histograms(parts[0].batch, "update")
         return {"losses": self.losses}
 
@@ -117,7 +121,15 @@ class IMPALA(UnrollLearner):
         """
         if not isinstance(rollout, Rollout):
             raise TypeError(f"compute_loss of {type(self).__name__} takes a Rollout, not a {type(rollout).__name__}")
-        self.loss([self.evaluated(unroll) for unroll in IMPALA.unrolls(self, rollout)])
+        parts = [self.evaluated(unroll) for unroll in IMPALA.unrolls(self, rollout)]
+        self.observe_targets(parts)
+        self.loss(parts)
+
+    def update(self, parts: Sequence[Evaluated]) -> None:
+        """Take one step from all parts together, unless they have no row that counts."""
+        self.observe_targets(parts)
+        if self.has_rows(parts[0].batch):
+            self.optimize(self.loss(parts))
 
     def unrolls(self, rollout: Rollout) -> list[Unroll]:
         """Return what one step is made from: here the rollout alone."""
@@ -174,7 +186,6 @@ class IMPALA(UnrollLearner):
         value_loss = _sum([x.batch.mean(rl.value_loss(*pair)) for x, pair in zip(parts, pairs, strict=True)])
         self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
         entropy = self.entropy_of(parts)
-        self.observe_targets(parts)
         terms = [policy_loss, self.value_coef * value_loss, -self.entropy_coef * entropy, *self.cloning_terms(parts)]
         scale = self.scale(parts[0].batch)
         return self.total(*(scale * term for term in terms))
@@ -196,14 +207,15 @@ class IMPALA(UnrollLearner):
         return total
 
     def observe_targets(self, parts: Sequence[Evaluated]) -> None:
-        """Hand the value targets to `value_normalization`, and observe those of the newest unrolls."""
-        self._value_targets = torch.cat([one.batch.returns for one in parts])
-        new, values = parts[0].batch, parts[0].values.detach()
-        ratios = (parts[0].log_probs.detach() - new.log_probs).exp()
-        count, weights = self.all_reduce(torch.stack([ratios.new_tensor(len(new)), ratios.sum()]))
+        """Hand the value targets to `value_normalization`, and observe those of the newest unrolls: NaN of none."""
+        self._value_targets = torch.cat([one.counted(one.batch.returns) for one in parts])
+        new, returns = parts[0], parts[0].counted(parts[0].batch.returns)
+        values = new.counted(new.values.detach()).to(returns.dtype)
+        ratios = new.counted(new.log_probs.detach() - new.batch.log_probs).exp()
+        count, weights = self.all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
         self.diagnostics.observe(
-            explained_variance=self.explained_variance(values.to(new.returns.dtype), new.returns),
-            importance_weight=weights / count.clamp(min=1),
+            explained_variance=self.explained_variance(values, returns),
+            importance_weight=weights / count,
         )
 
 

@@ -74,12 +74,15 @@ class OverRanks(LightningModule):
         mean = (counts * means).sum(0) / total.clamp(min=1)
         return total, mean, (squares + counts * (means - mean).square()).sum(0)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        """Return `(x - mean) / (standard deviation + 1e-8)`, taken over the entries of all ranks."""
-        return self.normalize_each([x.flatten()])[0].view(x.shape)
-
     def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what `normalize` makes of each part, `[N]`; ranks, whose N may differ, talk to each other once."""
+        """Return `(x - mean) / (standard deviation + 1e-8)` of each part, taken over its entries on all ranks.
+
+        Override it to normalise advantages in another way.
+
+        Args:
+            parts: Of this rank, `[N]` each: those of all minibatches of a pass, or of one. N may be another for each of
+                them, and on each rank; these talk to each other once.
+        """
         if self.world_size == 1:
             same = (list(some) for _, some in itertools.groupby(parts, key=len))
             return [part for some in same for part in normalize_rows(torch.stack(some)).unbind()]
@@ -102,7 +105,7 @@ class OverRanks(LightningModule):
     def weigh(self, parts: Sequence[Batch]) -> None:
         """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks.
 
-        With several ranks that is 0 where none has a row.
+        That is 0 where no rank has a row that counts; with one rank it is what they have anyway.
         """
         if self.world_size > 1:
             own = [float(part.total_weight) for part in parts]
@@ -111,8 +114,8 @@ class OverRanks(LightningModule):
                 part.weight = self.world_size / total if total else 0.0
 
     def has_rows(self, part: Batch) -> bool:
-        """Return whether any rank has a row of a minibatch that `weigh` has seen.
+        """Return whether any rank has a row that counts in a minibatch that `weigh` has seen.
 
         A step of Adam without any would go on along the moments that earlier ones have left.
         """
-        return part.weight != 0 if self.world_size > 1 else len(part) > 0
+        return part.weight != 0

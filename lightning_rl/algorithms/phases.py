@@ -151,10 +151,11 @@ class Phases(PPO):
         """Yield the steps that are kept, or their sequences, in a fresh random order, cut into minibatches.
 
         Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch. Those
-        without rows are left out, as where there are more parts than sequences.
+        without rows that count are left out, as where there are more parts than sequences.
         """
         for _, part in self._parts(self.minibatch_order):
-            yield self.begin_minibatch(part)
+            if self.has_rows(part):
+                yield self.begin_minibatch(part)
 
     def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
@@ -170,8 +171,6 @@ class Phases(PPO):
         rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
         self.weigh(rows_of)
         for (addresses, some), rows in zip(parts, rows_of, strict=True):
-            if not self.has_rows(rows):
-                continue
             fields = map_leaves(self.to_device, self.kept.gather(addresses))
             yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
 

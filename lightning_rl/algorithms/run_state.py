@@ -63,9 +63,11 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
     """Take over what this rank kept of earlier rollouts; where ranks are new, all begin without, and that is said.
 
     Args:
-        module: Has empty replays.
-        ranks: What each of the ranks that there were had of its own.
+        module: Whatever it kept until now is dropped where it goes on from a checkpoint.
+        ranks: What each of the ranks that there were had of its own; none where it does not.
     """
+    for replay in module.replays.values() if ranks else ():
+        replay.clear()
     if module.global_rank < len(ranks) >= module.world_size:
         dtype = next(module.policy.parameters()).dtype
         restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))

@@ -133,7 +133,7 @@ class Targets(Updates):
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
 
-        Override it to weigh steps. Losses and means are then weighted means; steps of weight 0 are in no minibatch.
+        Override it to weigh steps. Losses and means are then weighted means, in which steps of weight 0 have no part.
         Advantages and returns of the steps before them are made of their rewards and values all the same.
         """
         return None

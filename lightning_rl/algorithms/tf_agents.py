@@ -158,7 +158,7 @@ class TFAgentsPPO(PPOKLPenalty):
         if self.world_size > 1:
             counts = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
         for part, count in zip(parts, counts, strict=True):
-            part.weight = self.world_size / max(count, 1)
+            part.weight = self.world_size / count if count else 0.0
 
     def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield minibatches as `PPO` does, or such that losses are summed over ranks."""
@@ -177,8 +177,8 @@ class TFAgentsPPO(PPOKLPenalty):
         ]
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
-        """Return the advantages as `normalize` makes them of all rows, weight or not."""
-        return self.normalize(batch.advantages)
+        """Return the advantages as `normalize_each` makes them of all rows, weight or not."""
+        return self.normalize_each([batch.advantages])[0]
 
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""

@@ -7,12 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from gymnasium import spaces
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.rewards import RewardClip, check_reward_options, make_reward_transform
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.normalization import exact_dtype
+from lightning_rl.policy import sampled_observations
+from lightning_rl.policy_interface import as_recurrent
 from lightning_rl.rollout import Batch, Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check
@@ -38,6 +40,39 @@ class Unroll(NamedTuple):
     def grid(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
         """Return `rows`, `[N]`, where they belong, `[T, B]`, and `elsewhere` the entries that it has there."""
         return on_grid(rows, self.batch.places, elsewhere)
+
+
+def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], length: int) -> Rollout:
+    """Return a rollout of one environment in which every step is truncated, with zeros for actions.
+
+    Args:
+        policy: On whose device, and in whose precision, it is as it would be collected.
+        observation_space: Of one environment.
+        length: Its steps.
+    """
+    weight = next(policy.parameters())
+    row = sampled_observations(observation_space, weight.dtype, 1)
+    observations = map_leaves(lambda x: x.to(weight.device).expand(length + 1, *x.shape), row)
+    flags = torch.ones(length, 1, dtype=torch.bool, device=weight.device)
+    numbers = torch.zeros_like(flags, dtype=torch.promote_types(weight.dtype, torch.float32))
+    rollout = Rollout(
+        observations=observations,
+        actions=numbers,
+        rewards=numbers,
+        terminated=~flags,
+        truncated=flags,
+        log_probs=numbers,
+        values=numbers,
+        next_values=numbers,
+        final_indices=flags.nonzero(),
+        final_observations=map_leaves(lambda x: x[1:, 0], observations),
+        starts=flags.cpu(),
+    )
+    if (recurrent := as_recurrent(policy)) is not None and recurrent.memory is not None:
+        num_states = len(recurrent.memory.stored_steps(length))
+        rollout.memory = map_leaves(lambda x: x.expand(num_states, *x.shape), recurrent.initial_memory(1))
+        rollout.burn_in = recurrent.memory.burn_in
+    return rollout
 
 
 class UnrollLearner(OnPolicyAlgorithm):
@@ -82,25 +117,27 @@ class UnrollLearner(OnPolicyAlgorithm):
         return transformed
 
     def unroll(self, rollout: Rollout, **per_step: Nested) -> Unroll:
-        """Return a rollout with the rows that are learned from it.
+        """Return a rollout with its real steps as rows; those that do not count are among them, for traces go on there.
 
         Args:
             rollout: Any.
             **per_step: More tensors `[T, B, ...]` that the rows are to have.
         """
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
-        rows, weights = self.counted_steps(rollout, rollout.values, rollout.values)
-        if weights is not None:
+        if (weights := self.given_weights(rollout)) is not None:
             per_step["weights"] = weights
-        return Unroll(rollout, rollout.flatten(rows, places=places, **per_step))
+        return Unroll(rollout, rollout.flatten(places=places, **per_step))
 
     def weigh_together(self, batches: Sequence[Batch]) -> None:
-        """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them."""
+        """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them.
+
+        That is 0 where no rank has a row that counts.
+        """
         own = sum(float(batch.total_weight) for batch in batches)
         total = float(self.all_reduce(torch.tensor(own, dtype=exact_dtype(self.device), device=self.device)))
         for batch in batches:
-            batch.weight = self.world_size / (total or 1.0)
+            batch.weight = self.world_size / total if total else 0.0
 
     def scale(self, batch: Batch) -> float:
         """Return what makes of a mean what `reduction` asks for: 1, or how many rows of all ranks it is over."""
-        return 1.0 if self.reduction == "mean" else self.world_size / batch.weight
+        return 1.0 if self.reduction == "mean" or not batch.weight else self.world_size / batch.weight

@@ -39,7 +39,7 @@ class NotFiniteError(Exception):
 
 
 class Updates(OverRanks, Shortcuts):
-    """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalize`, `optimize`.
+    """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalized_advantages`, `optimize`.
 
     Attributes:
         max_grad_norm: Clip the global norm of the gradient; None does not.
@@ -131,7 +131,7 @@ class Updates(OverRanks, Shortcuts):
         """Yield the rows in the order of `minibatch_order`, cut into minibatches.
 
         With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
-        One in which none has a row, as there may be of few rows, is left out.
+        One in which none has a row that counts, as there may be of few rows, is left out.
         """
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
@@ -181,13 +181,14 @@ class Updates(OverRanks, Shortcuts):
         return torch.randperm(num_items, generator=self.generator)
 
     def normalized_advantages(self, batch: Batch) -> Tensor:
-        """Return a batch's advantages as `normalize` makes them of those that count; others, with memory, are 0."""
+        """Return a batch's advantages as `normalize_each` makes them of those that count; others are 0, with memory."""
         if (known := batch.normalized_advantages) is not None:
             return known
         if "weights" not in batch.fields:
-            return self.normalize(batch.advantages)
+            return self.normalize_each([batch.advantages])[0]
         counted = batch.weights != 0
-        return torch.zeros_like(batch.advantages).masked_scatter(counted, self.normalize(batch.advantages[counted]))
+        (normalized,) = self.normalize_each([batch.advantages[counted]])
+        return torch.zeros_like(batch.advantages).masked_scatter(counted, normalized)
 
     @torch.no_grad()
     def observe_first_ratios(self, log_ratios: Tensor) -> None:

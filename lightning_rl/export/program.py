@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor, nn
+from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_rl.acting import acting_space
 from lightning_rl.distributions import tensor_conversion
-from lightning_rl.masks import ActionMask
-from lightning_rl.nested import Nested, map_leaves, map_space
-from lightning_rl.policy import copy_to_cpu, observation_dtype
+from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.policy import copy_to_cpu, sampled_observations
 from lightning_rl.policy_interface import as_recurrent
 from lightning_rl.validation import ConfigurationError
 
@@ -63,15 +60,8 @@ def example_observations(policy: nn.Module, observation_space: spaces.Space[Any]
         observation_space: Of one environment.
         seed: Which ones.
     """
-    dtype = next(policy.parameters()).dtype
-
-    def rows(space: spaces.Space[Any]) -> Tensor:
-        space = copy.deepcopy(space)  # a space has a generator
-        space.seed(seed)
-        row = np.asarray(space.sample()).astype(observation_dtype(space, dtype))
-        return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(space, ActionMask) else row] * 2))
-
-    return map_space(rows, acting_space(policy, observation_space))
+    space = acting_space(policy, observation_space)
+    return sampled_observations(space, next(policy.parameters()).dtype, num_rows=2, seed=seed)
 
 
 def example_inputs(policy: nn.Module, observation_space: spaces.Space[Any]) -> tuple[Nested, ...]:

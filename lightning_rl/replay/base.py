@@ -24,6 +24,10 @@ class Replay(Protocol):
         """Size of all tensors."""
         ...
 
+    def clear(self) -> None:
+        """Remove everything."""
+        ...
+
     def begin(self) -> None:
         """Remember how the memory is."""
         ...

@@ -65,6 +65,11 @@ class UseLimitedBuffer:
 
         map_leaves(put, self._fields, rows)
 
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._fields, self._next = None, 0
+        self._uses.fill_(-1)
+
     def begin(self) -> None:
         """Remember how the buffer is; no row is copied before it is overwritten."""
         self._before = self.uses, self._next, []
@@ -110,8 +115,7 @@ class UseLimitedBuffer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` of a buffer of any size returned: of more rows than fit, the newest."""
-        self._fields, self._next = None, 0
-        self._uses.fill_(-1)
+        self.clear()
         if state["fields"] is None:
             return
         size, first = len(state["uses"]), state["next"]

@@ -6,12 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_rl import CLEAR, IMPALA
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_impala import SGD, learn, make, moved
-from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of, random_rollout
+from tests.helpers import (
+    CONTINUOUS,
+    PIXELS,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -138,8 +149,67 @@ def test_options_that_make_no_sense_are_refused(options, message):
         make(CLEAR, **options)
 
 
-def test_a_memory_that_has_no_room_for_a_rollout_is_refused():
-    data = make_data()
-    model = CLEAR(data.observation_space, data.action_space, replay_memory_gib=1e-7)
-    with pytest.raises(ConfigurationError, match=r"replay_memory_gib=1e-07 is not valid: expected more than"):
+@pytest.mark.parametrize(
+    ("env_id", "data_options", "options"),
+    [
+        ("Pendulum-v1", {}, {}),
+        ("Pendulum-v1", {}, {"memory": {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}}),
+        ("tests.mask_probes:Probe/Lights-v0", {"action_mask": "method.action_masks"}, {}),
+        (PIXELS, {}, {"network": "mlp"}),
+    ],
+)
+def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refused(env_id, data_options, options):
+    """Distributions, memory and what truncated steps reached included; one byte less is too little."""
+    data = make_data(env_id, rollouts_per_epoch=1, max_episode_steps=1, **data_options)
+
+    def fit(num_bytes: int) -> CLEAR:
+        gib = num_bytes / 2**30
+        model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), replay_memory_gib=gib, **options)
         make_trainer().fit(model, data)
+        return model
+
+    kept = fit(2**30).kept
+    needed = kept.num_bytes // len(kept)
+    assert len(kept) == 2 and len(fit(needed).kept) == 1
+    with pytest.raises(ConfigurationError, match=rf"^replay_memory_gib=.* expected at least .*{needed} bytes"):
+        fit(needed - 1)
+
+
+def test_what_is_kept_of_a_distribution_is_of_before_the_step():
+    """The deviation of a Gaussian is a parameter, which the step changes where it is."""
+    torch.manual_seed(0)
+    model = CLEAR(VECTOR, CONTINUOUS, hidden_sizes=(8,), learning_rate=0.5).double()
+    rollout = random_rollout(model.policy, off_policy=0.0)
+    learn(model, [rollout])
+    _, then = model.kept.take(torch.arange(4))
+    assert not then["old_distribution"]["log_std"].any()
+    assert model.policy.action_head.log_std.abs().min() > 0.1
+
+
+def test_the_value_that_is_cloned_is_the_learners_as_the_policy_is():
+    model = make(CLEAR)
+    rollout = random_rollout(model.policy, valid=True)
+    moved(model)
+    with torch.no_grad():
+        distribution, values = model.policy(rollout.observations[:-1])
+    learn(model, [rollout], lag=1)
+    order = torch.tensor([kept.number for kept in model.kept._kept]).argsort()
+    earlier, then = model.kept.take(order)
+    for own, expected in ((earlier.values, values), (then["old_distribution"], distribution.parameters())):
+        torch.testing.assert_close(own[rollout.valid], expected[rollout.valid], rtol=1e-12, atol=1e-12)
+
+
+def test_a_memory_that_is_left_out_of_checkpoints_is_empty_where_the_same_objects_go_on_from_one(tmp_path):
+    for kept, expected in ((True, 4), (False, 0)):
+        model = make(CLEAR, replay_in_checkpoint=kept)
+        loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
+        trainer = make_trainer(precision="64-true")
+        trainer.fit(model, loader)
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        make_trainer(precision="64-true").fit(model, loader)  # later ones, which the checkpoint knows nothing of
+        assert len(model.kept) == 8
+        counts: list[int] = []
+        callback = LambdaCallback(on_train_batch_start=lambda _, module, *args: counts.append(len(module.kept)))  # noqa: B023
+        resuming = make_trainer(precision="64-true", max_epochs=2, callbacks=[callback])
+        resuming.fit(model, loader, ckpt_path=tmp_path / "one.ckpt")
+        assert counts == [expected]

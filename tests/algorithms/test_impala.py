@@ -198,6 +198,26 @@ def test_steps_may_count_differently():
     assert row["policy_loss"] == pytest.approx(losses.mean().item())
 
 
+@pytest.mark.parametrize("valid", [False, True])
+def test_steps_of_weight_0_are_corrected_for_by_the_learners_policy_and_values_all_the_same(valid):
+    """The targets of the steps before them go through them."""
+
+    class Weighing(IMPALA):
+        def step_weights(self, rollout: Rollout) -> Tensor:
+            return (rollout.observations[:-1, ..., 0] > 0).to(rollout.rewards)
+
+    rollout = random_rollout(make().policy, valid=valid)
+    rollout.policy_version = -1
+    targets = []
+    for model in (moved(make(Weighing)), moved(make())):
+        unroll = model.unroll(rollout)
+        batch = model.evaluated(unroll).batch
+        targets.append([unroll.grid(x, torch.zeros_like(rollout.values)) for x in (batch.advantages, batch.returns)])
+    counted = (rollout.observations[:-1, ..., 0] > 0) & (valid is False or rollout.valid)
+    for own, others in zip(*targets, strict=True):
+        torch.testing.assert_close(own[counted], others[counted], rtol=1e-12, atol=1e-12)
+
+
 def test_a_lagging_update_that_fails_can_be_made_again(tmp_path):
     model = make()
     rollout = random_rollout(model.policy)

@@ -209,6 +209,27 @@ def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dic
     assert sizes == ([ROWS // 4] * 8 if "aux_sequences" in options else [1] * 2 * ROWS)
 
 
+def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
+    """Their distributions are kept as well: a Beta of zeros, which is none, would have a divergence of NaN."""
+    data = make_data("Pendulum-v1", rollouts_per_epoch=2)
+
+    class LastAlone(PPG):
+        def step_weights(self, rollout: Rollout) -> torch.Tensor:
+            return (torch.arange(16) >= 8).float().unsqueeze(1).expand(rollout.shape)
+
+    memory = {"kind": "gru", "hidden_size": 4, "sequence_length": 8}
+    options = {"num_policy_iterations": 2, "num_aux_epochs": 2, "num_aux_minibatches": 4, "num_minibatches": 1}
+    options |= {"memory": memory, "action_distribution": "beta"}
+    model = LastAlone(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    sizes: list[int] = []
+    evaluated = model.auxiliary_loss
+    model.auxiliary_loss = lambda batch: sizes.append(int((batch.weights != 0).sum())) or evaluated(batch)
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert sum(sizes) == 2 * 2 * 16 and min(sizes) > 0
+    assert abs(recorder.rows[-1]["aux_kl"]) < 1e-3
+
+
 # -- the memory
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from lightning_rl import A2C, PPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
+from lightning_rl import A2C, CLEAR, IMPALA, PPO, VMPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
 from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollout import Batch
 from lightning_rl.validation import ConfigurationError
@@ -94,6 +94,57 @@ def test_a_rollout_of_which_nothing_counts_moves_no_parameter_along_the_moments_
     assert changed[0] == set()  # nor the coefficient of the penalty
     assert "kl_coef" in changed[1]
     assert len(changed[1]) > 5
+
+
+@pytest.mark.parametrize("cls", [PPO, A2C, VMPO, IMPALA])
+@pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 4}])
+def test_no_algorithm_takes_a_step_where_no_row_counts(cls, memory):
+    """With memory rows of weight 0 are in sequences all the same."""
+    data = make_data("Pendulum-v1", rollouts_per_epoch=3)
+    changed: list[bool] = []
+
+    class Every(cls):
+        def step_weights(self, rollout: Rollout) -> Tensor | None:
+            return torch.zeros(rollout.shape) if rollout.policy_version == 1 else None
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            changed.append(any(not torch.equal(p, before[n]) for n, p in self.named_parameters()))
+            before.update(parameters_of(self))
+
+    torch.manual_seed(0)
+    adam = {"class_path": "torch.optim.Adam"}
+    options = {"memory": memory, "optimizer": adam, "value_normalization": "popart"}
+    model = Every(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    before = parameters_of(model)
+    make_trainer().fit(model, data)
+    assert changed == [True, False, True]
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_step_of_clear_may_be_of_replayed_rows_alone(replayed):
+    """Where nothing of the new rollout counts; what it kept is no less worth learning from."""
+    data = make_data("Pendulum-v1", rollouts_per_epoch=2)
+
+    class Late(CLEAR):
+        def step_weights(self, rollout: Rollout) -> Tensor | None:
+            none = rollout.policy_version == 1 or (rollout.policy_version < 0 and not replayed)
+            return torch.zeros(rollout.shape) if none else None
+
+    recorder = Recorder()
+    make_trainer(callbacks=[recorder]).fit(Late(data.observation_space, data.action_space), data)
+    assert [row.get("loss") is not None for row in recorder.rows] == [True, replayed]
+
+
+def test_an_override_of_how_advantages_are_normalised_counts_in_minibatches_too():
+    class Doubled(PPO):
+        def normalize_each(self, parts: Any) -> Any:
+            return [2 * part for part in super().normalize_each(parts)]
+
+    model, usual = make(Doubled), make()
+    rollout = random_rollout(model.policy)
+    for own, other in zip(*(one.minibatches(one.targets(rollout), 2) for one in (model, usual)), strict=True):
+        torch.testing.assert_close(model.normalized_advantages(own), 2 * usual.normalized_advantages(other))
+    assert not hasattr(model, "normalize")  # minibatches would not come by a second way to do it
 
 
 def test_rewards_are_divided_by_their_own_deviation():
@@ -260,7 +311,7 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
     assert counted.sum() == 10
     assert len(batch) == 16
     advantages = model.normalized_advantages(batch)
-    assert torch.equal(advantages[counted], model.normalize(batch.advantages[counted]))
+    assert torch.equal(advantages[counted], model.normalize_each([batch.advantages[counted]])[0])
     assert not advantages[~counted].any()
     mean = batch.returns[counted].double().mean()
     assert model.policy.value_normalizer.moments.mean.item() == pytest.approx(mean.item(), rel=1e-6)

@@ -212,7 +212,7 @@ class Calls(Recorder):
             "weights": targets["masked_weights"],
         }.items():
             torch.testing.assert_close(getattr(batch, name), theirs.T.flatten(), **CLOSE)
-        ours = pl_module.normalize(batch.advantages)
+        ours = pl_module.normalize_each([batch.advantages])[0]
         torch.testing.assert_close(ours, targets["normalized_advantages"].T.flatten(), **CLOSE)
         assert_losses(self.rows[-1], pl_module, result["losses_per_epoch"])
         if result["global_norm_before_clipping"] is not None:
@@ -284,7 +284,7 @@ def test_minibatches_as_the_learner_makes_them():
     for batch, expected in zip(batches, theirs, strict=True):
         torch.testing.assert_close(batch.weights, expected["masked_weights"][:, 0])
         torch.testing.assert_close(
-            model.normalize(batch.advantages), expected["normalized_advantages"][:, 0], rtol=1e-4, atol=1e-4
+            model.normalize_each([batch.advantages])[0], expected["normalized_advantages"][:, 0], rtol=1e-4, atol=1e-4
         )
     means = {name: torch.stack([one["losses"][name] for one in theirs]) for name in theirs[0]["losses"]}
     assert_losses(recorder.rows[0], model, means)
