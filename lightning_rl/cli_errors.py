@@ -31,6 +31,8 @@ _OURS = (
     RankFailure,
     RoundTripError,
 )
+# Of the folder of a logger, a figure, an export. Where a file is not there, the traceback says who looked for it.
+_NOT_USABLE = (PermissionError, NotADirectoryError, FileExistsError)
 _UNION = "Does not validate against any of the Union subtypes"
 # What the parser says about each type of a union that an option could have had.
 _NOISE = re.compile(
@@ -50,6 +52,7 @@ _NO_IMPORT = re.compile(
 _NO_SUBCLASS = re.compile(
     r'Parser key "([^"]+)"(?s:.*?)Import path does not correspond to (a subclass of \w+)(?s:.*?)Given value: (.*)'
 )
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
 
@@ -112,8 +115,10 @@ def error_message(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _OURS):
-            return str(cause) + (_place(cause.__cause__) if isinstance(cause, EnvironmentFailure) else "")
+            return str(cause) + (_place(cause) if isinstance(cause, EnvironmentFailure) else "")
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, _NOT_USABLE) and error.filename is not None:
+        return f"{error.strerror}: {str(error.filename)!r}"
     return _brief(str(error)) if _UNION in str(error) else None
 
 
@@ -124,12 +129,19 @@ def end_with_message(error: BaseException) -> None:
         sys.exit(1)
 
 
-def _place(cause: BaseException | None) -> str:
-    """Say which line of an environment raised: the traceback is not shown."""
+def _place(failure: EnvironmentFailure) -> str:
+    """Say which line of an environment raised, in this process or in a worker: the traceback is not shown."""
+    cause = failure.__cause__
     frames = traceback.extract_tb(cause.__traceback__) if cause is not None else []
-    if not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
+    places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
+    if not places:
+        # The first of those that a worker reports is of what was raised there.
+        trace = "".join(getattr(failure, "__notes__", [])).partition("\nThe above exception was")[0]
+        places = _FRAME.findall(trace)
+    if not places or Path(places[-1][0]).is_relative_to(Path(__file__).parent):
         return ""  # what found out that a worker is gone
-    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}"
+    file, line, name = places[-1]
+    return f"\n  at {file}:{line} in {name}"
 
 
 def _brief(message: str) -> str:

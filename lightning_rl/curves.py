@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,12 @@ Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]
 EVENTS, ROWS = "events.out.tfevents*", "metrics.csv"
 _CONFIG = "config.yaml"
+_SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
 # What does not make another experiment of a run.
 _NOT_SETTINGS = (
-    "seed_everything",
+    *_SEEDS,
     "ckpt_path",
     "num_threads",
-    "data.seed",
-    "data.init_args.seed",
     "trainer.logger",
     "trainer.callbacks",
     "trainer.default_root_dir",
@@ -58,12 +58,14 @@ class Log:
     Attributes:
         folder: Where it is.
         settings: What was run, without the seed; empty where there is no configuration beside it.
-        scalars: Everything that was logged, by key.
+        scalars: Everything that was logged, by key, less what was not finite.
+        seed: What it was seeded with; None where that is not known.
     """
 
     folder: Path
     settings: dict[str, Any]
     scalars: dict[str, Series] = field(default_factory=dict)
+    seed: str | None = None
 
     @property
     def algorithm(self) -> str:
@@ -86,7 +88,19 @@ def find_logs(path: str | Path) -> list[Log]:
     folders = sorted({found.parent for kind in (EVENTS, ROWS) for found in root.rglob(kind)})
     if not folders:
         raise ConfigurationError(f"{str(path)!r} has no log: expected a folder with {EVENTS} or {ROWS} in it or below")
-    return [Log(folder, _settings(folder, root), _read(folder)) for folder in folders]
+    return [_log(folder, root) for folder in folders]
+
+
+def same_seed(logs: Iterable[Log]) -> list[Log]:
+    """Return the runs with settings and seed of an earlier one: begun anew, or gone on with in another folder."""
+    seen: set[str] = set()
+    found = []
+    for log in logs:
+        what = json.dumps([log.seed, log.settings], sort_keys=True, default=str)
+        if log.seed is not None and what in seen:
+            found.append(log)
+        seen.add(what)
+    return found
 
 
 def by_experiment(logs: Iterable[Log]) -> dict[str, list[Log]]:
@@ -153,11 +167,19 @@ def _common_steps(runs: Sequence[Series]) -> Array:
     return steps if len(steps) <= _MOST_POINTS else np.linspace(first, last, _MOST_POINTS)
 
 
+def _log(folder: Path, root: Path) -> Log:
+    settings = _settings(folder, root)
+    seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
+    others = {key: value for key, value in settings.items() if not key.startswith(_NOT_SETTINGS)}
+    return Log(folder, others, _read(folder), json.dumps(seeds, sort_keys=True) if seeds else None)
+
+
 def _read(folder: Path) -> dict[str, Series]:
     points: dict[str, list[tuple[float, float]]] = {}
     rows = _events(folder) if any(folder.glob(EVENTS)) else _rows(folder / ROWS)
     for key, step, value in rows:
-        points.setdefault(key, []).append((step, value))
+        if math.isfinite(value):  # one that is not would pass for the highest of all seeds
+            points.setdefault(key, []).append((step, value))
     # A run that goes on from a checkpoint logs some steps again: what it logged last counts.
     return {key: Series(*np.array(sorted(dict(found).items())).T) for key, found in points.items()}
 
@@ -174,18 +196,20 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
 
 def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
     with path.open(newline="") as file:
-        for row in csv.DictReader(file):
+        reader = csv.DictReader(file)
+        if reader.fieldnames and "step" not in reader.fieldnames:
+            raise ConfigurationError(f"{str(path)!r} has no column 'step': expected the rows of CSVLogger")
+        for row in reader:
             for key, value in row.items():
                 if key not in ("step", "epoch") and value:
                     yield key, float(row["step"]), float(value)
 
 
 def _settings(folder: Path, root: Path) -> dict[str, Any]:
-    """Return the settings in the configuration beside a log or in a folder around it, down from `root`."""
+    """Return all settings in the configuration beside a log or in a folder around it, down from `root`."""
     for place in (folder, *folder.parents):
         if (path := place / _CONFIG).is_file():
-            flat = dict(_flat(yaml.safe_load(path.read_text()) or {}))
-            return {key: value for key, value in flat.items() if not key.startswith(_NOT_SETTINGS)}
+            return dict(_flat(yaml.safe_load(path.read_text()) or {}))
         if place == root:
             break
     return {}

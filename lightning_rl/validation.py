@@ -6,8 +6,10 @@ import difflib
 import importlib
 import inspect
 import math
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -90,6 +92,21 @@ def check_number(
         and math.isfinite(value)
     )
     check(inside, field, value, "a number " + " and ".join(bounds))
+
+
+def make_folder(field: str, folder: str | Path) -> None:
+    """Make a folder unless it is there.
+
+    Raises:
+        ConfigurationError: It cannot be made, or no file in it.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{field}={str(folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
+        ) from error
 
 
 def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> ClassSpec:

@@ -450,6 +450,22 @@ def test_nothing_is_exported_in_a_fast_dev_run(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_cannot_be_exported_or_written_is_refused_before_anything_is_trained(tmp_path):
+    data, clock = make_data("Pendulum-v1"), Clock()
+    model = make_model(data, action_distribution="beta")  # which ONNX cannot draw samples of
+    (tmp_path / "file").touch()
+
+    def refused(match: str, *arguments: Any, **options: Any) -> None:
+        trainer = make_trainer(callbacks=[PolicyExport(10**9, *arguments, **options), clock], max_epochs=1)
+        with pytest.raises(ConfigurationError, match=match):
+            trainer.fit(model, data)
+        assert clock.rollouts == []
+
+    refused("cannot be exported to ONNX.*BetaHead", tmp_path / "policies", format="onnx")
+    refused("dirpath='.*file/policies' is not valid: expected a folder that can be written", tmp_path / "file/policies")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("keep", [0, -2, 1.5])
 def test_the_number_of_exports_to_keep_is_checked(keep):
     with pytest.raises(ConfigurationError, match=f"keep={keep} is not valid: expected an integer of at least 1, or -1"):

@@ -632,15 +632,22 @@ def test_an_environment_that_raises_is_named_with_its_episode_seed_and_line(caps
     assert re.match(r"environment \d \(episode 0, seed \d+, step 5\) raised in step: RuntimeError: the rope", message)
 
 
-def test_an_error_in_a_process_leaves_no_traceback_but_the_line_that_raised(monkeypatch, as_typed):
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_an_error_in_a_process_leaves_no_traceback_but_the_line_that_raised(monkeypatch, as_typed, backend):
     Path("broken_package.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", f"{as_typed}:{ROOT}")
-    done = run_process("fit", *SMALL, "--data.env_id=broken_package:Broken-v0")
+    done = run_process("fit", *SMALL, "--data.env_id=broken_package:Broken-v0", f"--data.backend={backend}")
     assert done.returncode == 1
     message, place = done.stderr.splitlines()[-2:]
-    assert message.startswith("lightning-rl: error: environment 0 (episode 0, seed ")
+    assert re.match(r"lightning-rl: error: environment \d \(episode 0, seed ", message)
     assert place == f"  at {as_typed}/broken_package.py:9 in step"
     assert "Traceback" not in done.stderr
+
+
+def test_a_logger_that_cannot_write_is_named_without_a_traceback(capsys, as_typed):
+    Path("file").touch()
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=file/logs"]
+    assert refused(capsys, "fit", *SMALL, *logger).strip() == f"Not a directory: '{as_typed}/file/logs'"
 
 
 def test_the_installed_program_ends_with_status_zero(tmp_path, monkeypatch):

@@ -103,6 +103,20 @@ def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
     assert log.scalars[RETURN].values.tolist()[-1] == 40
 
 
+def test_values_that_are_not_finite_are_passed_over(tmp_path):
+    for seed, values in enumerate(([0, float("nan"), 20], [0, 11, 20], [0, 12, 20], [0, 13, 20])):
+        write_run(tmp_path / f"version_{seed}", values, seed)
+    found = summarize([log.scalars[RETURN] for log in find_logs(tmp_path)])
+    assert found.center.tolist() == [0, (11 + 12) / 2, 20]  # of 10, which is between 0 and 20, 11, 12 and 13
+    assert np.isfinite([found.low, found.high]).all()
+
+
+def test_a_table_of_something_else_is_named(tmp_path):
+    (tmp_path / "metrics.csv").write_text("name,value\na,1\n")
+    with pytest.raises(ConfigurationError, match=r"metrics\.csv' has no column 'step': expected the rows of CSVLogger"):
+        find_logs(tmp_path)
+
+
 def test_rows_of_a_csv_logger_are_read(tmp_path):
     logger = CSVLogger(tmp_path / "logs", name="mine")
     logger.log_metrics({RETURN: 1.5, "train/loss": 2.0}, step=10)
@@ -120,6 +134,21 @@ def test_rows_of_a_csv_logger_are_read(tmp_path):
 def plot(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["lightning-rl", "plot", *map(str, arguments)])
     program.run()
+
+
+def test_the_command_warns_of_runs_that_are_no_further_seeds(in_tmp_path, monkeypatch, capsys):
+    for version, seed in enumerate((0, 1, 0)):
+        write_run(Path(f"runs/version_{version}"), [1, 2], seed)
+    write_run(Path("other/version_0"), [1, 2], seed=0, gamma=0.5)
+    plot(monkeypatch, "runs", "other")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "WARNING: PPO, gamma=None (CartPole-v1): counted as further seeds, with the settings and the"
+    )
+    assert re.search(r": runs/version_2; name the folders", line)
+    plot(monkeypatch, "runs/version_0", "runs/version_1", "other")
+    plot(monkeypatch, "both=runs/version_1", "both=other")  # other settings make another run
+    assert not capsys.readouterr().err
 
 
 def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch, capsys):

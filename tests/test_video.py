@@ -309,6 +309,18 @@ def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "minari/Drawn-v0").glob("ppo*")] == ["ppo-v0"]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_played(tmp_path):
+    (tmp_path / "file").touch()
+    data = make_data(DRAWN)
+    model = make_model(data)
+    with pytest.raises(ConfigurationError, match=r"folder='.*file/recorded' is not valid: expected a folder that can"):
+        make_trainer(callbacks=[EpisodeRecorder(tmp_path / "file/recorded")]).predict(model, data)
+    film = VideoRecorder(10**9, dirpath=tmp_path / "file/videos")
+    with pytest.raises(ConfigurationError, match=r"dirpath='.*file/videos' is not valid: expected a folder that can"):
+        make_trainer(callbacks=[film], max_epochs=1).fit(model, data)
+    assert model.env_steps == 0
+
+
 def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="formats='video' is not valid: expected a list of video or minari"):
         EpisodeRecorder(tmp_path, "video")

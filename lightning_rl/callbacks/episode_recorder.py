@@ -14,7 +14,7 @@ from lightning_rl.callbacks.video import data_of
 from lightning_rl.evaluation import Episode
 from lightning_rl.minari_data import check_can_write, write_minari
 from lightning_rl.ranks import gather_on_rank_zero
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import ConfigurationError, check, make_folder
 from lightning_rl.video import Films, check_imageio
 
 RecordAs: TypeAlias = Literal["video", "minari"]
@@ -88,6 +88,8 @@ class EpisodeRecorder(Callback):
             self.formats = _installed()
         if "video" in self.formats:
             data.check_filmable(self.env_kwargs)
+        make_folder("folder", self.folder)
+        if "video" in self.formats:
             data.film_predictions(Films(self.folder), self.env_kwargs)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
-from lightning_rl.export.folder import check_options, first_steps
+from lightning_rl.export.folder import check_exportable, check_options, first_steps
 from lightning_rl.nested import Nested
 from lightning_rl.rollout import Rollout
-from lightning_rl.validation import check, check_positive_int, is_int
+from lightning_rl.validation import check, check_positive_int, is_int, make_folder
 
 
 class PolicyExport(EnvStepInterval):
@@ -23,7 +23,8 @@ class PolicyExport(EnvStepInterval):
     Each time a folder `step=….` comes to be, with what `lightning_rl.export.export_policy` writes: the policy as
     programs, with its mode and with samples, and a description of it. Programs are held to the policy on observations
     of the last rollout before the folder appears, which it does as a whole or not at all. The run waits for it, for
-    small networks a second with `torch_export` and some seconds with `onnx`; only the first rank writes.
+    small networks a second with `torch_export` and some seconds with `onnx`; only the first rank writes. It waits as
+    long when it begins, while it is found out whether the policy can be exported.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between exports.
@@ -31,6 +32,9 @@ class PolicyExport(EnvStepInterval):
         keep: How many to keep, the newest; -1 keeps all.
         format: `torch_export`, programs that need PyTorch, or `onnx`, those for any runtime of ONNX.
         programs: Which of `greedy` and `sampled`.
+
+    Raises:
+        ConfigurationError: In `on_fit_start`: the policy cannot be exported so, or the folder cannot be written.
     """
 
     def __init__(
@@ -51,6 +55,14 @@ class PolicyExport(EnvStepInterval):
         self.programs = tuple(programs)
         self._observations: Sequence[Nested] | None = None
         self._score: dict[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find out whether it can be done before anything is trained."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        check_exportable(pl_module, self.format, self.programs)
+        if self.dirpath is not None:
+            make_folder("dirpath", self.dirpath)
 
     def on_train_batch_end(
         self,

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import check, check_positive_int, make_folder
 from lightning_rl.video import Films, VideoFile, check_imageio
 
 _TAG = "video/episode={}"
@@ -36,7 +36,8 @@ class VideoRecorder(EnvStepInterval):
             of MuJoCo's.
 
     Raises:
-        ConfigurationError: In `setup`: the environment cannot be filmed; says why, and what can be.
+        ConfigurationError: In `setup`: the environment cannot be filmed, which says why, and what can be; or the
+            folder cannot be written.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class VideoRecorder(EnvStepInterval):
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_imageio()
             data_of(trainer).check_filmable(self.env_kwargs)
+            if self.dirpath is not None:
+                make_folder("dirpath", self.dirpath)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Film the policy as it is now."""

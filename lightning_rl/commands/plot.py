@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
-from lightning_rl.curves import Log, by_experiment, find_logs
+from lightning_rl.curves import Log, by_experiment, find_logs, same_seed
 from lightning_rl.plots import Curve, Panel, draw
 from lightning_rl.validation import ConfigurationError, check
 
@@ -25,6 +26,7 @@ def run(args: list[str]) -> None:
     options = parser().parse_args(args)
     paths = _files(options.out)  # before logs are read, which takes a while
     experiments = _experiments(options.runs)
+    _warn_of_same_seeds(experiments)
     panels = [panel for metric in options.metric or [_METRIC] for panel in _panels(experiments, metric)]
     draw(panels, paths, statistic=options.statistic, confidence=options.confidence, columns=options.columns)
     print("\n".join(map(str, paths)), flush=True)
@@ -88,6 +90,19 @@ def _experiments(runs: list[str]) -> dict[str, list[Log]]:
     # Folders that overlap name the same run twice.
     once = {log.folder.resolve(): log for log in unnamed}
     return named | by_experiment(once.values())
+
+
+def _warn_of_same_seeds(experiments: dict[str, list[Log]]) -> None:
+    """Say which runs a curve takes for seeds of their own, and are not."""
+    for name, logs in experiments.items():
+        for environment in dict.fromkeys(log.environment for log in logs):
+            if again := same_seed(log for log in logs if log.environment == environment):
+                folders = ", ".join(str(log.folder) for log in again)
+                print(
+                    f"WARNING: {name}: counted as further seeds, with the settings and the seed of another run of this "
+                    f"curve: {folders}; name the folders of the runs that are to be drawn",
+                    file=sys.stderr,
+                )
 
 
 def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_rl.acting import acting_space
 from lightning_rl.export import onnx
 from lightning_rl.export.description import describe
-from lightning_rl.export.program import deploy, example_inputs, example_observations, export_program
+from lightning_rl.export.program import DeployedPolicy, deploy, example_inputs, example_observations, export_program
 from lightning_rl.export.round_trip import Program, check_round_trip
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
 from lightning_rl.policy import observation_dtype
@@ -110,6 +110,19 @@ def export_policy(
     return folder
 
 
+def check_exportable(
+    model: LightningModule, format_: ExportFormat = "torch_export", programs: Sequence[str] = PROGRAMS
+) -> None:
+    """Raise unless a policy can be exported; what its programs compute is not looked at.
+
+    Raises:
+        ConfigurationError: The policy does what cannot be exported, which is said.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in programs:
+            _save(model, name == "greedy", format_, Path(scratch) / (name + _SUFFIXES[format_]), "")
+
+
 def first_steps(observations: Nested) -> list[Nested]:
     """Return a copy of what `export_policy` looks at of observations `[T, B, *shape]`."""
     few = map_leaves(lambda x: x[:_MOST_STEPS, :_MOST_ROWS].clone(), observations)
@@ -118,20 +131,29 @@ def first_steps(observations: Nested) -> list[Nested]:
 
 def _write(model: Any, greedy: bool, format_: ExportFormat, path: Path, about: str, steps: list[Nested]) -> None:  # noqa: ANN401
     """Write one program, read it back, and run it beside the policy."""
+    read, deployed = _save(model, greedy, format_, path, about)
+    check_round_trip(path.name, read, deployed, steps, model.action_space, format_ == "torch_export")
+
+
+def _save(
+    model: Any,  # noqa: ANN401
+    greedy: bool,
+    format_: ExportFormat,
+    path: Path,
+    about: str,
+) -> tuple[Program, DeployedPolicy]:
+    """Write one program, and return it as it is read back, and the policy that it is of."""
     deployed = deploy(model.policy, model.action_space, greedy)
     program = export_program(model.policy, model.observation_space, model.action_space, greedy)
-    read: Program
     if format_ == "onnx":
         example = example_inputs(deployed.policy, model.observation_space)
         onnx.save_onnx(program, deployed, example, about, path)
-        read = onnx.load_onnx(path, deployed, example)
-    else:
-        with warnings.catch_warnings():
-            # About constants that are views of one another; they are on the CPU.
-            warnings.filterwarnings("ignore", "No complete tensor found in the group")
-            torch.export.save(program, path, extra_files={METADATA: about})
-        read = torch.export.load(path).module()
-    check_round_trip(path.name, read, deployed, steps, model.action_space, format_ == "torch_export")
+        return onnx.load_onnx(path, deployed, example), deployed
+    with warnings.catch_warnings():
+        # About constants that are views of one another; they are on the CPU.
+        warnings.filterwarnings("ignore", "No complete tensor found in the group")
+        torch.export.save(program, path, extra_files={METADATA: about})
+    return torch.export.load(path).module(), deployed
 
 
 def _steps(
