@@ -1,5 +1,7 @@
 """`--ckpt_path last`, typed in a new process, goes on with the run: clock, schedule, optimiser, folder, log."""
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_rl import validation
 from lightning_rl.cli import main
 from lightning_rl.runs import RunLock
 from tests import programs
@@ -109,6 +112,20 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
     assert f"the run in {RUN} has not ended, another process is training it" in capsys.readouterr().err
     assert files(RUN) == before
     assert main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"]).model.env_steps == 128
+
+
+def test_a_run_folder_that_can_no_longer_be_written_is_named(capsys, monkeypatch):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(validation.tempfile, "TemporaryFile", refuse)  # root may write into any folder
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    assert exit_.value.code == 1
+    expected = "is not valid: expected a folder that can be written: Read-only file system"
+    assert f"run folder='{RUN}' {expected}" in capsys.readouterr().err
 
 
 def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):
