@@ -44,7 +44,7 @@ from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir
 from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
-from lightning_rl.validation import ConfigurationError, check, check_positive_int, make_folder
+from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
 _CKPT_PATH_HELP = {
     "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
@@ -213,7 +213,6 @@ class OnPolicyCLI(LightningCLI):
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
         if fitting and self.run_dir is not None:
-            make_folder("run folder", self.run_dir)  # that of an earlier run may not be there to be written into
             self._lock.take(self.run_dir)
         if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
             added += default_checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)

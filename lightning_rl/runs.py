@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, make_folder
 
 try:
     import fcntl
@@ -34,16 +34,19 @@ class RunLock:
         self._folder: int | None = None
 
     def take(self, run_dir: Path, patience: float = 5.0) -> None:
-        """Take a folder.
+        """Take a folder; only the first of several ranks does, since the others may only guess which it is.
 
         Args:
             run_dir: The folder.
             patience: Seconds to wait for what is left of a process that was killed.
 
         Raises:
-            ConfigurationError: Another process trains there.
+            ConfigurationError: It cannot be written, or another process trains there.
         """
-        if fcntl is None or not _is_first_rank():
+        if not _is_first_rank():
+            return
+        make_folder("run folder", run_dir)  # that of an earlier run may be gone, or another's
+        if fcntl is None:
             return
         folder = os.open(run_dir, os.O_RDONLY)
         deadline = time.monotonic() + patience

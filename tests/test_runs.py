@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
-from lightning_rl.runs import find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
+from lightning_rl.runs import RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 
 
@@ -75,7 +75,9 @@ def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monk
 def test_of_ranks_that_the_trainer_did_not_start_only_the_first_makes_a_folder(tmp_path, monkeypatch, told, makes_it):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    assert new_run_dir(tmp_path).parent == tmp_path
+    run_dir = new_run_dir(tmp_path)
+    RunLock().take(run_dir)  # of a rank that is late it is a guess, and wrong
+    assert run_dir == tmp_path / "version_0"
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_rl import functional as rl
 from lightning_rl.algorithms.known_gradients import KnownGradients
+from lightning_rl.algorithms.ppo_rows import policy_rows, value_rows
 from lightning_rl.distributions.closed_form import Array
 from lightning_rl.fast_layers import suits_numpy
 from lightning_rl.fast_networks import FastNetworks
 from lightning_rl.rollout import Batch
 
-# What `FastLoss` computes in place of, and what takes its result.
+# What `FastLoss` computes in place of, and what takes its result: methods of `PPO`, and functions that they call.
 _METHODS = (
     *("loss", "actor_terms", "value_loss", "penalties", "clip_fraction"),
     *("evaluate", "entropy", "total", "normalize_values", "normalizes_minibatches", "optimize"),
 )
+_FUNCTIONS = (
+    *(policy_rows, value_rows, rl.dual_clipped_surrogate_loss, rl.value_loss),
+    *(rl.approx_kl_k1, rl.approx_kl_k3),
+)
+FINGERPRINT = "7bec6d6a6ae7ec88"
+"""Of the source of all of them. Whoever edits one, or a copy of it, learns by what they wrote, through autograd."""
+
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # The sum after its parts: of what is not finite the first is told of.
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
@@ -28,9 +41,25 @@ _ABSOLUTE = "total_abs_loss"
 _OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
 
 
-def methods_of_loss(model_class: type) -> tuple[Any, ...]:
-    """Return the methods of a class in whose place `FastLoss` computes."""
-    return tuple(getattr(model_class, name) for name in _METHODS)
+def fingerprint(model_class: type) -> str | None:
+    """Return a digest of the source that computes the loss of a class; None if there is none to be read."""
+    found = (inspect.getattr_static(model_class, name, None) for name in _METHODS)
+    return _digest(*(method.fget if isinstance(method, property) else method for method in found), *_FUNCTIONS)
+
+
+@functools.cache
+def _digest(*functions: Callable[..., Any]) -> str | None:
+    try:
+        source = "".join(map(inspect.getsource, functions))
+    except (OSError, TypeError):  # without files, or something else that can be called
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def _is_stepped_through() -> bool:
+    """Return whether a debugger waits for lines to be reached."""
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    return sys.gettrace() is not None or bool(monitoring and monitoring.get_tool(monitoring.DEBUGGER_ID))
 
 
 class FastLoss:
@@ -51,20 +80,20 @@ class FastLoss:
     """Of more of them what operations do takes longer than starting them, and PyTorch may share it among threads."""
 
     @classmethod
-    def of(cls, model: Any, methods: tuple[Any, ...]) -> FastLoss | None:  # noqa: ANN401
+    def of(cls, model: Any) -> FastLoss | None:  # noqa: ANN401
         """Return that of a model as it is now, until its updates from a rollout end.
 
         None for networks that `FastNetworks` has not, for options and penalties beyond clipping, entropy bonus and
-        squared error, where a subclass computes something of it in its own way, and while anomalies are looked for.
+        squared error, where a subclass or an edited method computes something of it in its own way, and while anomalies
+        are looked for or a debugger looks on.
 
         Args:
             model: A `PPO`.
-            methods: What `methods_of_loss` is if nobody has overridden any.
         """
-        own_way = methods_of_loss(type(model)) != methods or any(name in vars(model) for name in _METHODS)
+        own_way = fingerprint(type(model)) != FINGERPRINT or any(name in vars(model) for name in _METHODS)
         options = any(getattr(model, name) not in (None, False) for name in _OPTIONS)
         others = any(model.weight_penalty.coefficients.values()) or model.idle_parameters(None)
-        if own_way or options or others or torch.is_anomaly_enabled():
+        if own_way or options or others or torch.is_anomaly_enabled() or _is_stepped_through():
             return None
         networks = FastNetworks.of(model.policy)
         return None if networks is None else cls(model, networks)

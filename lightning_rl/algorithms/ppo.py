@@ -16,7 +16,7 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms import overlap
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.fast_loss import FastLoss, methods_of_loss
+from lightning_rl.algorithms.fast_loss import FastLoss
 from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
@@ -206,7 +206,7 @@ class PPO(OnPolicyAlgorithm):
         """
         batch = self.whole(batch)
         num_passes = max(self.num_epochs, self.num_value_epochs)
-        fast_loss = FastLoss.of(self, _METHODS_OF_LOSS)
+        fast_loss = FastLoss.of(self)
         loss: Tensor | KnownGradients | None
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
@@ -225,6 +225,9 @@ class PPO(OnPolicyAlgorithm):
 
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss of equation 9 over a minibatch; it needs no Trainer.
+
+        For small networks on the CPU `FastLoss` computes the same by formulas, as long as nobody edits this or what it
+        calls.
 
         Args:
             batch: The minibatch.
@@ -343,6 +346,3 @@ class PPO(OnPolicyAlgorithm):
 
     def _allows(self, approx_kl: Tensor, target_kl: float) -> Tensor:
         return self.average_over_ranks(approx_kl) <= 1.5 * target_kl
-
-
-_METHODS_OF_LOSS = methods_of_loss(PPO)

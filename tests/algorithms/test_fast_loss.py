@@ -1,8 +1,11 @@
 """The loss in closed form: what autograd makes of `PPO.loss`, wherever nobody wants anything else of it."""
 
 import copy
+import importlib
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +16,14 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.fast_loss import FastLoss, methods_of_loss
+from lightning_rl.algorithms import ppo
+from lightning_rl.algorithms.fast_loss import FINGERPRINT, FastLoss, fingerprint
 from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.rollout import Batch
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 ROWS = 48
-METHODS = methods_of_loss(PPO)
 
 
 def make(action_space: spaces.Space[Any] = DISCRETE, dtype: torch.dtype = torch.float64, **options: Any) -> PPO:
@@ -52,7 +55,7 @@ def make_batch(model: PPO, **fields: Tensor) -> Batch:
 
 
 def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
-    fast = FastLoss.of(model, METHODS)
+    fast = FastLoss.of(model)
     return None if fast is None else fast(batch)
 
 
@@ -264,17 +267,67 @@ def test_whoever_looks_on_or_has_a_way_of_their_own_is_asked(change):
 
 @pytest.mark.parametrize("options", UNSUITED_OPTIONS, ids=str)
 def test_other_options_are_left_to_autograd(options):
-    assert FastLoss.of(make(**options), METHODS) is None
+    assert FastLoss.of(make(**options)) is None
 
 
 @pytest.mark.parametrize("action_distribution", UNSUITED_DISTRIBUTIONS, ids=str)
 def test_other_distributions_are_left_to_autograd(action_distribution):
-    assert FastLoss.of(make(CONTINUOUS, action_distribution=action_distribution), METHODS) is None
+    assert FastLoss.of(make(CONTINUOUS, action_distribution=action_distribution)) is None
+
+
+def test_the_closed_form_stands_for_the_source_as_it_is():
+    told = "edited? See that the tests of this file still pass with the new value of FINGERPRINT"
+    assert fingerprint(PPO) == FINGERPRINT, told
+
+
+COPIES = {
+    "as it is": ("", "", True),
+    "one line of the loss": ("return self.total(*terms)", "return 2 * self.total(*terms)", False),
+    "a line that prints": (
+        "        terms: list[Tensor] = []\n",
+        "        terms: list[Tensor] = []\n        print()\n",
+        False,
+    ),
+    "another method": ("return batch.replace(advantages=", "return batch.replace(  advantages=", True),
+}
+
+
+@pytest.mark.parametrize("copy_of", COPIES)
+def test_an_edited_copy_of_the_source_learns_by_what_it_says(copy_of, tmp_path, monkeypatch):
+    old, new, stays = COPIES[copy_of]
+    source = Path(ppo.__file__).read_text()
+    assert not old or source.count(old) == 1
+    path = tmp_path / f"edited_{list(COPIES).index(copy_of)}.py"
+    path.write_text(source.replace(old, new) if old else source)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = importlib.import_module(path.stem).PPO(VECTOR, DISCRETE)
+    assert (FastLoss.of(model) is not None) == stays
+
+
+def test_what_a_debugger_waits_for_is_reached():
+    model, before = make(), sys.gettrace()
+    try:
+        sys.settrace(lambda *_: None)
+        assert FastLoss.of(model) is None
+    finally:
+        sys.settrace(before)
+    assert FastLoss.of(model) is not None
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
+def test_what_a_debugger_that_monitors_waits_for_is_reached():
+    model, tools = make(), sys.monitoring  # type: ignore[attr-defined]
+    tools.use_tool_id(tools.DEBUGGER_ID, "debugger")
+    try:
+        assert FastLoss.of(model) is None
+    finally:
+        tools.free_tool_id(tools.DEBUGGER_ID)
+    assert FastLoss.of(model) is not None
 
 
 def test_other_rows_are_left_to_autograd():
     model = make()
-    fast = FastLoss.of(model, METHODS)
+    fast = FastLoss.of(model)
     assert fast is not None
     batch = make_batch(model)
     assert fast(batch.replace(weights=torch.ones(ROWS))) is None
@@ -285,7 +338,7 @@ def test_other_rows_are_left_to_autograd():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fast(batch) is None
     with torch.autograd.detect_anomaly(check_nan=True):
-        assert FastLoss.of(model, METHODS) is None
+        assert FastLoss.of(model) is None
 
 
 class Counted:
