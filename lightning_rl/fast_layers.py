@@ -97,14 +97,26 @@ def tanh_gradients(features: Sequence[Tensor], parameters: Sequence[Tensor], gra
     gradients: list[Tensor] = []
     for k in range(len(features) - 2, -1, -1):
         gradient = _TANH_BACKWARD(gradient, features[k + 1])
-        x = features[k]
-        # The product takes several times as long where its narrow side is the second.
-        narrow = x.shape[1] < gradient.shape[1]
-        of_weight = x.t().mm(gradient).t().contiguous() if narrow else gradient.t().mm(x)
-        gradients += [gradient.sum(0), of_weight]
+        gradients += [gradient.sum(0), product(gradient.t(), features[k])]
         if k > 0:
             gradient = gradient.mm(parameters[2 * k])
     return [gradient, *reversed(gradients)]
+
+
+_MOST_OF_NUMPY = 2**18
+"""Multiplications of a product beyond which NumPy's library may share it among threads that nobody has counted."""
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices on the CPU that need no gradient, `[N, K]` and `[K, M]`.
+
+    NumPy's library takes a fraction of the time of PyTorch's where one side is narrow.
+    """
+    (rows, inner), columns = a.shape, b.shape[1]
+    if min(rows, inner, columns) > 1 and rows * inner * columns <= _MOST_OF_NUMPY:  # vectors have another limit
+        return torch.from_numpy(a.numpy().dot(b.numpy()))
+    # It takes several times as long where the narrow side is the second.
+    return b.t().mm(a.t()).t().contiguous() if columns < rows else a.mm(b)
 
 
 def _differentiable_gradients(x: Tensor, parameters: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -122,7 +134,7 @@ class ActingLayers:
     """Linear layers in NumPy, whose way to an operation is shorter: for a few rows at a time.
 
     Args:
-        parameters: Weight and bias of each layer, on the CPU; seen, not copied.
+        parameters: Weight and bias of each layer, on the CPU; not to be changed between calls.
         tanh_at_last: Whether there is a tanh after the last layer, too.
     """
 
@@ -132,7 +144,8 @@ class ActingLayers:
     def __init__(self, parameters: Sequence[Tensor], *, tanh_at_last: bool) -> None:
         arrays = [parameter.detach().numpy() for parameter in parameters]
         last = len(arrays) - 2
-        self._layers = [(arrays[k].T, arrays[k + 1], k < last or tanh_at_last) for k in range(0, len(arrays), 2)]
+        self._given = [(arrays[k], arrays[k + 1], k < last or tanh_at_last) for k in range(0, len(arrays), 2)]
+        self._layers, self._rows = self._given, 0
         self.dtype = parameters[0].dtype
 
     @classmethod
@@ -149,12 +162,21 @@ class ActingLayers:
         numbers = x.numpy()
         if numbers.ndim != 2 or len(numbers) > self.most_rows:
             return None
-        for weight, bias, tanh in self._layers:
+        if len(numbers) != self._rows:
+            self._lay_out_for(len(numbers))
+        for weight, biases, tanh in self._layers:
             numbers = numbers.dot(weight)
-            numbers += bias
+            numbers += biases
             if tanh:
                 np.tanh(numbers, out=numbers)
         return torch.from_numpy(numbers)
+
+    def _lay_out_for(self, rows: int) -> None:
+        """Copy the parameters to where so few rows take half of the time: weights as they are read, biases repeated."""
+        self._rows = rows
+        self._layers = [
+            (np.ascontiguousarray(weight.T), np.repeat(bias[None], rows, 0), tanh) for weight, bias, tanh in self._given
+        ]
 
 
 class ActsFast(nn.Module, ABC):

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from lightning_rl.distributions import closed_form, plain_layer
 from lightning_rl.distributions.gaussian_heads import GaussianHead
-from lightning_rl.fast_layers import is_numpys, tanh_features, tanh_gradients
+from lightning_rl.fast_layers import is_numpys, product, tanh_features, tanh_gradients
 from lightning_rl.layers import HeadLinear
 from lightning_rl.networks import plain_layers
 from lightning_rl.policy import ActorCritic
@@ -43,7 +43,7 @@ class FastNetwork:
     def backward(self, gradient: Tensor) -> list[Tensor]:
         """Return the gradients of all parameters, given that of the outputs `[N, width]` of the last `forward`."""
         features, self._features = self._features, []
-        of_last = gradient.t().mm(features[-1]), gradient.sum(0)
+        of_last = product(gradient.t(), features[-1]), gradient.sum(0)
         _, *of_others = tanh_gradients(features, self.parameters[:-2], gradient.mm(self.parameters[-2]))
         return [*of_others, *of_last]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.distributions import Categorical
-from lightning_rl.fast_layers import ActingLayers, TanhLayers, acting_tanh_layers, apply_layers, frozen_layers
+from lightning_rl.fast_layers import ActingLayers, TanhLayers, acting_tanh_layers, apply_layers, frozen_layers, product
 from lightning_rl.layers import HeadLinear
 from lightning_rl.masks import ActionMask
 from lightning_rl.networks import MLPEncoder
@@ -137,17 +137,31 @@ def test_whoever_must_see_every_operation_does():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_acting_layers_see_the_parameters_and_take_a_few_rows_of_their_dtype(dtype):
+def test_acting_layers_take_a_few_rows_of_their_dtype_as_many_as_there_are(dtype):
     layers = make_tanh_layers(dtype)
     acting = acting_tanh_layers(layers)
     assert acting is not None
     with torch.no_grad():
-        layers[0].weight.mul_(2.0)
         x = torch.randn(ActingLayers.most_rows, 3, dtype=dtype)
-        torch.testing.assert_close(acting(x), layers(x))
+        for rows in (8, 8, 1, ActingLayers.most_rows):
+            torch.testing.assert_close(acting(x[:rows]), layers(x[:rows]))
         assert acting(torch.cat([x, x])) is None
         assert acting(x[None]) is None
         assert acting(x.bfloat16()) is None
+
+
+SHAPES = [(4, 5, 6), (64, 4, 256), (4, 256, 64), (64, 256, 1), (1, 256, 64), (64, 1, 3), (64, 64, 65), (300, 64, 40)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_those_of_matrices_wherever_they_lie_in_memory(shape):
+    rows, inner, columns = shape
+    a, b = (torch.randn(size, dtype=torch.float64) for size in ((rows, inner), (inner, columns)))
+    expected = torch.einsum("nk,km->nm", a, b)
+    for left in (a, a.t().contiguous().t()):
+        result = product(left, b)
+        torch.testing.assert_close(result, expected)
+        assert result.is_contiguous()  # as gradients are
 
 
 @pytest.mark.parametrize("change", CHANGES)
