@@ -43,7 +43,7 @@ _OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "
 
 def fingerprint(model_class: type) -> str | None:
     """Return a digest of the source that computes the loss of a class; None if there is none to be read."""
-    found = (inspect.getattr_static(model_class, name, None) for name in _METHODS)
+    found = [getattr(model_class, name) for name in _METHODS]
     return _digest(*(method.fget if isinstance(method, property) else method for method in found), *_FUNCTIONS)
 
 
