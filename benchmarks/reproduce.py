@@ -6,6 +6,8 @@ trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 1
 policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
 What begins with the episodes or the checkpoint of another run has that made first, by `recipes.py`, with the same seed.
 All of it runs in a folder of its own, so that files among further arguments are then to be named in full.
+`--minutes` ends training early, for configurations that take days: the result is then called `stopped_seed<n>.json`,
+since it says where the run was by then and how fast it went, not what the configuration reaches.
 Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
 the shipped configuration, this needs `--out`.
 """
@@ -80,8 +82,18 @@ def made_before(recipe: Recipe, folder: str, result: dict[str, Any]) -> Iterator
         yield
 
 
-def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes: int = EPISODES) -> Path:
+def reproduce(
+    config: Path, seed: int, out: Path, overrides: list[str], episodes: int = EPISODES, minutes: int | None = None
+) -> Path:
     """Train, evaluate and write the result; return its path.
+
+    Args:
+        config: File of the configuration.
+        seed: Of the run.
+        out: Folder of the results.
+        overrides: Further arguments of `lightning-rl fit`.
+        episodes: To be played by the final policy.
+        minutes: Training ends after so many of them if it has not before.
 
     Raises:
         ValueError: The configuration uses more than one process, each of which would see only some of the episodes.
@@ -91,9 +103,10 @@ def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes
     config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
     with tempfile.TemporaryDirectory() as scratch, made_before(recipe, scratch, result):
         logger = {"save_dir": scratch, "name": "log", "version": "run"}
+        limit = [] if minutes is None else ["--trainer.max_time", f"00:{minutes // 60:02}:{minutes % 60:02}:00"]
         with timed("training", result):
             cli = main(
-                ["fit", "--config", str(config), "--seed_everything", str(seed), *recipe.arguments, *overrides]
+                ["fit", "--config", str(config), "--seed_everything", str(seed), *recipe.arguments, *overrides, *limit]
                 + ["--trainer.default_root_dir", scratch, "--trainer.logger", "lightning.pytorch.loggers.CSVLogger"]
                 + [f"--trainer.logger.init_args.{name}={value}" for name, value in logger.items()]
             )
@@ -117,7 +130,8 @@ def reproduce(config: Path, seed: int, out: Path, overrides: list[str], episodes
     }
     result |= {"source": provenance, "versions": versions(), "hardware": hardware()}
     result |= {"overrides": overrides, "settings": settings}
-    path = out / config.parent.name / config.stem / f"seed{seed}.json"
+    stopped = "stopped_" if cli.model.env_steps < settings["max_env_steps"] else ""
+    path = out / config.parent.name / config.stem / f"{stopped}seed{seed}.json"
     write_json(path, result)
     return path
 
@@ -159,6 +173,7 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="evaluation episodes")
+    parser.add_argument("--minutes", type=int, help="end training after so many of them")
     known, overrides = parser.parse_known_args(args)
     if not known.config.is_file():
         parser.error(f"config={str(known.config)!r}: expected a file")
@@ -171,5 +186,6 @@ if __name__ == "__main__":
     # Lightning warns of programs that have arguments of their own.
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")
     arguments, unknown = parse()
-    written = reproduce(arguments.config, arguments.seed, arguments.out or RESULTS, unknown, arguments.episodes)
+    folder, given = arguments.out or RESULTS, arguments
+    written = reproduce(given.config, given.seed, folder, unknown, given.episodes, given.minutes)
     print(written, file=sys.stderr)

@@ -49,10 +49,18 @@ def scores(results: Path = RESULTS) -> str:
     return _markdown(head, rows)
 
 
-def load_scores(results: Path = RESULTS, algorithm: str = "*") -> dict[str, list[dict[str, Any]]]:
-    """Return the runs of every configuration `<algorithm>/<name>`, by seed."""
+def load_scores(
+    results: Path = RESULTS, algorithm: str = "*", stopped: bool = False
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of every configuration `<algorithm>/<name>`, by seed.
+
+    Args:
+        results: Folder of all results.
+        algorithm: Of which the configurations are.
+        stopped: Those that were ended before their last step, instead of those that were not.
+    """
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in results.glob(f"{algorithm}/*/seed*.json"):
+    for path in results.glob(f"{algorithm}/*/{'stopped_' * stopped}seed*.json"):
         runs[path.parent.relative_to(results).as_posix()].append(json.loads(path.read_text()))
     return {name: sorted(found, key=lambda run: run["seed"]) for name, found in runs.items()}
 
@@ -220,7 +228,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if one is out of date")
     only_check = parser.parse_args().check
-    pages = {README: filled(README.read_text()), zoo.PAGE: zoo.page(load_scores())}
+    pages = {README: filled(README.read_text()), zoo.PAGE: zoo.page({**load_scores(stopped=True), **load_scores()})}
     old = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
     if only_check:
         sys.exit(f"{' and '.join(old)} out of date: run python benchmarks/table.py" if old else 0)

@@ -31,8 +31,9 @@ once and none left out. In brackets is the 95 % bootstrap interval of that mean:
 several, else over the **episodes** of the only one, which says nothing about another seed. Wall time is the median
 over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
 that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
-is not; `not run` that it needs a GPU, or hours that were not there. A goal is not always the
-published score: that stands beside it.
+is not; `stopped` that the run would take hours or days here and was ended after the steps that are named: its score is
+of then, and its time lets you tell how long the whole takes. A goal is not always the published score: that stands
+beside it.
 
 """
 
@@ -55,7 +56,7 @@ def page(runs: Mapping[str, Sequence[dict[str, Any]]]) -> str:
     """Return the page.
 
     Args:
-        runs: Results of every configuration that has some, by seed.
+        runs: Results of every configuration that has some, by seed; of stopped runs where there are no others.
     """
     goals, published = json.loads(GOALS.read_text()), json.loads(PUBLISHED.read_text())
     head = ["command", "environment", "steps", "seeds", "score", "wall (CPU)", "goal", "", "published"]
@@ -74,7 +75,7 @@ def by_outcome(rows: Sequence[Sequence[str]]) -> str:
     for cells in rows:
         names.setdefault(cells[_OUTCOME], []).append(cells[0].split("`")[1].rpartition(" ")[2])
     lines = [f"* reached: {len(names.get('reached', ()))} of {len(rows)}\n"]
-    for found in ("**not reached**", "no goal", "not run"):
+    for found in ("**not reached**", "no goal", "stopped", "not run"):
         lines.append(f"* {found}: {', '.join(f'`{name}`' for name in names.get(found, ())) or 'none'}\n")
     return "".join(lines) + "\n"
 
@@ -123,15 +124,17 @@ def row(
         published: What `published.json` holds.
     """
     command = f"`lightning-rl fit --config {name}` ([file](../configs/{name}.yaml))"
+    steps, asked = max((run["env_steps"] for run in runs), default=None), config["max_env_steps"]
+    stopped = steps is not None and steps < asked
     return [
         command,
         environment(config),
-        f"{config['max_env_steps']:,}",
+        f"{steps:,} of {asked:,}" if stopped else f"{asked:,}",
         str(len(runs) or ""),
         _score(runs),
         _seconds(runs),
         "" if goal is None else f"{goal:g}",
-        outcome([run["evaluation"]["mean"] for run in runs], goal),
+        "stopped" if stopped else outcome([run["evaluation"]["mean"] for run in runs], goal),
         _published(published["scores"].get(name), published["sources"]),
     ]
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Timer
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from lightning_rl import IMPALA, ActorCritic, shipped_configs
@@ -109,6 +111,18 @@ def test_reproduce_gives_the_same_curve_and_episodes_again(reproduced, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
+def test_reproduce_ends_after_the_minutes_that_it_is_given_and_says_so(tmp_path, monkeypatch):
+    seconds = itertools.count(step=10.0)  # one reading of the clock for each rollout
+    monkeypatch.setattr(Timer, "time_elapsed", lambda timer, stage="train": next(seconds))
+    config = ROOT / "configs/ppo/cartpole.yaml"
+    path = reproduce.reproduce(config, 3, tmp_path, ["--data.eval_episodes=1"], episodes=2, minutes=1)
+    result = json.loads(path.read_text())
+    assert path.name == "stopped_seed3.json"
+    assert 0 < result["env_steps"] < result["settings"]["max_env_steps"]
+    assert table.load_scores(tmp_path) == {}
+    assert table.load_scores(tmp_path, stopped=True) == {"ppo/cartpole": [result]}
+
+
 def test_reproduce_makes_first_what_a_configuration_begins_with(tmp_path, monkeypatch):
     pytest.importorskip("minari")
     cloning, pretraining = "behaviour_cloning/cartpole", "critic_pretraining/cartpole"
@@ -218,7 +232,8 @@ def test_section_of_scores_says_how_far_seeds_are_apart(tmp_path):
 
 def test_the_zoo_is_that_of_the_results_and_has_every_shipped_configuration():
     page = zoo.PAGE.read_text()
-    assert zoo.page(table.load_scores()) == page, "run python benchmarks/table.py"
+    runs = {**table.load_scores(stopped=True), **table.load_scores()}
+    assert zoo.page(runs) == page, "run python benchmarks/table.py"
     assert re.findall(r"^\| `lightning-rl fit --config (\S+)`", page, re.MULTILINE) == shipped_configs.names()
     published = json.loads(zoo.PUBLISHED.read_text())
     assert set(published["scores"]) <= set(shipped_configs.names())
@@ -238,9 +253,12 @@ def test_the_zoo_says_what_was_not_run_and_what_falls_short_of_its_goal():
     runs[1]["evaluation"]["mean"] = 400.0
     short = zoo.row("ppo/c", config, runs, 475, published)
     assert [short[3], short[4], short[7]] == ["2", "450.0 [400.0, 500.0], seeds", "**not reached**"]
+    ended = zoo.row("ppo/d", {**config, "max_env_steps": 10_000_000}, runs[:1], 475, published)
+    assert [ended[2], ended[7]] == [f"{runs[0]['env_steps']:,} of 10,000,000", "stopped"]
     assert zoo.outcome([500, 475], 475) == "reached"
-    summary = zoo.by_outcome([nothing, alone, short])
-    assert summary == "* reached: 0 of 3\n* **not reached**: `ppo/c`\n* no goal: `ppo/c`\n* not run: `a/b`\n\n"
+    summary = zoo.by_outcome([nothing, alone, short, ended])
+    lines = ["* reached: 0 of 4", "* **not reached**: `ppo/c`", "* no goal: `ppo/c`", "* stopped: `ppo/d`"]
+    assert summary == "\n".join([*lines, "* not run: `a/b`\n\n"])
     low, high = zoo.interval([0.0, 1.0] * 50)  # the normal approximation: ± 1.96 · 0.05
     assert (low, high) == pytest.approx((0.402, 0.598), abs=0.015)
 
