@@ -75,7 +75,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"adaptive_learning_rate": {"target_kl": 0.01}, "target_kl": 0.02, "kl_rollback": True},
     ),
     "popart": ({"env_id": "Pendulum-v1"}, {"value_normalization": "popart", "recompute_advantages": True}),
-    "toy_text": ({"env_id": "Taxi-v4"}, {}),
+    "toy_text": ({"env_id": "FrozenLake-v1"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
     "minigrid": (

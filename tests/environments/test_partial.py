@@ -24,7 +24,7 @@ def test_only_the_named_entries_are_shown():
         ("CartPole-v1", [4], r"indices=\[4\] is not valid: expected some of the entries 0 to 3"),
         ("CartPole-v1", [], r"indices=\[\] is not valid"),
         ("CartPole-v1", [-1], r"indices=\[-1\] is not valid"),
-        ("Taxi-v4", [0], "expected observations that are vectors, not Discrete"),
+        ("FrozenLake-v1", [0], "expected observations that are vectors, not Discrete"),
     ],
 )
 def test_other_entries_and_observations_are_refused(env_id, indices, message):
