@@ -162,8 +162,8 @@ class EnvironmentBatch:
         # In NEXT_STEP mode the step to come is the new episode's step 0.
         self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
         if self.mode is AutoresetMode.DISABLED:
-            # The flags may be the environment's own arrays, which its reset clears.
-            terminated, truncated = terminated.copy(), truncated.copy()
+            # They may be the environment's own arrays, which its reset clears.
+            rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
