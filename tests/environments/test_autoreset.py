@@ -194,3 +194,21 @@ def test_what_a_reset_clears_is_what_it_was_in_the_step_before():
     batch.reset()
     step = batch.step(np.zeros(2, np.int64))
     assert (step.rewards.tolist(), step.terminated.tolist()) == ([1, 1], [True, False])
+
+
+class ReusingFinals(Reusing):
+    """Gives the same array of final observations each time."""
+
+    metadata = {"autoreset_mode": SAME}  # noqa: RUF012 - as Gymnasium has it
+    finals = np.zeros((2, 1), np.float32)
+
+    def step(self, actions):
+        self.finals += 1
+        return *super().step(actions)[:-1], {"final_obs": self.finals}
+
+
+def test_what_an_episode_reached_is_what_it_was_where_the_next_one_is_written_over_it():
+    batch = EnvironmentBatch(ReusingFinals(), [0, 1], [0, 1])
+    batch.reset()
+    steps = [batch.step(np.zeros(2, np.int64)) for _ in range(2)]
+    assert [step.final_observations for step in steps] == [[(0, [1])], [(0, [2])]]
