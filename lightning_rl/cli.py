@@ -273,7 +273,8 @@ class OnPolicyCLI(LightningCLI):
     def _checkpoint_path(self, last: bool) -> str | None:
         """Return the best checkpoint, or the last one, as far as there is such a one."""
         saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
-        saved.sort(key=lambda callback: isinstance(callback, LastCheckpoint) != last)
+        # One that keeps the newest, as `EnvStepCheckpoint` does, has a best one too: the newest.
+        saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in (None, "step")))
         return relative(saved[0].best_model_path) if saved else None
 
 

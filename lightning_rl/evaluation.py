@@ -12,6 +12,7 @@ from gymnasium import spaces
 
 from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
+from lightning_rl.environments.lives import LIFE_LOST
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
@@ -139,7 +140,8 @@ def play(
         actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
         step = environments.step(actions)
         if acting:
-            begins = step.terminated | step.truncated
+            # The lives of a game are one episode here; the policy learned from them as episodes of their own.
+            begins = step.terminated | step.truncated | np.asarray(step.infos.get(LIFE_LOST, False), bool)
             acting["memory"] = forget(output.memory, begins if step.valid is None else begins | ~step.valid)
         finals = dict(step.final_observations)
         for index, slot in enumerate(slots):

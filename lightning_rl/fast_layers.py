@@ -191,8 +191,14 @@ class ActsFast(nn.Module, ABC):
 
 @contextlib.contextmanager
 def frozen_layers(policy: object) -> Iterator[None]:
-    """Promise that nobody learns in here, nor looks into the layers of a policy: only acting goes on."""
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    """Promise that nobody learns in here, nor looks into the layers of a policy: only acting goes on.
+
+    A policy that has a way of its own to act may change weights as it does, by noise that it explores with: its layers
+    are not taken for frozen.
+    """
+    acts = getattr(type(policy), "act", None)
+    is_own = acts is not None and not acts.__module__.startswith("lightning_rl.")
+    modules = policy.modules() if isinstance(policy, nn.Module) and not is_own else ()
     frozen = [module for module in modules if isinstance(module, ActsFast)]
     for module in frozen:
         module._acting = module.acting_layers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -200,7 +201,10 @@ class TensorCollector:
         self._begins = ended | ~self._valid[t]
         for key in self.info_keys:
             if key in step.infos:
-                acting.infos.setdefault(key, []).append((step.infos[key], step.valid))
+                value = step.infos[key]
+                # The environments may write the next step's over it.
+                value = value.clone() if isinstance(value, Tensor) else copy.copy(value)
+                acting.infos.setdefault(key, []).append((value, step.valid))
 
     def _keep_finals(self, t: int, indices: Tensor, row: Nested, step: TensorStep, acting: _Acting) -> None:
         """Keep what episodes reached that were cut off with this step."""

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.seeding import derive_seed
+from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
+from lightning_rl.environments.seeding import SeededEpisodes, derive_seed
 from lightning_rl.evaluation import play
+from lightning_rl.memory import MemoryOptions
 from lightning_rl.policy import ActorCritic
+from tests.environments.test_lives import whole_game
 from tests.probes import Told, make_batch, seeds_of
 
 
@@ -100,6 +102,35 @@ def test_mode_of_the_policy_is_played_unless_samples_are_asked_for():
         modes = policy.act(places, deterministic=True).action
     assert actions[True].tolist() == modes.tolist()
     assert len(set(actions[False].tolist())) == 3
+
+
+class Remembers(Told):
+    """Counts the steps that it remembers."""
+
+    memory = MemoryOptions("gru")
+
+    def initial_memory(self, batch_size, critic=True):
+        return torch.zeros(batch_size, 1)
+
+    def act(self, observations, generator=None, deterministic=False, memory=None):
+        self.remembered.append(memory.flatten().tolist())
+        output = super().act(observations, generator, deterministic)
+        output.memory = memory + 1
+        return output
+
+
+def test_memory_begins_anew_with_each_life_of_a_game_and_each_episode():
+    """As in training, where lives are episodes."""
+    games = [((0, 3), (0, 2), (0, 2), (0, 2), (0, 0)), ((0, 3), (0, 3), (0, 3), (0, 3), (0, 0))]
+    vector = SyncVectorEnv(
+        [lambda g=g: SeededEpisodes(whole_game(*g)) for g in games], autoreset_mode=AutoresetMode.SAME_STEP
+    )
+    environments, policy = EnvironmentBatch(vector, [1, 2], [1, 2]), Remembers(action=lambda o: o[..., 0].long() * 0)
+    policy.remembered = []
+    spaces = environments.single_observation_space, environments.single_action_space
+    first, second = play(environments, policy, *spaces, [1, 1], torch.Generator())
+    assert (first.length, second.length) == (4, 5)  # the no-op after a lost life is no step
+    assert policy.remembered == [[0, 0], [1, 1], [0, 2], [1, 3], [0, 4]]
 
 
 def test_return_is_summed_in_float64():

@@ -188,6 +188,34 @@ def test_encoders_act_by_numpy_as_long_as_they_are_frozen():
         torch.testing.assert_close(encoder(x), encoder.layers(x))
 
 
+class Noisy(ActorCritic):
+    """Explores by other weights in each step."""
+
+    def act(self, observations, generator=None, deterministic=False, memory=None):
+        self.action_head.logits.weight.data.neg_()
+        return super().act(observations, generator, deterministic, memory)
+
+
+class NoisyEncoder(MLPEncoder):
+    """Does so too."""
+
+    def forward(self, observations):
+        self.layers[0].weight.data.neg_()
+        return super().forward(observations)
+
+
+def test_policies_that_change_their_weights_in_acting_act_with_those_that_they_have():
+    torch.manual_seed(0)
+    policy, x = Noisy(VECTOR, DISCRETE), torch.randn(5, 3)
+    with torch.no_grad(), frozen_layers(policy):
+        first, second = (policy.act(x, deterministic=True).action for _ in range(2))
+    assert (first != second).all()  # of logits times -1
+    encoder = NoisyEncoder(VECTOR)
+    with torch.no_grad(), frozen_layers(encoder):
+        first, second = encoder(x), encoder(x)
+        assert not first.allclose(second)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_act_by_numpy_where_that_knows_their_dtype(dtype):
     head, features = HeadLinear(6, 3, 1.0).to(dtype), torch.randn(4, 6).to(dtype)

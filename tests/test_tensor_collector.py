@@ -69,6 +69,39 @@ def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memor
         map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), own.memory, other.memory)
 
 
+class Reusing(Reach):
+    """Gives the same tensors in each step, and clears those that it resets."""
+
+    def step(self, actions: Tensor):
+        if not hasattr(self, "rewards"):
+            self.rewards, self.place = torch.zeros(self.num_envs), torch.zeros(self.num_envs)
+            self.flags = torch.zeros(2, self.num_envs, dtype=torch.bool)
+        observations, rewards, *flags, infos = super().step(actions)
+        self.rewards.copy_(rewards)
+        self.place.copy_(self.state[:, 0])
+        self.flags.copy_(torch.stack(flags))
+        return observations, self.rewards, *self.flags, infos | {"place": self.place}
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None):
+        if options and "reset_mask" in options:
+            self.rewards[options["reset_mask"]] = 0
+            self.flags[:, options["reset_mask"]] = False
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_environments_write_over_is_what_it_was_in_its_step(mode):
+    policy, _, _ = collectors()
+    rollouts = []
+    for kind in (Reach, Reusing):
+        env = kind(3, mode=mode)
+        options = (*(env.single_observation_space, env.single_action_space), 20, torch.Generator().manual_seed(1))
+        rollouts.append(TensorCollector(TensorEnvironments(env, 5), *options, info_keys=("place",)).collect(policy))
+    first, other = rollouts
+    assert torch.equal(first.rewards, other.rewards) and torch.equal(first.ends, other.ends)
+    assert len(set(other.infos["place"])) > 20
+
+
 def test_stepping_takes_and_gives_tensors_only(monkeypatch):
     policy, tensors, _ = collectors()
 

@@ -157,13 +157,12 @@ class EnvironmentBatch:
                 self._check_observations(map_leaves(lambda x: x[None], final), index)
         else:
             self._check_observations(observations)
-            reached = map_leaves(np.copy, observations)
-            finals += [(index, self._row(reached, index)) for index in at_ends]
+            finals += [(index, self._row(observations, index)) for index in at_ends]
         # In NEXT_STEP mode the step to come is the new episode's step 0.
         self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
         if self.mode is AutoresetMode.DISABLED:
-            # The flags may be the environment's own arrays, which its reset clears.
-            terminated, truncated = terminated.copy(), truncated.copy()
+            # They may be the environment's own arrays, which its reset clears.
+            rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
@@ -306,12 +305,15 @@ class EnvironmentBatch:
         raise failure from error
 
     def _row(self, batch: Nested, index: int) -> Nested:
-        """Return the observation of one environment; `batch` may be an array of one object for each."""
+        """Return a copy of the observation of one environment; `batch` may be an array of one object for each.
+
+        A copy, since environments may write over what they gave, before the rollout is over that needs it.
+        """
         if isinstance(batch, np.ndarray):
             if batch.dtype != object and batch.ndim > 1:  # a flat space, as in most environments
-                return batch[index]
-            return map_leaves(lambda _, x: np.asarray(x), self._names, batch[index])
-        return map_leaves(lambda _, x: np.asarray(x[index]), self._names, batch)
+                return batch[index].copy()
+            return map_leaves(lambda _, x: np.array(x), self._names, batch[index])
+        return map_leaves(lambda _, x: np.array(x[index]), self._names, batch)
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
         def check_leaf(is_float: bool, name: str, rows: Array) -> None:

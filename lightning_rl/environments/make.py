@@ -160,7 +160,9 @@ def _make_wrapped(
         env = instantiate("wrappers", wrapper, env)
     if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
-        env = LearnedActionRepeat(env, max_repeats, 1.0 if spec.evaluation else gamma, _frames_per_step(spec, atari))
+        env = LearnedActionRepeat(
+            env, max_repeats, gamma, _frames_per_step(spec, atari), spec.evaluation, _clips(atari)
+        )
     env = spec.options.wrap(env, spec.evaluation, _clips(atari))
     if spec.filmed:
         return Camera(env, steps_per_second(env, atari is not None, _frames_per_step(spec, atari)))

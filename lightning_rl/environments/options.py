@@ -116,6 +116,8 @@ class WrapperOptions:
         if self.flatten_observations:
             env = wrappers.FlattenObservation(env)
         if self.previous_action or self.previous_reward:
+            # Learned repeats say themselves what clipped rewards would have earned.
+            clips = clips if self.learned_action_repeat is None else None
             shown = (transform or clips) if evaluation else None
             env = PreviousStep(env, self.previous_action, self.previous_reward, shown)
         return env if self.action_mask is None else MaskedEnvironment(env, self.action_mask)

@@ -14,6 +14,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.distributions.choice import MAX_INTEGER_CHOICES
 from lightning_rl.environments.lives import LIFE_LOST
+from lightning_rl.environments.repeat import EARNED
 from lightning_rl.environments.rewards import RewardTransform
 from lightning_rl.environments.vector_history import Array, VectorHistory
 from lightning_rl.masks import num_choices
@@ -112,7 +113,8 @@ class PreviousStep(gymnasium.Wrapper[Any, Any, Any, Any]):
         """Step, and add what was done."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         # In evaluation the lives of a game are one episode; the policy learned from them as episodes of their own.
-        fields = self._fields.nothing() if LIFE_LOST in info else self._fields.of_step(action, float(reward))
+        earned = float(info.get(EARNED, reward))
+        fields = self._fields.nothing() if LIFE_LOST in info else self._fields.of_step(action, earned)
         return self._fields.join(observation, fields), reward, terminated, truncated, info
 
 

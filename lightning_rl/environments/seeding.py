@@ -83,7 +83,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._observation: Any = None
         self._begin_log()
         self._may_go_on = env.has_wrapper_attr("went_on")
-        self._time_limits: list[Any] = []
         self._has_own_state = self._owns_all_state(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -205,12 +204,24 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             and self._ends == record["ends"]
         )
 
-    def _owns_all_state(self, env: gymnasium.Env[Any, Any]) -> bool:
+    @property
+    def _time_limits(self) -> list[Any]:
+        """Those around the environment as it is now: a subclass may put a new one in the place of one that failed."""
+        found, env = [], self.env
+        while isinstance(env, gymnasium.Wrapper):
+            found += [env] if isinstance(env, TimeLimit) else []
+            env = env.env
+        return found
+
+    @staticmethod
+    def _owns_all_state(env: gymnasium.Env[Any, Any]) -> bool:
         """Whether the environment gives its state, and no wrapper around it but time limits has any besides."""
         while isinstance(env, gymnasium.Wrapper):
-            if isinstance(env, TimeLimit):
-                self._time_limits.append(env)
-            elif type(env) not in (OrderEnforcing, PassiveEnvChecker, MaskedEnvironment):
+            if not isinstance(env, TimeLimit) and type(env) not in (
+                OrderEnforcing,
+                PassiveEnvChecker,
+                MaskedEnvironment,
+            ):
                 return False
             env = env.env
         return hasattr(env, "state_dict") and hasattr(env, "load_state_dict")

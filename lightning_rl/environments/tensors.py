@@ -94,8 +94,8 @@ class TensorEnvironments:
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
             reached = map_leaves(torch.clone, observations)
-            # The flags may be the environment's own tensors, which its reset clears.
-            terminated, truncated = terminated.clone(), truncated.clone()
+            # They may be the environment's own tensors, which its reset clears.
+            rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
             observations, _ = self.env.reset(options={"reset_mask": ended})
         self._watch(observations, rewards)
         return TensorStep(observations, rewards, terminated, truncated, valid, reached, infos)

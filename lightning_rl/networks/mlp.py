@@ -87,8 +87,8 @@ class MLPEncoder(ActsFast):
         return apply_layers(self.layers, x) if features is None else features
 
     def acting_layers(self) -> ActingLayers | None:
-        """Return the layers for acting; None where they are not all linear ones with tanh."""
-        return acting_tanh_layers(self.layers)
+        """Return the layers for acting; None where not all are linear with tanh, or a subclass applies them."""
+        return acting_tanh_layers(self.layers) if type(self).forward is MLPEncoder.forward else None
 
 
 def plain_layers(encoder: nn.Module | None) -> list[nn.Parameter] | None:

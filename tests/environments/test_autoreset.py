@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl import PPO
+from lightning_rl.environments import EnvironmentBatch
 from tests.helpers import FixedRollouts, make_trainer
 from tests.probes import Greedy, Tape, Told, make_batch, make_collector
 
@@ -166,3 +168,47 @@ def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitio
     for name, x in learn(reference, again).items():
         torch.testing.assert_close(changed[name], x, rtol=1e-12, atol=1e-14, msg=name)
         assert "weight" not in name or not torch.equal(x, initial[name])
+
+
+class Reusing(VectorEnv):
+    """Gives its own arrays, of which a reset clears what it begins anew."""
+
+    metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012 - as Gymnasium has it
+    num_envs = 2
+    single_observation_space, single_action_space = Box(-1, 1, (1,)), Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        mask = options["reset_mask"] if options else slice(None)
+        if not options:
+            self.rewards, self.flags = np.ones(2), np.zeros((2, 2), bool)
+        self.rewards[mask], self.flags[:, mask] = 0, False
+        return np.zeros((2, 1), np.float32), {}
+
+    def step(self, actions):
+        self.rewards[:], self.flags[0] = 1, [True, False]
+        return np.zeros((2, 1), np.float32), self.rewards, *self.flags, {}
+
+
+def test_what_a_reset_clears_is_what_it_was_in_the_step_before():
+    batch = EnvironmentBatch(Reusing(), [0, 1], [0, 1])
+    batch.reset()
+    step = batch.step(np.zeros(2, np.int64))
+    assert (step.rewards.tolist(), step.terminated.tolist()) == ([1, 1], [True, False])
+
+
+class ReusingFinals(Reusing):
+    """Gives the same array of final observations each time."""
+
+    metadata = {"autoreset_mode": SAME}  # noqa: RUF012 - as Gymnasium has it
+    finals = np.zeros((2, 1), np.float32)
+
+    def step(self, actions):
+        self.finals += 1
+        return *super().step(actions)[:-1], {"final_obs": self.finals}
+
+
+def test_what_an_episode_reached_is_what_it_was_where_the_next_one_is_written_over_it():
+    batch = EnvironmentBatch(ReusingFinals(), [0, 1], [0, 1])
+    batch.reset()
+    steps = [batch.step(np.zeros(2, np.int64)) for _ in range(2)]
+    assert [step.final_observations for step in steps] == [[(0, [1])], [(0, [2])]]

@@ -8,6 +8,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from lightning_rl.environments import seeding
+from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.seeding import SeededEpisodes
 from tests.probes import Counter, Random, make_batch
 
@@ -124,6 +125,25 @@ def test_the_time_limit_around_an_environment_that_knows_its_own_state_goes_on_t
     env = SeededEpisodes(limited())
     assert env.restore(record)[0]
     assert [env.step(0)[3] for _ in range(2)] == [False, True]
+
+
+def test_the_time_limit_that_goes_on_is_that_of_the_environment_which_took_the_place_of_a_failed_one():
+    class Fragile(Owner):
+        def step(self, action):
+            if action == 2:
+                raise RuntimeError("broken")
+            return super().step(action)
+
+    def limited():
+        return TimeLimit(OrderEnforcing(Fragile(lengths=(100,))), 5)
+
+    env = RestartingEpisodes(limited)
+    env.reset(seed=7)
+    for action in (1, 1, 2, 1):  # fails in the third step, and takes one in its place
+        env.step(action)
+    again = RestartingEpisodes(limited)
+    assert again.restore(env.recorded())[0]
+    assert [again.step(0)[3] for _ in range(4)] == [env.step(0)[3] for _ in range(4)] == [False, False, False, True]
 
 
 def test_own_state_is_not_enough_where_a_wrapper_has_more():

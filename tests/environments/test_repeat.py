@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -11,9 +12,12 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
+from lightning_rl.environments.atari import sign
+from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.environments.repeat import FRAMES, REPEATS, LearnedActionRepeat
 from lightning_rl.policy import PolicyOutput
 from lightning_rl.validation import ConfigurationError
+from tests.environments.test_lives import whole_game
 from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
 from tests.probes import Counter, Told, make_batch, make_collector
 
@@ -49,6 +53,38 @@ def test_rewards_repeats_discounts_and_frames_by_hand(mode):
     assert rollout.discounts(0.5)[:, 0].tolist() == [0.25, 0.125, 0.5, 0.25, 0, 0.5]
     assert rollout.discounts(0.5, "terminal")[:, 0].tolist() == [0.25, 0, 0.5, 0.25, 0, 0.5]
     assert rollout.frames == 10 and rollout.num_steps == 6
+
+
+def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_rewards_are_counted():
+    options = {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
+    actions = {"action": np.ones(1, np.int64), "repeat": np.full(1, 3)}
+    earned, shown = [], []
+    for evaluation in (False, True):
+        batch = make_batch(COUNTER, evaluation=evaluation, lengths=(9,), **options)
+        batch.reset()
+        step = batch.step(actions)
+        shown.append(step.observations["previous_reward"].item())
+        earned.append(step.rewards.item())
+        batch.close()
+    as_learned = 0.25 * (1 + 0.5 * 2 + 0.25 * 3)
+    assert shown == [as_learned, as_learned] and earned == [as_learned, 1 + 2 + 3]
+
+
+def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_signs_as_in_training():
+    game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
+    game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
+    repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
+    env = WrapperOptions(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5}).wrap(
+        repeating, True, sign
+    )
+    env.reset(seed=0)
+    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    # The third step loses a life, and the no-op after it scores unseen.
+    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (3, False, 0)
+    assert reward == 3 + 0 + 5 + 9
+    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
+    assert reward == -2 + 7
 
 
 def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
