@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -29,6 +30,7 @@ from lightning_rl.cli_parts import (
     CONFIG,
     EpisodeLines,
     SaveConfig,
+    as_class_spec,
     as_list,
     chooses_data_class,
     default_checkpoints,
@@ -56,6 +58,13 @@ class CommandParser(OneErrorParser):
     """The parser of the whole program, which has more commands than those of the Trainer."""
 
     further_commands = tuple(COMMANDS)
+
+    def parse_args(self, args: Any = None, namespace: Namespace | None = None, **kwargs: Any) -> Namespace:  # type: ignore[override] # noqa: ANN401 - those of the parser
+        """Parse arguments; `--network.init_args.width=64`, which sets a part of the class spec of an option, too."""
+        if args is not None:  # also those of a class, which the parser hands on one at a time
+            namespace = None if namespace is None else namespace.clone()
+            args = [as_class_spec(argument, self._actions, namespace) for argument in args]
+        return super().parse_args(args, namespace, **kwargs)
 
 
 class OnPolicyCLI(LightningCLI):
