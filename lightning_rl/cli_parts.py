@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 from argparse import Action
@@ -18,9 +19,11 @@ from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.evaluation import Episode
 from lightning_rl.ranks import gather_ranks
 from lightning_rl.shipped_configs import resolve
@@ -41,12 +44,18 @@ class SaveConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it where the run keeps its files, whatever folder a logger has."""
+        """Save it where the run keeps its files; a log that is elsewhere says which folder that is."""
         config = self.config.clone()
         config["ckpt_path"] = None
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(config, folder / CONFIG, overwrite=True, multifile=False, **_KEEP_NULL)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                logger.experiment  # noqa: B018 - makes its folder, and warns where there are files in it
+                log = Path(logger.log_dir)
+                if log.resolve() != folder.resolve():
+                    (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
 
 
 class EpisodeLines(Callback):
