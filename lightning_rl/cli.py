@@ -265,12 +265,13 @@ class OnPolicyCLI(LightningCLI):
         # Where the Trainer spawned processes, their clock stays with them.
         done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        lines = [done if score is None else f"{done}, validation return {score:.{1 if abs(score) >= 10 else 3}f}"]
+        lines = [done if score is None else f"{done}, validation return at the end {_rounded(float(score))}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
             lines.append(f"  log:         {relative(self.trainer.log_dir)}")
-        best = self._checkpoint_path(last=False)
-        if best is not None:
-            lines.append(f"  checkpoint:  {best}")
+        if (chosen := self._checkpoint(last=False)) is not None:
+            best = relative(chosen.best_model_path)
+            why = "" if chosen.monitor is None or chosen.best_model_score is None else _why_best(chosen)
+            lines.append(f"  checkpoint:  {best}{why}")
             lines.append(f"  next:        lightning-rl test --config {self._config_path()} --ckpt_path {best}")
         if isinstance(self.trainer.logger, TensorBoardLogger):
             lines.append(f"  curves:      tensorboard --logdir {relative(self.trainer.logger.log_dir)}")
@@ -280,10 +281,24 @@ class OnPolicyCLI(LightningCLI):
         return relative(Path(self.trainer.default_root_dir) / CONFIG)
 
     def _checkpoint_path(self, last: bool) -> str | None:
-        """Return the best checkpoint, or the last one, as far as there is such a one."""
+        chosen = self._checkpoint(last)
+        return None if chosen is None else relative(chosen.best_model_path)
+
+    def _checkpoint(self, last: bool) -> ModelCheckpoint | None:
+        """Return what has saved the best checkpoint, or the last one, as far as there is such a one."""
         saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
         saved.sort(key=lambda callback: isinstance(callback, LastCheckpoint) != last)
-        return relative(saved[0].best_model_path) if saved else None
+        return saved[0] if saved else None
+
+
+def _why_best(callback: ModelCheckpoint) -> str:
+    """Say by what the best checkpoint is the best: the return at the end may be another one."""
+    name = "validation return" if callback.monitor == "val/episode_return" else callback.monitor
+    return f" (best {name}: {_rounded(float(callback.best_model_score))})"  # type: ignore[arg-type]
+
+
+def _rounded(score: float) -> str:
+    return f"{score:.{1 if abs(score) >= 10 else 3}f}"
 
 
 def main(args: list[str] | None = None) -> OnPolicyCLI:
