@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -29,6 +30,7 @@ from lightning_rl.cli_parts import (
     CONFIG,
     EpisodeLines,
     SaveConfig,
+    as_class_spec,
     as_list,
     chooses_data_class,
     default_checkpoints,
@@ -50,12 +52,21 @@ _CKPT_PATH_HELP = {
     "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
     "validate": "Checkpoint to load: a file, or 'last' or 'best' of the newest run of this algorithm and environment.",
 }
+_OF_THE_NEWEST = (None, "step")
+"""What callbacks monitor that keep the newest checkpoints, not the best."""
 
 
 class CommandParser(OneErrorParser):
     """The parser of the whole program, which has more commands than those of the Trainer."""
 
     further_commands = tuple(COMMANDS)
+
+    def parse_args(self, args: Any = None, namespace: Namespace | None = None, **kwargs: Any) -> Namespace:  # type: ignore[override] # noqa: ANN401 - those of the parser
+        """Parse arguments; `--network.init_args.width=64`, which sets a part of the class spec of an option, too."""
+        if args is not None:  # also those of a class, which the parser hands on one at a time
+            namespace = None if namespace is None else namespace.clone()
+            args = [as_class_spec(argument, self._actions, namespace) for argument in args]
+        return super().parse_args(args, namespace, **kwargs)
 
 
 class OnPolicyCLI(LightningCLI):
@@ -256,12 +267,14 @@ class OnPolicyCLI(LightningCLI):
         # Where the Trainer spawned processes, their clock stays with them.
         done = f"Done: {steps} environment steps" if (steps := self.model.env_steps) else "Done"
         score = self.trainer.callback_metrics.get("val/episode_return")
-        lines = [done if score is None else f"{done}, validation return {score:.{1 if abs(score) >= 10 else 3}f}"]
+        lines = [done if score is None else f"{done}, validation return at the end {_rounded(float(score))}"]
         if self.trainer.logger is not None and self.trainer.log_dir is not None:
             lines.append(f"  log:         {relative(self.trainer.log_dir)}")
-        best = self._checkpoint_path(last=False)
-        if best is not None:
-            lines.append(f"  checkpoint:  {best}")
+        if (chosen := self._checkpoint(last=False)) is not None:
+            best = relative(chosen.best_model_path)
+            scored = chosen.monitor not in _OF_THE_NEWEST and chosen.best_model_score is not None
+            why = _why_best(chosen) if scored else ""
+            lines.append(f"  checkpoint:  {best}{why}")
             lines.append(f"  next:        lightning-rl test --config {self._config_path()} --ckpt_path {best}")
         if isinstance(self.trainer.logger, TensorBoardLogger):
             lines.append(f"  curves:      tensorboard --logdir {relative(self.trainer.logger.log_dir)}")
@@ -271,11 +284,25 @@ class OnPolicyCLI(LightningCLI):
         return relative(Path(self.trainer.default_root_dir) / CONFIG)
 
     def _checkpoint_path(self, last: bool) -> str | None:
-        """Return the best checkpoint, or the last one, as far as there is such a one."""
+        chosen = self._checkpoint(last)
+        return None if chosen is None else relative(chosen.best_model_path)
+
+    def _checkpoint(self, last: bool) -> ModelCheckpoint | None:
+        """Return what has saved the best checkpoint, or the last one, as far as there is such a one."""
         saved = [c for c in self.trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
         # One that keeps the newest, as `EnvStepCheckpoint` does, has a best one too: the newest.
-        saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in (None, "step")))
-        return relative(saved[0].best_model_path) if saved else None
+        saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in _OF_THE_NEWEST))
+        return saved[0] if saved else None
+
+
+def _why_best(callback: ModelCheckpoint) -> str:
+    """Say by what the best checkpoint is the best: the return at the end may be another one."""
+    name = "validation return" if callback.monitor == "val/episode_return" else callback.monitor
+    return f" (best {name}: {_rounded(float(callback.best_model_score))})"  # type: ignore[arg-type]
+
+
+def _rounded(score: float) -> str:
+    return f"{score:.{1 if abs(score) >= 10 else 3}f}"
 
 
 def main(args: list[str] | None = None) -> OnPolicyCLI:

@@ -52,6 +52,11 @@ _NO_IMPORT = re.compile(
 _NO_SUBCLASS = re.compile(
     r'Parser key "([^"]+)"(?s:.*?)Import path does not correspond to (a subclass of \w+)(?s:.*?)Given value: (.*)'
 )
+# What it says of options that must be there, with the command before those of a run.
+_REQUIRED = re.compile(r"the following arguments are required: (.+)")
+_OF_COMMAND = re.compile(r"(fit|validate|test|predict)\.")
+# What to begin with.
+_EXAMPLES = {"model": "PPO", "data.env_id": "CartPole-v1"}
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _UNKNOWN_OPTION = re.compile(r"(?:ccept option '|Option '|unrecognized arguments: --)([\w.]+)")
 
@@ -78,9 +83,14 @@ class OneErrorParser(LightningArgumentParser):
         of_class = _OF_CLASS.match(text)
         if no_command := _NO_COMMAND.match(text):
             text = _not_a_command(no_command[1], [*re.findall(r"\w+", no_command[2]), *self.further_commands])
+        program = parser.prog.replace(" [options]", "")
+        if (required := _REQUIRED.fullmatch(text)) is not None:
+            if (command := _OF_COMMAND.match(required[1])) is not None:
+                program = f"{program} {command[1]}"
+            text = _missing(_OF_COMMAND.sub("", required[1]).split(", "), parser)
         sys.stderr.write(f"lightning-rl: error: {text}{_near_options(parser, text, of_class)}\n")
         which = f"--{of_class[1]}.help {of_class[2]}" if of_class else "--help"
-        sys.stderr.write(f"All options: {parser.prog.replace(' [options]', '')} {which}\n")
+        sys.stderr.write(f"All options: {program} {which}\n")
         sys.exit(2)
 
 
@@ -89,6 +99,16 @@ def _not_a_command(given: str | None, known: list[str]) -> str:
     if given is None:
         return f"a command is missing: expected one of {', '.join(known)}"
     return f"{given!r} is no command: expected one of {', '.join(known)}{did_you_mean(given, known)}"
+
+
+def _missing(names: list[str], parser: ArgumentParser) -> str:
+    """Say which options must be there, as they are written; of a run also what to begin with."""
+    places = {action.dest for action in parser._actions if not action.option_strings}
+    text = f"missing: {', '.join(name if name in places else f'--{name}' for name in names)}"
+    if not set(names) <= set(_EXAMPLES):
+        return text
+    examples = " ".join(f"--{name} {_EXAMPLES[name]}" for name in sorted(names, reverse=True))
+    return f"{text}; expected such as {examples}, or a configuration: --config ppo/cartpole"
 
 
 def _near_options(parser: ArgumentParser, text: str, of_class: re.Match[str] | None) -> str:
@@ -153,7 +173,9 @@ def _brief(message: str) -> str:
     if no_subclass := _NO_SUBCLASS.search(message):
         return "{0}={2} is not valid: expected {1}".format(*no_subclass.groups())
     lines = [line.strip() for line in message.splitlines()]
-    text = "; ".join(line.removeprefix("- ") for line in lines if line and not _NOISE.match(line))
+    told = [line.removeprefix("- ") for line in lines if line and not _NOISE.match(line)]
+    # A value that may be in a list or alone has the same expectation twice, once with what was given.
+    text = "; ".join(x for i, x in enumerate(told) if not any(other.startswith(x) for other in told[i + 1 :]))
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
     return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
 

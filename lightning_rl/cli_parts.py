@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import re
 import shlex
+from argparse import Action
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import jsonargparse
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.evaluation import Episode
 from lightning_rl.ranks import gather_ranks
 from lightning_rl.shipped_configs import resolve
@@ -36,12 +44,18 @@ class SaveConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it where the run keeps its files, whatever folder a logger has."""
+        """Save it where the run keeps its files; a log that is elsewhere says which folder that is."""
         config = self.config.clone()
         config["ckpt_path"] = None
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(config, folder / CONFIG, overwrite=True, multifile=False, **_KEEP_NULL)
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                logger.experiment  # noqa: B018 - makes its folder, and warns where there are files in it
+                log = Path(logger.log_dir)
+                if log.resolve() != folder.resolve():
+                    (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
 
 
 class EpisodeLines(Callback):
@@ -70,6 +84,65 @@ class EpisodeLines(Callback):
         """Print those of all ranks, in their order."""
         for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
             say(f"episode {number}: {line}")
+
+
+def as_class_spec(argument: str, actions: Sequence[Action], namespace: Namespace | None) -> str:
+    """Return an argument that sets a part of a class spec as one that sets the whole of it; others as they are.
+
+    For the parser a class spec is a dict like any other, and it takes `init_args` for a word of its own.
+
+    Args:
+        argument: `--optimizer.class_path=…`, `--optimizer.init_args.momentum=0.9`, or of one leaf of an observation
+            `--network.camera.init_args.width=64`.
+        actions: Of the parser.
+        namespace: What was set before; a class spec that the argument replaces is taken out of it, since the parser
+            fails where one takes the place of another.
+    """
+    option, _, text = argument.partition("=")
+    part = re.fullmatch(r"--(\w+)(?:\.(?:(.+?)\.)?(class_path|init_args\.(.+)))?", option)
+    if part is None or not any(action.dest == part[1] and _takes_dict(action) for action in actions):
+        return argument
+    name, leaf, which, key = part.groups()
+    before = _plain(namespace.get(name)) if namespace else None
+    if namespace and isinstance(before, dict) and "class_path" in before:
+        namespace[name] = None
+    if which is None:
+        return argument
+    leaves = before if leaf is not None and isinstance(before, dict) and "class_path" not in before else {}
+    spec = before if leaf is None else leaves.get(leaf)
+    spec = {"class_path": spec} if isinstance(spec, str) else dict(spec or {})
+    if key is not None:
+        *outer, last = key.split(".")
+        arguments = spec["init_args"] = dict(spec.get("init_args") or {})
+        for one in outer:
+            arguments[one] = arguments = dict(arguments.get(one) or {})
+        arguments[last] = _value(text)
+    elif "class_path" in spec:  # what was an argument of another class
+        spec = {"class_path": text}
+    else:
+        spec = {"class_path": text, **spec}
+    return f"--{name}={json.dumps(spec if leaf is None else {**leaves, leaf: spec})}"
+
+
+def _takes_dict(action: Action) -> bool:
+    """Whether an option can be a dict."""
+    kind = getattr(action, "_typehint", None)
+    return any((get_origin(one) or one) is dict for one in (kind, *get_args(kind)))
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - what a parser made of an option
+    """Return a class as its path, and a namespace as a dict."""
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value.as_dict() if isinstance(value, Namespace) else value
+
+
+def _value(text: str) -> Any:  # noqa: ANN401 - of any argument
+    """Return what an argument stands for; the parser has made Python of some already: `None`."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return yaml.safe_load(text)
 
 
 def chooses_data_class(args: Sequence[str]) -> bool:

@@ -99,6 +99,7 @@ class Collector:
         actions, log_probs, values = (StepStorage(self.length) for _ in range(3))
         finals: list[tuple[int, int, Any]] = []
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
+        info_names: set[str] = set()
         repeats, frames = self.environments.frames_per_step > 1 or self.environments.learned_repeats, 0
         taken_times: list[Tensor] = []
         self._valid.fill(True)
@@ -143,6 +144,8 @@ class Collector:
                     taken_times.append(torch.from_numpy(self.environments.repeats(step)))
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
+                if infos and step.final_observations:  # most is told at the end of an episode
+                    info_names.update(step.infos.get("final_info", step.infos))
         begins = self._terminated | self._truncated | ~self._valid
         starts, self._begins = np.concatenate([self._begins[None], begins[:-1]]), begins[-1]
         episodes = self._finished_episodes()
@@ -160,6 +163,7 @@ class Collector:
         rollout.repeats = torch.stack(taken_times).to(device) if taken_times else None
         rollout.episodes = episodes
         rollout.infos = infos
+        rollout.info_names = sorted((info_names or step.infos) if infos else ())
         rollout.frames = frames if repeats else None
         rollout.seconds = time.perf_counter() - start
         rollout.parts_of_seconds = {"env": in_env, "policy": in_policy, "transfer": in_transfer}

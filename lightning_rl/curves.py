@@ -19,6 +19,8 @@ Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]
 EVENTS, ROWS = "events.out.tfevents*", "metrics.csv"
 _CONFIG = "config.yaml"
+RUN_FOLDER = "run_folder.txt"
+"""Beside a log that is not in the folder of its run: where that is, from there."""
 _SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
 # What does not make another experiment of a run.
 _NOT_SETTINGS = (
@@ -60,12 +62,14 @@ class Log:
         settings: What was run, without the seed; empty where there is no configuration beside it.
         scalars: Everything that was logged, by key, less what was not finite.
         seed: What it was seeded with; None where that is not known.
+        run: Folder of the run, where that is another one.
     """
 
     folder: Path
     settings: dict[str, Any]
     scalars: dict[str, Series] = field(default_factory=dict)
     seed: str | None = None
+    run: Path | None = None
 
     @property
     def algorithm(self) -> str:
@@ -89,6 +93,34 @@ def find_logs(path: str | Path) -> list[Log]:
     if not folders:
         raise ConfigurationError(f"{str(path)!r} has no log: expected a folder with {EVENTS} or {ROWS} in it or below")
     return [_log(folder, root) for folder in folders]
+
+
+def joined(logs: Iterable[Log]) -> list[Log]:
+    """Put the logs of one run together: one that goes on has another folder where its logger cannot add to the first.
+
+    Of steps that were logged by several of them, those of the last count, and its settings.
+    """
+    parts: dict[Path, list[Log]] = {}
+    for log in logs:
+        parts.setdefault(log.run or log.folder.resolve(), []).append(log)
+    return [_as_one(sorted(found, key=_first_step)) for found in parts.values()]
+
+
+def _as_one(parts: list[Log]) -> Log:
+    scalars: dict[str, Series] = {}
+    for log in parts:
+        for key, (steps, values) in scalars.items():
+            kept = steps < _first_step(log)  # what came after the checkpoint that it went on from was done again
+            scalars[key] = Series(steps[kept], values[kept])
+        for key, series in log.scalars.items():
+            before = scalars.get(key, Series(*np.zeros((2, 0))))
+            scalars[key] = Series(*(np.concatenate(pair) for pair in zip(before, series, strict=True)))
+    scalars = {key: series for key, series in scalars.items() if len(series.steps)}
+    return Log(parts[0].folder, parts[-1].settings, scalars, parts[-1].seed, parts[0].run)
+
+
+def _first_step(log: Log) -> float:
+    return min((float(series.steps[0]) for series in log.scalars.values()), default=0.0)
 
 
 def same_seed(logs: Iterable[Log]) -> list[Log]:
@@ -168,10 +200,12 @@ def _common_steps(runs: Sequence[Series]) -> Array:
 
 
 def _log(folder: Path, root: Path) -> Log:
-    settings = _settings(folder, root)
+    named = folder / RUN_FOLDER
+    run = (folder / named.read_text().strip()).resolve() if named.is_file() else None
+    settings = _settings(folder, root) if run is None else _settings(run, run)
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
     others = {key: value for key, value in settings.items() if not key.startswith(_NOT_SETTINGS)}
-    return Log(folder, others, _read(folder), json.dumps(seeds, sort_keys=True) if seeds else None)
+    return Log(folder, others, _read(folder), json.dumps(seeds, sort_keys=True) if seeds else None, run)
 
 
 def _read(folder: Path) -> dict[str, Series]:

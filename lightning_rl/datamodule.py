@@ -44,6 +44,7 @@ from lightning_rl.validation import (
     ConfigurationError,
     check,
     check_positive_int,
+    did_you_mean,
     is_int,
     to_class_spec,
 )
@@ -364,12 +365,18 @@ class RolloutDataModule(EpisodesDataModule):
             self._source.publish(cast(nn.Module, policy), version)
 
     def _look_for_infos(self, rollout: Rollout) -> None:
-        """Warn once if no `info` of an epoch had one of the keys that are to be logged."""
+        """Warn once if no `info` had one of the keys that are to be logged, up to an episode's or the epoch's end."""
         if self._missing_infos is None:
             return
         self._missing_infos -= {key for key, values in rollout.infos.items() if values}
         self._rollouts += 1
-        if self._rollouts == self.rollouts_per_epoch:
+        if rollout.episodes.returns or self._rollouts == self.rollouts_per_epoch:
+            first = "rollout" if self._rollouts == 1 else f"{self._rollouts} rollouts"
+            # Gymnasium's own: of `x` which environments told it, and what belongs to the autoreset.
+            known = [x for x in rollout.info_names if not x.startswith(("_", "final_", "lightning_rl/"))]
             for key in sorted(self._missing_infos):
-                rank_zero_warn(f"info_keys={key!r} was in no info of the first {self._rollouts} rollouts")
+                rank_zero_warn(
+                    f"info_keys={key!r} was in no info of the first {first}, which had "
+                    f"{', '.join(known) or 'no keys'}{did_you_mean(key, known)}"
+                )
             self._missing_infos = None

@@ -61,10 +61,13 @@ def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.S
     return {path: space}
 
 
-def nested_paths(space: spaces.Space[Any]) -> Nested:
+def nested_paths(space: spaces.Space[Any], path: str = "") -> Nested:
     """Return the path of every leaf, nested as the elements of the space are."""
-    paths = iter(space_leaves(space))
-    return map_space(lambda _: next(paths), space)
+    if isinstance(space, spaces.Dict):
+        return {key: nested_paths(part, join(path, key)) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(space))
+    return path
 
 
 def replace_leaves(

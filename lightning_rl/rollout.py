@@ -57,6 +57,7 @@ class Rollout:
         policy_version: Number of updates the policy had seen.
         episodes: Returns and lengths of the episodes that ended in this rollout.
         infos: For every requested key of `info`, the values seen.
+        info_names: Where there are such, keys of `info` in steps that ended episodes, or without one in the last.
         failures: What happened to each environment that was replaced; None where a failure ends the run instead.
         frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
         actor: Which asynchronous actor collected it, of those of its rank; None: the learner itself.
@@ -110,6 +111,7 @@ class Rollout:
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
         self.infos = dict(infos or {})
+        self.info_names: list[str] = []
         self.failures: list[str] | None = None
         self.frames: int | None = None
         self.actor: int | None = None

@@ -132,6 +132,7 @@ class TensorCollector:
                         self._memory.keep(t, places, before)
         rollout = profiled(profile, POLICY, self._put_together)(policy, acting)
         rollout.policy_version = policy_version
+        rollout.info_names = sorted(step.infos if self.info_keys else ())
         if recurrent is not None:
             rollout.memory = map_stacked(torch.stack, self._memory.stored)
             rollout.burn_in = self._memory.burn_in

@@ -94,8 +94,23 @@ def check_number(
     check(inside, field, value, "a number " + " and ".join(bounds))
 
 
-def make_folder(field: str, folder: str | Path) -> None:
+def check_can_make(field: str, folder: str | Path) -> None:
+    """Raise unless a folder can be made where it is to be; nothing is made yet.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    path = Path(folder).absolute()
+    make_folder(field, next(parent for parent in path.parents if parent.exists()), asked=path)
+
+
+def make_folder(field: str, folder: str | Path, asked: str | Path | None = None) -> None:
     """Make a folder unless it is there.
+
+    Args:
+        field: What it was given for.
+        folder: The folder.
+        asked: Where that was another one, which is to be in it.
 
     Raises:
         ConfigurationError: It cannot be made, or no file in it.
@@ -105,7 +120,7 @@ def make_folder(field: str, folder: str | Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigurationError(
-            f"{field}={str(folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
+            f"{field}={str(asked or folder)!r} is not valid: expected a folder that can be written: {error.strerror}"
         ) from error
 
 

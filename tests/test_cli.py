@@ -337,9 +337,10 @@ def test_a_run_says_where_it_is_and_the_next_command_works():
     assert not re.search("warn|deprecat|tip:|litlogger|litmodels", done.stdout, re.IGNORECASE)
     run = "runs/ppo/CartPole-v1/version_0"
     lines = done.stdout.splitlines()[-5:]
-    assert re.fullmatch(r"Done: 4096 environment steps, validation return (\d\d+\.\d|\d\.\d\d\d)", lines[0])
+    assert re.fullmatch(r"Done: 4096 environment steps, validation return at the end (\d\d+\.\d|\d\.\d\d\d)", lines[0])
     assert lines[1] == f"  log:         {run}"
-    checkpoint = re.fullmatch(rf"  checkpoint:  ({run}/checkpoints/best-step=\d+\.ckpt)", lines[2])[1]
+    best = rf"  checkpoint:  ({run}/checkpoints/best-step=\d+\.ckpt) \(best validation return: (\d\d+\.\d|\d\.\d\d\d)\)"
+    checkpoint = re.fullmatch(best, lines[2])[1]
     assert lines[3] == f"  next:        lightning-rl test --config {run}/config.yaml --ckpt_path {checkpoint}"
     assert lines[4] == f"  curves:      tensorboard --logdir {run}"
     assert Path(checkpoint).is_file()
@@ -354,6 +355,15 @@ def test_a_run_says_where_it_is_and_the_next_command_works():
     # Nothing of the run was touched, and no other one begun.
     assert Path(run, "config.yaml").read_bytes() == saved
     assert [path.name for path in Path(run).parent.iterdir()] == ["version_0"]
+
+
+def test_the_return_at_the_end_and_that_of_the_checkpoint_are_told_apart(capsys, monkeypatch):
+    scores = iter([7.0, 3.0])
+    monkeypatch.setattr(PPO, "on_validation_epoch_end", lambda self: self.log("val/episode_return", next(scores)))
+    main(["fit", *SMALL, "--max_env_steps=128"])
+    done, _, checkpoint, *_ = capsys.readouterr().out.splitlines()[-5:]
+    assert done == "Done: 128 environment steps, validation return at the end 3.000"
+    assert checkpoint.endswith(".ckpt (best validation return: 7.000)")
 
 
 def test_a_run_keeps_the_best_and_the_last_checkpoint():
@@ -431,7 +441,7 @@ def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
 def test_warnings_of_this_package_are_lines_without_its_files():
     done = programs.run("-m", "lightning_rl", "fit", *SMALL, "--data.info_keys=[nothing]", "--max_env_steps=64")
     (line,) = unexpected(done.stderr)
-    assert line == "WARNING: info_keys='nothing' was in no info of the first 2 rollouts"
+    assert line == "WARNING: info_keys='nothing' was in no info of the first rollout, which had no keys"
 
 
 # ---------------------------------------------------------------------- errors
@@ -504,17 +514,37 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         ([], "a command is missing: expected one of fit, validate, test, predict, export, plot, pull, push$"),
         (["ftt"], "'ftt' is no command: expected one of fit, .*, push; did you mean fit"),
         (["--config", "ppo/cartpole", "exprt"], "'exprt' is no command: .*; did you mean export"),
-        (["fit"], "the following arguments are required: .*data.env_id, .*model"),
+        (
+            ["fit"],
+            "missing: --data.env_id, --model; expected such as --model PPO --data.env_id CartPole-v1, or a conf",
+        ),
+        (["test", "--model=PPO"], "missing: --data.env_id; expected such as --data.env_id CartPole-v1, or a config"),
         (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
         (
             ["fit", "--config=ppo/cartpol"],
             "config='ppo/cartpol': expected a file, or .* configuration like ppo/cartpole,",
         ),
+        (
+            ["fit", *SMALL, "--init_parts=[nonsense]"],
+            r"init_parts: Expected one of 'policy', 'critic', 'normalizers'\. Got value: nonsense; Given value: \['non",
+        ),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
     ],
-    ids=["nothing", "command", "own_command", "required", "file", "name", "option", "beginning", "singular"],
+    ids=[
+        "nothing",
+        "command",
+        "own_command",
+        "required",
+        "environment",
+        "file",
+        "name",
+        "parts",
+        "option",
+        "beginning",
+        "singular",
+    ],
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
     assert re.match(message, refused(capsys, *arguments, status=2))

@@ -1,6 +1,7 @@
 """Learning curves: what is read from logs, what belongs together, how seeds are summed up, and the figures of that."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rl import __main__ as program
 from lightning_rl import plots
-from lightning_rl.curves import Series, by_experiment, find_logs, summarize
+from lightning_rl.cli import main
+from lightning_rl.curves import RUN_FOLDER, Series, by_experiment, find_logs, joined, summarize
 from lightning_rl.validation import ConfigurationError
 
 RETURN = "rollout/episode_return"
@@ -129,6 +131,46 @@ def test_rows_of_a_csv_logger_are_read(tmp_path):
         "val/episode_return": ([20], [3]),
     }
     assert list(by_experiment([log])) == [str(tmp_path / "logs/mine")]
+
+
+def test_logs_of_one_run_are_one_seed_and_its_last_ones_count(tmp_path):
+    write_run(tmp_path / "run", [0], gamma=0.9)
+    for version, (first, values) in enumerate(((10, [1, 2, 3, 4]), (30, [30, 40, 50]), (10, [7]))):
+        folder = tmp_path / f"logs/version_{version}"
+        logger = CSVLogger(folder.parent, name="", version=version)
+        for number, value in enumerate(values):
+            logger.log_metrics({RETURN: value}, step=first + 10 * number)
+        logger.log_metrics({f"only/{version}": version}, step=first)
+        logger.save()
+        if version < 2:  # the third is of a script
+            (folder / RUN_FOLDER).write_text("../../run\n")
+    one, other = sorted(joined(reversed(find_logs(tmp_path / "logs"))), key=lambda log: log.run is None)
+    assert one.scalars[RETURN].steps.tolist() == [10, 20, 30, 40, 50]
+    assert one.scalars[RETURN].values.tolist() == [1, 2, 30, 40, 50]
+    assert [one.scalars[f"only/{version}"].values.tolist() for version in range(2)] == [[0], [1]]
+    assert one.settings["model.init_args.gamma"] == 0.9
+    assert json.loads(one.seed) == {"data.seed": 0, "seed_everything": 0}
+    assert other.settings == {} and other.scalars[RETURN].values.tolist() == [7]
+
+
+def test_a_resumed_run_with_a_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsys):
+    fit = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"]
+    fit += ["--data.rollouts_per_epoch=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"]
+    fit += ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.log_every_n_steps=1"]
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    main([*fit, "--max_env_steps=128"])
+    main([*fit, "--max_env_steps=256", "--ckpt_path=last"])
+    main([*fit, "--max_env_steps=256", "--seed_everything=1"])
+    logs = find_logs("logs")
+    assert len(logs) == 3
+    ((name, runs),) = by_experiment(joined(logs)).items()
+    assert name == "PPO (CartPole-v1)" and len(runs) == 2
+    for run in runs:
+        assert run.scalars["train/loss"].steps.tolist() == [32, 64, 96, 128, 160, 192, 224, 256]
+    capsys.readouterr()
+    plot(monkeypatch, "logs", "--metric=train/loss")
+    assert not capsys.readouterr().err
 
 
 def plot(monkeypatch, *arguments):

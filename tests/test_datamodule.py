@@ -164,7 +164,27 @@ def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
         data.collect()
     data.teardown("fit")
     messages = [str(warning.message) for warning in recwarn]
-    assert messages.count("info_keys='nowhere' was in no info of the first 2 rollouts") == 1
+    assert messages.count("info_keys='nowhere' was in no info of the first rollout, which had no keys") == 1
+
+
+def test_a_misspelt_key_is_warned_of_when_an_episode_has_ended(recwarn):
+    data = attach(make_data("Probe/Counter-v0", info_keys=["scroe", "level"], rollouts_per_epoch=1000))
+    for _ in range(5):
+        data.collect()
+    data.teardown("fit")
+    (message,) = [str(warning.message) for warning in recwarn if "info_keys" in str(warning.message)]
+    expected = (
+        "info_keys='scroe' was in no info of the first rollout, which had level, name, score; did you mean score?"
+    )
+    assert message == expected
+
+
+def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwarn):
+    data = attach(make_data("Probe/Counter-v0", info_keys=["score"], rollouts_per_epoch=1000, rollout_length=1))
+    while not data.collect().infos["score"]:
+        pass
+    data.teardown("fit")
+    assert not [warning for warning in recwarn if "info_keys" in str(warning.message)]
 
 
 def test_evaluation_has_other_seeds_than_training(monkeypatch):

@@ -27,6 +27,12 @@ def test_leaves_are_mapped_in_place_and_in_order():
     assert first_leaf(X).item() == 1
 
 
+def test_keys_that_are_the_same_when_joined_have_a_path_each():
+    leaf = spaces.Discrete(2)
+    assert nested_paths(spaces.Dict({"a.b": leaf, "a": spaces.Dict({"b": leaf})})) == {"a.b": "a.b", "a": {"b": "a.b"}}
+    assert nested_paths(spaces.Tuple([leaf])) == ("0",)
+
+
 def test_a_leaf_alone_is_nested_too():
     leaf = torch.ones(2)
     assert torch.equal(map_leaves(lambda x, y: x + y, leaf, leaf), 2 * leaf)

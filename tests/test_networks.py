@@ -39,6 +39,24 @@ class PlainEncoder(nn.Module):
         return self.linear(observations)
 
 
+class Boastful(PlainEncoder):
+    """Says that its features are more than they are; counts what it sees, and has noise of its own."""
+
+    def __init__(self, space: spaces.Box, more: int = 1) -> None:
+        super().__init__(space)
+        self.out_features += more
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        self.seen += len(observations)
+        return super().forward(observations.flatten(1)) + 0 * torch.randn(())
+
+
+class OnlyOnItsDevice(Boastful):
+    def forward(self, observations: Tensor) -> Tensor:
+        raise NotImplementedError("this kernel needs a GPU")
+
+
 class WithoutOutFeatures(nn.Module):
     def __init__(self, space: spaces.Box) -> None:
         super().__init__()
@@ -214,6 +232,24 @@ def test_custom_encoder_is_made_from_its_class_path():
     assert isinstance(make_encoder(spaces.Box(-1, 1, (3,)), f"{__name__}.PlainEncoder"), PlainEncoder)
 
 
+def test_looking_at_the_width_of_an_encoder_leaves_no_trace():
+    space, spec = spaces.Box(-1, 1, (3,)), {"class_path": f"{__name__}.Boastful", "init_args": {"more": 0}}
+    space.seed(3)
+    torch.manual_seed(3)
+    encoder = make_encoder(space, spec)
+    drawn, sampled = torch.rand(3), space.sample()
+    assert encoder.seen == 0
+    space.seed(3)
+    torch.manual_seed(3)
+    Boastful(space, 0)
+    assert torch.equal(drawn, torch.rand(3)) and np.array_equal(sampled, space.sample())
+
+
+def test_an_encoder_that_cannot_be_tried_here_is_taken_at_its_word():
+    spec = f"{__name__}.OnlyOnItsDevice"
+    assert make_encoder(spaces.Box(-1, 1, (3,)), spec).out_features == 9
+
+
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
@@ -237,6 +273,16 @@ def test_custom_encoder_is_made_from_its_class_path():
             spaces.Box(-1, 1, (3,)),
             {"network": {"class_path": f"{__name__}.PlainEncoder", "init_args": {"depth": 3}}},
             r"network: .*PlainEncoder refused init_args=\{'depth': 3\}",
+        ),
+        (
+            spaces.Box(-1, 1, (3,)),
+            {"network": f"{__name__}.Boastful"},
+            r"network: .*Boastful has out_features=9, but its forward made \[2, 8\] of 2 .*: expected \[2, 9\]",
+        ),
+        (
+            spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-9, 9, (2, 2), np.float64)}),
+            {"network": {"b": f"{__name__}.Boastful"}},
+            r"network\.b: .*Boastful has out_features=9, but",
         ),
         (spaces.Box(-1, 1, (3,)), {"network": {"width": 3}}, r"network=.* a dict with 'class_path'"),
     ],

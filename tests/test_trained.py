@@ -254,9 +254,45 @@ def test_errors_of_commands_are_one_message(capsys, monkeypatch, in_tmp_path):
         "lightning-rl: error: unrecognized arguments: --episods=3; did you mean episodes?",
         "All options: lightning-rl export --help",
     ]
+    with pytest.raises(SystemExit):
+        run_command(["export"])
+    assert capsys.readouterr().err.startswith(
+        "lightning-rl: error: missing: --ckpt_path\nAll options: lightning-rl exp"
+    )
     for command in (["push", "me/cart"], ["export"]):  # `last` is looked for, and is none here
         with pytest.raises(SystemExit):
             run_command([*command, "--ckpt_path=last", "--config=ppo/cartpole"])
         assert "expected a checkpoint under runs/ppo/CartPole-v1, there is none" in capsys.readouterr().err
     assert not run_command(["fit", "--help"])
     assert not run_command([])
+
+
+def test_where_an_export_cannot_go_is_found_out_before_episodes_are_played(capsys, monkeypatch, in_tmp_path):
+    data = make_data()
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(make_model(data), data)
+    trainer.save_checkpoint("some.ckpt")
+    export = ["export", "--ckpt_path=some.ckpt", "--episodes=1"]
+    assert run_command([*export, "--format=torch_export", "--output=mine/policy"])
+    assert run_command([*export, "--format=torch_export", "--output=mine/policy"])  # the same anew
+    (in_tmp_path / "file").touch()
+    (in_tmp_path / "other").mkdir()
+    monkeypatch.setattr("lightning_rl.commands.export.play_episodes", None)
+    capsys.readouterr()
+    for output, message in (
+        ("file/policy", "output='.*file/policy' is not valid: expected a folder that can be written: "),
+        ("other", "output='other' is not valid: expected a new folder, or one of an earlier export"),
+        (
+            "mine/policy",
+            r"output='mine/policy' .* a new folder: .* has greedy\.pt2, sampled\.pt2, which would be deleted",
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            run_command([*export, "--format=onnx", f"--output={output}"])
+        assert re.match(f"lightning-rl: error: {message}", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        run_command([*export, "--format=torch_export", "--programs=greedy", "--output=mine/policy"])
+    assert "an earlier export in it has sampled.pt2, which would be deleted" in capsys.readouterr().err
+    assert sorted(path.name for path in (in_tmp_path / "mine").iterdir()) == ["policy"]
+    names = ["greedy.pt2", "policy.json", "sampled.pt2"]
+    assert sorted(path.name for path in (in_tmp_path / "mine/policy").iterdir()) == names

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,17 @@ def test_what_mujoco_lacks_is_named(monkeypatch):
         explained_rendering(spec),
     ):
         raise AttributeError("glGetError")
+
+
+def test_without_pygame_the_extra_that_brings_it_is_named(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pygame"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pygame", None)  # as if it were not installed
+    data = make_data("CartPole-v1")
+    with pytest.raises(ConfigurationError, match=r"CartPole-v1 is drawn by pygame, .*: pip install 'lightning-rl\[vid"):
+        make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video"])]).predict(make_model(data), data)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert [one for one in project["optional-dependencies"]["video"] if one.startswith("pygame-ce")]
 
 
 def test_atari_frames_are_counted_at_the_speed_of_the_console():

@@ -45,7 +45,7 @@ class PackedRollout:
     actor: int
 
 
-_PLAIN = ("policy_version", "burn_in", "infos", "failures", "frames", "seconds", "parts_of_seconds")
+_PLAIN = ("policy_version", "burn_in", "infos", "info_names", "failures", "frames", "seconds", "parts_of_seconds")
 
 
 def pack(rollout: Rollout, actor: int = 0, share: bool = True) -> PackedRollout:
@@ -78,7 +78,7 @@ def pack(rollout: Rollout, actor: int = 0, share: bool = True) -> PackedRollout:
 def unpack(packed: PackedRollout) -> Rollout:
     """Return the rollout that was packed; its tensors are views of the block."""
     flat, plain = _flat(packed.block), dict(packed.plain)
-    late = {name: plain.pop(name) for name in ("failures", "frames", "parts_of_seconds")}
+    late = {name: plain.pop(name) for name in ("info_names", "failures", "frames", "parts_of_seconds")}
     fields = map_leaves(lambda place: _view(flat, place), packed.fields)
     rollout = Rollout(**fields, **plain, episodes=EpisodeSummary(*packed.episodes))
     for name, value in late.items():

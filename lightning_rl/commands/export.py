@@ -8,7 +8,7 @@ from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import as_list, relative, say
 from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS
 from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, ProgramName, export_policy
-from lightning_rl.export.folder import check_options
+from lightning_rl.export.folder import check_folder, check_options
 from lightning_rl.trained import find_trained, load_algorithm, load_data, play_episodes
 
 
@@ -48,12 +48,14 @@ def run(arguments: list[str]) -> None:
     check_options(options.format, programs)
     path = find_trained(options.ckpt_path, options.config)
     model = load_algorithm(path, "ckpt_path")
+    beside = path.absolute().parent.parent / "policies"
+    output = options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}"
+    check_folder("output", output, options.format, programs)  # before episodes are played, which takes a while
     data = load_data(path, options.config)
     score, observations = play_episodes(model, data, options.episodes)
-    beside = path.absolute().parent.parent / "policies"
     folder = export_policy(
         model,
-        options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}",
+        output,
         data.spec.env_id,
         format=options.format,
         programs=programs,

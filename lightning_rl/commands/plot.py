@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from lightning_rl.curves import Log, by_experiment, find_logs, same_seed
+from lightning_rl.curves import Log, by_experiment, find_logs, joined, same_seed
 from lightning_rl.plots import Curve, Panel, draw
 from lightning_rl.validation import ConfigurationError, check
 
@@ -89,7 +89,7 @@ def _experiments(runs: list[str]) -> dict[str, list[Log]]:
             unnamed += find_logs(argument)
     # Folders that overlap name the same run twice.
     once = {log.folder.resolve(): log for log in unnamed}
-    return named | by_experiment(once.values())
+    return {name: joined(logs) for name, logs in named.items()} | by_experiment(joined(once.values()))
 
 
 def _warn_of_same_seeds(experiments: dict[str, list[Log]]) -> None:

@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
+from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
 _MAX_FPS = 30
@@ -146,6 +147,10 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
     except ConfigurationError:
         raise
     except Exception as error:
+        if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) and "pygame" in str(error):
+            raise ConfigurationError(
+                f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"
+            ) from error
         what = f"{spec.id} cannot be drawn on this machine ({type(error).__name__}: {error})"
         if "mujoco" in str(spec.entry_point).lower():
             chosen = os.environ.get("MUJOCO_GL")

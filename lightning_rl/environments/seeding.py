@@ -14,8 +14,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.interface import misfit, older_interface, tells_of_older_interface
 from lightning_rl.environments.masks import MaskedEnvironment
 from lightning_rl.nested import first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
 
@@ -63,8 +65,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
 
     Raises:
-        EnvironmentFailure: In `reset` and `step`: the environment raised, returned an observation of another shape than
-            its space has, or a reward that is not a number.
+        EnvironmentFailure: In `reset` and `step`: the environment raised, has the interface of before Gymnasium 0.26,
+            returned an observation of another shape than its space has, or a reward that is not a number; in the first
+            `reset` also an observation that its space cannot hold. Numbers outside of a `Box` are warned of there.
     """
 
     def __init__(
@@ -78,7 +81,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count = 0
         self._shape = env.observation_space.shape  # None where observations are nested
         self._paths = nested_paths(env.observation_space)
-        self._shapes = {path: leaf.shape for path, leaf in space_leaves(env.observation_space).items()}
+        self._leaves = space_leaves(env.observation_space)
+        self._shapes = {path: leaf.shape for path, leaf in self._leaves.items()}
+        self._is_checked = False
         self._first_episode = 0
         self._observation: Any = None
         self._begin_log()
@@ -94,11 +99,17 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             options = options if self.first_options is None else {**self.first_options, **(options or {})}
         self.step_count = 0
         try:
-            self._observation, info = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
+            result = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
         except Exception as error:
             raise self._failure("reset", error) from error
+        if type(result) is not tuple or len(result) != 2:
+            raise self._complain(older_interface("reset", self._name, f"reset returned {type(result).__name__}"))
+        self._observation, info = result
         if type(self._observation) is not np.ndarray or self._observation.shape != self._shape:
             self._check_shape(self._observation)
+        if not self._is_checked:
+            self._is_checked = True
+            map_leaves(self._check_fit, self._paths, self._observation)
         if self._may_go_on and self.env.get_wrapper_attr("went_on"):
             self._log.append(_RESET)
         else:
@@ -257,7 +268,24 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             name = f"an observation {path}".rstrip()
             raise self._complain(f"returned {name} of shape {shape}: expected {self._shapes[path]}")
 
+    def _check_fit(self, path: str, x: Any) -> None:  # noqa: ANN401
+        """Complain of an observation that its space cannot hold; warn of one that is outside of its bounds."""
+        if (found := misfit(self._leaves[path], x)) is None:
+            return
+        what, is_fatal = found
+        name = f"observation {path}".rstrip()
+        if is_fatal:
+            raise self._complain(f"returned an {name} {what}")
+        if self.index == 0:  # the others say the same
+            rank_zero_warn(f"{self._name} returned an {name} outside of its space: {what}")
+
+    @property
+    def _name(self) -> str:
+        return self.spec.id if self.spec is not None else type(self.unwrapped).__name__
+
     def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
+        if tells_of_older_interface(error):
+            return self._complain(older_interface(where, self._name, error))
         return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
 
     def _complain(self, what: str) -> EnvironmentFailure:

@@ -23,7 +23,7 @@ from lightning_rl.export.program import DeployedPolicy, deploy, example_inputs, 
 from lightning_rl.export.round_trip import Program, check_round_trip
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
 from lightning_rl.policy import observation_dtype
-from lightning_rl.validation import check
+from lightning_rl.validation import check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` needs PyTorch to act, `onnx` any runtime of ONNX."""
@@ -56,6 +56,30 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
         onnx.check_packages()
 
 
+def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:
+    """Raise unless an export can go to a folder, and deletes no program of an earlier one that it does not replace.
+
+    Raises:
+        ConfigurationError: The folder cannot be made, is something else, or has other programs.
+    """
+    folder = Path(folder)
+    _check_replaceable(field, folder)
+    others = {path.name for path in folder.glob("*")} - {METADATA, *_files(format_, programs).values()}
+    expected = f"a new folder: an earlier export in it has {', '.join(sorted(others))}, which would be deleted"
+    check(not others, field, str(folder), expected)
+    check_can_make(field, folder)
+
+
+def _check_replaceable(field: str, folder: Path) -> None:
+    replaceable = not folder.exists() or (folder / METADATA).is_file()
+    check(replaceable, field, str(folder), "a new folder, or one of an earlier export")
+
+
+def _files(format_: ExportFormat, programs: Sequence[str]) -> dict[str, str]:
+    """Return the file of each program."""
+    return {name: name + _SUFFIXES[format_] for name in programs}
+
+
 def export_policy(
     model: LightningModule,
     folder: str | Path,
@@ -69,7 +93,7 @@ def export_policy(
     """Write a policy into a folder: its programs, and what describes them (`METADATA`).
 
     Each program is run beside the policy before the folder appears, which it does as a whole or not at all; an earlier
-    export of that name is replaced.
+    export of that name is replaced, whatever its programs are (`check_folder` refuses to lose any).
 
     Args:
         model: An algorithm of this package.
@@ -91,9 +115,8 @@ def export_policy(
     check_options(format, programs)
     algorithm: Any = model
     folder = Path(folder)
-    replaceable = not folder.exists() or (folder / METADATA).is_file()
-    check(replaceable, "folder", str(folder), "a new folder, or one of an earlier export")
-    files = {name: name + _SUFFIXES[format] for name in programs}
+    _check_replaceable("folder", folder)
+    files = _files(format, programs)
     about = describe(model, env_id, score) | {"program_format": format, "programs": files}
     text = json.dumps(about, indent=2, allow_nan=False) + "\n"
     steps = _steps(algorithm.policy, algorithm.observation_space, observations)

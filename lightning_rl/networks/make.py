@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+import torch
 from gymnasium import spaces
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_rl.nested import space_leaves
+from lightning_rl.nested import map_stacked, space_leaves
 from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image, network_for_image
 from lightning_rl.networks.inputs import DiscreteEncoding
 from lightning_rl.networks.mlp import MLPEncoder
@@ -122,4 +125,34 @@ def _flat_encoder(
             f"{field}: {spec['class_path']} is not an encoder: expected an nn.Module with an integer attribute "
             "'out_features', the size of what its forward returns for one observation"
         )
+    _check_width(field, spec["class_path"], encoder, space)
     return encoder
+
+
+def _check_width(field: str, name: str, encoder: nn.Module, space: spaces.Space[Any], rows: int = 2) -> None:
+    """Raise where an encoder makes of observations what is not as wide as it says.
+
+    Raises:
+        ConfigurationError: Says what was to come, and what came.
+    """
+    space = copy.deepcopy(space)  # whose generator may be the user's
+    space.seed(0)
+    dtype = next((x.dtype for x in encoder.parameters()), torch.get_default_dtype())
+
+    def stack(xs: list[Any]) -> Tensor:
+        x = torch.from_numpy(np.stack(xs))
+        return x.to(dtype) if x.is_floating_point() else x
+
+    try:
+        # A run is to begin, and to draw numbers, as it would without this.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            made = copy.deepcopy(encoder)(map_stacked(stack, [space.sample() for _ in range(rows)]))
+    except Exception:  # it may need the device that it will be on; otherwise it says the same in the first rollout
+        return
+    came = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+    expected = [rows, encoder.out_features]
+    if came != expected:
+        raise ConfigurationError(
+            f"{field}: {name} has out_features={encoder.out_features}, but its forward made {came} of {rows} "
+            f"observations: expected {expected}"
+        )

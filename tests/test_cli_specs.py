@@ -1,0 +1,126 @@
+"""Class specs on the command line, in parts: `--model.network.init_args.width 64`."""
+
+import shlex
+import sys
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lightning_rl.cli import main
+
+ENCODER = f"{__name__}.Encoder"
+SGD = "torch.optim.SGD"
+
+
+class Encoder(nn.Module):
+    def __init__(self, space, width=256, bias=True):
+        super().__init__()
+        self.linear = nn.Linear(space.shape[0], width, bias)
+        self.out_features = width
+
+    def forward(self, observations):
+        return torch.relu(self.linear(observations))
+
+
+@pytest.fixture(autouse=True)
+def as_typed(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    return in_tmp_path
+
+
+def options(capsys, line: str) -> dict:
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", "--model=PPO", "--data.env_id=CartPole-v1", *shlex.split(line), "--print_config"])
+    assert exit_.value.code == 0
+    return yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "expected"),
+    [
+        (f"--model.network {ENCODER} --model.network.init_args.width 64", "network", (ENCODER, {"width": 64})),
+        (
+            f"--model.network.init_args.width 64 --model.network.class_path {ENCODER}",
+            "network",
+            (ENCODER, {"width": 64}),
+        ),
+        (
+            f"--model.init_args.network={ENCODER} --model.init_args.network.init_args.width=64 "
+            "--model.network.init_args.bias false",
+            "network",
+            (ENCODER, {"width": 64, "bias": False}),
+        ),
+        (
+            "--model.optimizer.class_path torch.optim.AdamW --model.optimizer.init_args.betas [0.8,0.9] "
+            "--model.optimizer.init_args.eps 1e-3 --model.optimizer.init_args.fused null",
+            "optimizer",
+            ("torch.optim.AdamW", {"betas": [0.8, 0.9], "eps": 0.001, "fused": None}),
+        ),
+        # The class by another name is another class: what the first one was given goes.
+        (
+            "--model.optimizer=torch.optim.Adam --model.optimizer.init_args.eps=0.1 --model.optimizer.init_args.foo 1 "
+            f"--model.optimizer.class_path {SGD} --model.optimizer.init_args.momentum 0.9",
+            "optimizer",
+            (SGD, {"momentum": 0.9}),
+        ),
+        # In one piece twice, which the parser cannot do by itself.
+        (
+            f"--model.optimizer '{{class_path: {SGD}, init_args: {{momentum: 0.9, dampening: 0.1}}}}' "
+            f"--model.optimizer '{{class_path: {SGD}, init_args: {{momentum: 0.8}}}}'",
+            "optimizer",
+            (SGD, {"momentum": 0.8}),
+        ),
+    ],
+)
+def test_a_class_and_its_arguments_are_given_one_by_one(capsys, line, name, expected):
+    made = options(capsys, line)
+    assert made[name] == dict(zip(("class_path", "init_args"), expected, strict=True))
+
+
+def test_one_argument_of_a_class_in_a_configuration_is_changed(capsys, in_tmp_path):
+    spec = {"class_path": SGD, "init_args": {"momentum": 0.9, "nesterov": True}}
+    (in_tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": spec}}}))
+    made = options(capsys, "--config mine.yaml --model.optimizer.init_args.momentum 0.5")
+    assert made["optimizer"] == {"class_path": SGD, "init_args": {"momentum": 0.5, "nesterov": True}}
+    made = options(capsys, "--config mine.yaml --model.optimizer torch.optim.Adam")
+    assert made["optimizer"] == "torch.optim.Adam"
+
+
+def test_leaves_of_an_observation_have_their_own(capsys):
+    made = options(
+        capsys,
+        f"--model.network.rest mlp --model.network.camera {ENCODER} --model.network.camera.init_args.width 64 "
+        f"--model.network.arm.0.class_path {ENCODER}",
+    )
+    assert made["network"] == {
+        "rest": "mlp",
+        "camera": {"class_path": ENCODER, "init_args": {"width": 64}},
+        "arm.0": {"class_path": ENCODER},
+    }
+
+
+def test_other_dicts_are_given_as_before(capsys):
+    made = options(capsys, "--model.memory.kind lstm --model.memory.hidden_size 8 --model.learning_rate.kind linear")
+    assert made["memory"] == {"kind": "lstm", "hidden_size": 8}
+    assert made["learning_rate"] == {"kind": "linear"}
+
+
+def test_the_model_is_made_of_them(in_tmp_path):
+    line = (
+        "fit --model PPO --data.env_id CartPole-v1 --data.num_envs 2 --data.rollout_length 16 --trainer.fast_dev_run 1 "
+        f"--trainer.accelerator cpu --model.network {ENCODER} --model.network.init_args.width 24 "
+        f"--model.optimizer {SGD} --model.optimizer.init_args.momentum 0.9"
+    )
+    cli = main(line.split())
+    assert cli.model.policy.actor_encoder.out_features == 24
+    assert cli.model.optimizer.param_groups[0]["momentum"] == 0.9
+
+
+def test_arguments_of_no_class_are_refused(capsys):
+    line = "fit --model PPO --data.env_id CartPole-v1 --model.optimizer.init_args.momentum 0.9"
+    with pytest.raises(SystemExit) as exit_:
+        main(line.split())
+    assert exit_.value.code == 1
+    assert "expected a dict with 'class_path'" in capsys.readouterr().err
