@@ -361,7 +361,13 @@ def test_an_interval_can_be_forced_once_at_a_step():
     assert ask(Counted(10), [0, 3, 3, 4, 4], force=True) == [3, 4]
     forced = Counted(10)
     ask(forced, [3, 4], force=True)
-    assert ask(forced, [10, 13, 14]) == [3, 4, 14], "it counts from there"
+    assert ask(forced, [10, 13, 14], start=4) == [3, 4, 14], "it counts from there"
+
+
+def test_an_interval_counts_anew_where_another_module_is_trained():
+    callback = Counted(10)
+    assert ask(callback, [30, 40]) == [30, 40]
+    assert ask(callback, [5, 10, 19, 20]) == [30, 40, 10, 20]
 
 
 def test_an_interval_acts_after_rollouts_and_counts_on_after_a_restart(tmp_path):

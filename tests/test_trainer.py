@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.tuner import Tuner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rl import A2C, PPO, EnvStepLimit, OnPolicyAlgorithm, Rollout, RolloutDataModule
+from lightning_rl import A2C, PPO, EnvStepLimit, OffPolicyPPG, OnPolicyAlgorithm, Rollout, RolloutDataModule
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     MemoryLogger,
@@ -369,6 +369,9 @@ def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
     model = make_model(data, num_minibatches=32, normalize_advantages="rollout")
     make_trainer().fit(model, data)
     assert model.losses["policy_loss"] != 0
+    off_policy = OffPolicyPPG(data.observation_space, data.action_space, batch_size=8, num_minibatches=8)
+    with pytest.raises(ConfigurationError, match="num_minibatches=8 is not valid: expected fewer, or normalize_adv"):
+        make_trainer().fit(off_policy, data)
 
 
 def test_hyper_parameters_are_logged_as_plain_data():

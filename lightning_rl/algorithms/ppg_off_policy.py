@@ -102,6 +102,7 @@ class OffPolicyPPG(PPG):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check what does not depend on the rollouts, whose steps are drawn one by one, and that all buffers fit."""
         super().check_run(trainer, None)
+        self.check_rows(self.batch_size * trainer.world_size)
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:

@@ -151,11 +151,19 @@ class PPO(OnPolicyAlgorithm):
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             num_rows = rollout_shape[0] * rollout_shape[1]
             check_minibatches(num_rows, self.num_minibatches, num_sequences)
-            of_one_row = self.normalizes_minibatches and num_rows * trainer.world_size == self.num_minibatches
-            expected = "fewer, or normalize_advantages: none: the normalised advantage of a single step is 0"
-            check(not of_one_row, "num_minibatches", self.num_minibatches, expected)
+            self.check_rows(num_rows * trainer.world_size)
         on_xla = trainer.strategy.root_device.type == "xla"
         check(not (self.compile_loss and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
+
+    def check_rows(self, num_rows: int) -> None:
+        """Raise where minibatches of so many rows of all ranks have nothing to learn.
+
+        Raises:
+            ConfigurationError: Each has a single one, and normalises its advantage.
+        """
+        of_one_row = self.normalizes_minibatches and num_rows == self.num_minibatches
+        expected = "fewer, or normalize_advantages: none: the normalised advantage of a single step is 0"
+        check(not of_one_row, "num_minibatches", self.num_minibatches, expected)
 
     def observe_loss(self, rollout: Rollout | Batch) -> None:
         """Compute the loss over a rollout as it is seen now, or over rows of one."""

@@ -68,9 +68,10 @@ class EnvStepInterval(Callback):
         self._last = state_dict["last"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin counting."""
-        if self._last is None:
-            self._last = int(pl_module.env_steps)  # type: ignore[arg-type]
+        """Begin counting, anew where another module is trained, or one that goes on from an earlier step."""
+        now = int(pl_module.env_steps)  # type: ignore[arg-type]
+        if self._last is None or self._last > now:
+            self._last = now
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         """Look at the clock after each rollout."""
