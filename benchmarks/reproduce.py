@@ -142,7 +142,7 @@ def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisode
     cli.datamodule.eval_episodes, cli.datamodule.eval_deterministic = episodes, True
     played = PlayedEpisodes()
     cli.trainer.callbacks.append(played)  # type: ignore[attr-defined]
-    cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=str(checkpoint), verbose=False, weights_only=True)
+    cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=str(checkpoint), verbose=False)
     return played
 
 
