@@ -22,7 +22,7 @@ _CALLERS = tuple(Path(file).parent for file in (__file__, gymnasium.__file__))
 
 
 def older_interface(method: str, name: str, why: object) -> str:
-    """Say that an environment has not the interface that is expected of it.
+    """Say that an environment does not have the interface that is expected of it.
 
     Args:
         method: `reset` or `step`.
@@ -30,8 +30,8 @@ def older_interface(method: str, name: str, why: object) -> str:
         why: How that was found out.
     """
     return (
-        f"has not the interface of Gymnasium 0.26 and later ({why}): expected of {name} a {_EXPECTED[method]}; the "
-        "package shimmy wraps environments of older versions"
+        f"does not have the interface of Gymnasium 0.26 and later ({why}): expected of {name} a {_EXPECTED[method]}; "
+        "the package shimmy wraps environments of older versions"
     )
 
 

@@ -63,7 +63,7 @@ def play(env_id="Given", **options):
         environments.close()
 
 
-OLD = r"environment 0 \(episode 0, seed \d+, step {}\) has not the interface of Gymnasium 0\.26 and later \({}\): .*{}"
+OLD = r"environment 0 \(episode 0, seed .*, step {}\) does not have the interface of Gymnasium 0\.26 .*\({}\): .*{}"
 
 
 @pytest.mark.parametrize("env_id", ["Given", "GivenLimited"])
