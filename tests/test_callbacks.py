@@ -467,8 +467,10 @@ def test_what_cannot_be_exported_or_written_is_refused_before_anything_is_traine
             trainer.fit(model, data)
         assert clock.rollouts == []
 
-    refused("cannot be exported to ONNX.*BetaHead", tmp_path / "policies", format="onnx")
-    refused("dirpath='.*file/policies' is not valid: expected a folder that can be written", tmp_path / "file/policies")
+    # Before that, some releases of PyTorch cannot trace them.
+    refused("cannot be exported.*(BetaHead|_standard_gamma)", tmp_path / "policies", format="onnx")
+    unwritable = "dirpath='.*file/policies' is not valid: expected a folder that can be written"
+    refused(unwritable, tmp_path / "file/policies", programs=["greedy"])
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
