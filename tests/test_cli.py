@@ -568,7 +568,7 @@ def test_an_error_says_where_the_options_are_listed(capsys, arguments, which):
 def test_steps_between_checkpoints_leave_the_best_one_and_a_monitor_does_not(capsys):
     every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
     cli = main(["fit", *SMALL, *every, "--max_env_steps=64"])
-    assert re.search(r"^  checkpoint:  .*/best-step=\d+\.ckpt$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^  checkpoint:  .*/best-step=\d+\.ckpt \(best", capsys.readouterr().out, re.MULTILINE)
     names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
     assert names == {"best-step", "last.ckpt", "step"}
     cli = main(["fit", *SMALL, *every, "--trainer.callbacks.monitor=rollout/episode_return", "--max_env_steps=64"])
