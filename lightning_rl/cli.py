@@ -257,9 +257,9 @@ class OnPolicyCLI(LightningCLI):
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of an interrupt
-            checkpoint = self._checkpoint_path(last=True)
-            if checkpoint is not None:
-                say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {checkpoint}")
+            if (chosen := self._checkpoint(last=True)) is not None:
+                path = relative(chosen.best_model_path)
+                say(f"Stopped. Go on with: lightning-rl fit --config {self._config_path()} --ckpt_path {path}")
             raise
 
     def after_fit(self) -> None:
@@ -282,10 +282,6 @@ class OnPolicyCLI(LightningCLI):
 
     def _config_path(self) -> str:
         return relative(Path(self.trainer.default_root_dir) / CONFIG)
-
-    def _checkpoint_path(self, last: bool) -> str | None:
-        chosen = self._checkpoint(last)
-        return None if chosen is None else relative(chosen.best_model_path)
 
     def _checkpoint(self, last: bool) -> ModelCheckpoint | None:
         """Return what has saved the best checkpoint, or the last one, as far as there is such a one."""

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -16,9 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head, plain_layer
 from lightning_rl.fast_layers import ActingLayers, ActsFast
 from lightning_rl.layers import HeadLinear
-from lightning_rl.masks import ActionMask
 from lightning_rl.memory import Memory
-from lightning_rl.nested import Nested, map_space, part_at
+from lightning_rl.nested import Nested, part_at
 from lightning_rl.networks import DiscreteEncoding, Network, plain_layers
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
@@ -212,35 +210,3 @@ def copy_to_cpu(policy: nn.Module) -> nn.Module:
     copies: dict[int, Any] = {id(x): x.detach().to("cpu", copy=True) for x in tensors}
     copies |= {id(x): nn.Parameter(copies[id(x)]) for x in policy.parameters()}
     return copy.deepcopy(policy, copies)
-
-
-def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype in which a rollout stores observations of `space`, a leaf of a nested one.
-
-    Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
-    """
-    assert space.dtype is not None
-    if not np.issubdtype(space.dtype, np.floating):
-        return np.dtype(space.dtype)
-    return np.dtype(np.float64 if parameter_dtype == torch.float64 else np.float32)
-
-
-def sampled_observations(
-    space: spaces.Space[Any], parameter_dtype: torch.dtype, num_rows: int, seed: int = 0
-) -> Nested:
-    """Return the same observation from a space several times, with masks that allow everything.
-
-    Args:
-        space: Of one environment.
-        parameter_dtype: Of the policy that they are for.
-        num_rows: How often.
-        seed: Which one.
-    """
-
-    def rows(leaf: spaces.Space[Any]) -> Tensor:
-        leaf = copy.deepcopy(leaf)  # a space has a generator
-        leaf.seed(seed)
-        row = np.asarray(leaf.sample()).astype(observation_dtype(leaf, parameter_dtype))
-        return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(leaf, ActionMask) else row] * num_rows))
-
-    return map_space(rows, space)

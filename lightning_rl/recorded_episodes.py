@@ -18,7 +18,7 @@ from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.evaluation import Episode
 from lightning_rl.minari_data import read_minari
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
-from lightning_rl.policy import observation_dtype
+from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ConfigurationError, check
 

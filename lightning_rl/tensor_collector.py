@@ -21,7 +21,7 @@ from lightning_rl.estimates import Finals, estimate
 from lightning_rl.fast_layers import frozen_layers
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.normalization import exact_dtype, frozen_moments
-from lightning_rl.policy import observation_dtype
+from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.profiling import ENVIRONMENT, POLICY, Profile, profiled
 from lightning_rl.rollout import EpisodeSummary, Rollout

@@ -29,6 +29,7 @@ LAYERS = [
         "shipped_configs",
     },
     {"curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
+    {"observation_tensors"},
     {
         "spaces",
         "networks",

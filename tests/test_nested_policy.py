@@ -204,7 +204,7 @@ def test_leaf_encoders_and_critic_only_parts_are_set_from_yaml_and_come_back_fro
     assert list(cli.model.policy.actor_encoder.inputs) == [":switch"]
     assert list(cli.model.policy.critic_encoder.inputs) == [":answer", ":switch"]
     assert cli.model.policy.actor_encoder.inputs[":switch"].out_features == embedding_size(2)
-    loaded = PPO.load_from_checkpoint(cli._checkpoint_path(last=True))
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints" / "last.ckpt")
     x = samples(cli.datamodule.observation_space)
     assert torch.equal(loaded.policy.value(x), cli.model.policy.value(x))
     assert torch.equal(loaded(x), cli.model(x))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
@@ -31,6 +32,7 @@ OWN_STATE = "own"
 """Where a record has what the environment itself returned as its state, which is left as it is."""
 
 _WORLD_SURVIVES = ("BipedalWalker",)  # Box2D's solver remembers contacts of earlier episodes
+_STATELESS = (OrderEnforcing, PassiveEnvChecker, MaskedEnvironment)
 _NUMBERS = frozenset((int, np.int64, np.int32))
 _RESET = None
 """In a log of actions: a reset that went on with what was before (a game between two lives)."""
@@ -44,6 +46,13 @@ def derive_seed(*path: int) -> int:
 def describe(index: int, episode: int, seed: int, step: int) -> str:
     """Say where an environment is, so that `reset(seed=seed)` and `step` actions lead there again."""
     return f"environment {index} (episode {episode}, seed {seed}, step {step})"
+
+
+def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
+    """Yield what is around an environment, the outermost first."""
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env
 
 
 class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -218,24 +227,14 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     @property
     def _time_limits(self) -> list[Any]:
         """Those around the environment as it is now: a subclass may put a new one in the place of one that failed."""
-        found, env = [], self.env
-        while isinstance(env, gymnasium.Wrapper):
-            found += [env] if isinstance(env, TimeLimit) else []
-            env = env.env
-        return found
+        return [wrapper for wrapper in _wrappers(self.env) if isinstance(wrapper, TimeLimit)]
 
     @staticmethod
     def _owns_all_state(env: gymnasium.Env[Any, Any]) -> bool:
         """Whether the environment gives its state, and no wrapper around it but time limits has any besides."""
-        while isinstance(env, gymnasium.Wrapper):
-            if not isinstance(env, TimeLimit) and type(env) not in (
-                OrderEnforcing,
-                PassiveEnvChecker,
-                MaskedEnvironment,
-            ):
-                return False
-            env = env.env
-        return hasattr(env, "state_dict") and hasattr(env, "load_state_dict")
+        own: Any = env.unwrapped
+        gives_it = hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
+        return gives_it and all(isinstance(one, TimeLimit) or type(one) in _STATELESS for one in _wrappers(env))
 
     def _begin_log(self) -> None:
         self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)

@@ -6,15 +6,15 @@ import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.nested import map_stacked, space_leaves
+from lightning_rl.nested import space_leaves
 from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image, network_for_image
 from lightning_rl.networks.inputs import DiscreteEncoding
 from lightning_rl.networks.mlp import MLPEncoder
+from lightning_rl.observation_tensors import sampled_observations
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 
 # Not `dict[str, Any]`: a parser of configurations would make objects of the class specs of leaves.
@@ -135,18 +135,11 @@ def _check_width(field: str, name: str, encoder: nn.Module, space: spaces.Space[
     Raises:
         ConfigurationError: Says what was to come, and what came.
     """
-    space = copy.deepcopy(space)  # whose generator may be the user's
-    space.seed(0)
     dtype = next((x.dtype for x in encoder.parameters()), torch.get_default_dtype())
-
-    def stack(xs: list[Any]) -> Tensor:
-        x = torch.from_numpy(np.stack(xs))
-        return x.to(dtype) if x.is_floating_point() else x
-
     try:
         # A run is to begin, and to draw numbers, as it would without this.
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            made = copy.deepcopy(encoder)(map_stacked(stack, [space.sample() for _ in range(rows)]))
+            made = copy.deepcopy(encoder)(sampled_observations(space, dtype, rows))
     except Exception:  # it may need the device that it will be on; otherwise it says the same in the first rollout
         return
     came = list(made.shape) if isinstance(made, Tensor) else type(made).__name__

@@ -17,7 +17,6 @@ from tests.helpers import (
     PIXELS,
     VECTOR,
     FixedRollouts,
-    Recorder,
     make_data,
     make_trainer,
     parameters_of,
@@ -106,24 +105,25 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
         torch.testing.assert_close(now.detach().expand_as(then), then, rtol=1e-4, atol=1e-5)
 
 
-def test_a_memory_that_is_left_out_of_checkpoints_is_empty_after_them(tmp_path):
-    for kept, expected in ((True, 4), (False, 0)):
+@pytest.mark.parametrize("same_objects", [False, True])
+@pytest.mark.parametrize(("kept", "expected"), [(True, 4), (False, 0)])
+def test_a_memory_that_is_left_out_of_checkpoints_is_empty_after_them(tmp_path, kept, expected, same_objects):
+    model = make(CLEAR, replay_in_checkpoint=kept)
+    loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
+    trainer = make_trainer(precision="64-true")
+    trainer.fit(model, loader)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    if same_objects:
+        make_trainer(precision="64-true").fit(model, loader)  # later ones, which the checkpoint knows nothing of
+        assert len(model.kept) == 8
+    else:
         model = make(CLEAR, replay_in_checkpoint=kept)
-        loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
-        trainer = make_trainer(precision="64-true")
-        trainer.fit(model, loader)
-        trainer.save_checkpoint(tmp_path / "one.ckpt")
-        resumed = make(CLEAR, replay_in_checkpoint=kept)
-        counts: list[int] = []
-
-        class Count(Recorder):
-            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                counts.append(len(pl_module.kept))  # noqa: B023 - called in this turn of the loop
-
-        make_trainer(precision="64-true", max_epochs=2, callbacks=[Count()]).fit(
-            resumed, FixedRollouts(loader.rollouts, resumed), ckpt_path=tmp_path / "one.ckpt"
-        )
-        assert counts == [expected]
+        loader = FixedRollouts(loader.rollouts, model)
+    counts: list[int] = []
+    callback = LambdaCallback(on_train_batch_start=lambda _, module, *args: counts.append(len(module.kept)))
+    resuming = make_trainer(precision="64-true", max_epochs=2, callbacks=[callback])
+    resuming.fit(model, loader, ckpt_path=tmp_path / "one.ckpt")
+    assert counts == [expected]
 
 
 def test_a_rollout_of_another_length_begins_the_memory_anew():
@@ -197,19 +197,3 @@ def test_the_value_that_is_cloned_is_the_learners_as_the_policy_is():
     earlier, then = model.kept.take(order)
     for own, expected in ((earlier.values, values), (then["old_distribution"], distribution.parameters())):
         torch.testing.assert_close(own[rollout.valid], expected[rollout.valid], rtol=1e-12, atol=1e-12)
-
-
-def test_a_memory_that_is_left_out_of_checkpoints_is_empty_where_the_same_objects_go_on_from_one(tmp_path):
-    for kept, expected in ((True, 4), (False, 0)):
-        model = make(CLEAR, replay_in_checkpoint=kept)
-        loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
-        trainer = make_trainer(precision="64-true")
-        trainer.fit(model, loader)
-        trainer.save_checkpoint(tmp_path / "one.ckpt")
-        make_trainer(precision="64-true").fit(model, loader)  # later ones, which the checkpoint knows nothing of
-        assert len(model.kept) == 8
-        counts: list[int] = []
-        callback = LambdaCallback(on_train_batch_start=lambda _, module, *args: counts.append(len(module.kept)))  # noqa: B023
-        resuming = make_trainer(precision="64-true", max_epochs=2, callbacks=[callback])
-        resuming.fit(model, loader, ckpt_path=tmp_path / "one.ckpt")
-        assert counts == [expected]
