@@ -1,5 +1,6 @@
 """One thread for every test: the networks are small, and results must not depend on the machine."""
 
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -21,6 +22,12 @@ def no_seed_of_another_test():
     yield
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def lightning_tells_caplog(monkeypatch):
+    """Lightning keeps what it logs to itself where it is imported before pytest listens, as pytest 8 has it."""
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
 
 
 @pytest.fixture
