@@ -181,18 +181,25 @@ def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
         make_trainer(max_epochs=2).fit(model, data)
     told = [str(w.message) for w in caught if "action components" in str(w.message)]
     assert len(told) == 1
-    assert "action_distribution='squashed_gaussian'" in told[0]
+    assert "set action_distribution to 'squashed_gaussian' or 'beta', which" in told[0]
 
 
 def test_a_small_share_is_not_warned_of() -> None:
-    watch = SaturationWatch()
+    watch, space = SaturationWatch(), spaces.Box(-1, 1, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.tell(0.1, 100)
-        watch.tell(0.9, 9)
-        watch.tell(None, 100)
+        watch.tell(0.1, 100, space)
+        watch.tell(0.9, 9, space)
+        watch.tell(None, 100, space)
     with pytest.warns(UserWarning, match="11% of the action components in rollout 100"):
-        watch.tell(0.11, 100)
+        watch.tell(0.11, 100, space)
+
+
+def test_of_nested_actions_the_warning_names_the_parts_whose_distribution_to_set() -> None:
+    space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
+    with pytest.warns(UserWarning, match="action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
+        SaturationWatch().tell(0.5, 10, space)
+    ActorCritic(spaces.Box(-1, 1, (1,)), space, action_distribution={"1": "squashed_gaussian"})  # as it says
 
 
 def test_rollout_copies_and_moves_nested_actions() -> None:

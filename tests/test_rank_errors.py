@@ -11,7 +11,10 @@ import pytest
 from tests.programs import Program
 
 ROOT = Path(__file__).parents[1]
-NOISE = r"Seed set to|\[rank: 1\] Seed set|[GTH]PU available|Initializing distributed|distributed_backend=|All dist|---|\[Gloo\] Rank"
+NOISE = (
+    r"Seed set to|\[rank: 1\] Seed set|[GTH]PU available|Initializing distributed|distributed_backend=|All dist|---"
+    r"|\[Gloo\] Rank"
+)
 
 
 def run(folder: Path, how: str, rank: int, *arguments: str) -> tuple[int, list[str]]:

@@ -42,7 +42,27 @@ def fit(**options: Any) -> tuple[Trainer, PPO, RolloutDataModule]:
     return trainer, model, data
 
 
+class Uncounted(PPO):
+    """Learns from rollouts without telling the clock."""
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        self.targets(rollout)
+
+
 # ---------------------------------------------------------------------- loops and limits
+
+
+def test_a_step_that_does_not_count_its_rollout_ends_the_run():
+    data = make_data()
+    trainer = make_trainer(max_epochs=-1, callbacks=[EnvStepLimit(64)])  # the limit would never be reached
+    with pytest.raises(RuntimeError, match=r"Uncounted.training_step .* within `with self.learning\(rollout\):`"):
+        trainer.fit(Uncounted(data.observation_space, data.action_space), data)
+
+
+def test_a_loader_of_anything_but_rollouts_is_refused():
+    data = make_data()
+    with pytest.raises(ConfigurationError, match="the train loader yields Tensor: expected rollouts"):
+        make_trainer(limit_val_batches=0).fit(make_model(data), torch.utils.data.DataLoader(torch.zeros(4, 2)))
 
 
 def test_test_and_predict_play_the_same_episodes_and_validation_others():

@@ -331,7 +331,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             for replay in self.replays.values():
                 replay.commit()
             self._forget_normalizers()
-        self._saturation.tell(means.get("action_saturation"), self.policy_version)
+        self._saturation.tell(means.get("action_saturation"), self.policy_version, self.action_space)
         if self.max_skipped_updates:
             means = means | {"skipped_updates": float(bool(not_finite))}
         means = means | rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}

@@ -23,6 +23,7 @@ from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policy import check_modes_agree
+from lightning_rl.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate
@@ -47,6 +48,7 @@ class Hooks(Reports):
         self._scheduled = ScheduledOptions()
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
+        self._version_before = -1
 
     def default_optimizer(self) -> ClassSpec:
         """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
@@ -166,6 +168,30 @@ class Hooks(Reports):
         self._restored_plan = None
         is_known = self._planned_env_steps is not None
         self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
+        """Refuse a batch that is no rollout.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
+        if not isinstance(batch, Rollout):
+            raise ConfigurationError(
+                f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
+            )
+        self._version_before = self.policy_version
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Refuse to go on where the clock stands still: nothing would ever end the run.
+
+        Raises:
+            RuntimeError: `training_step` has learned from the rollout outside of `learning`, or not at all.
+        """
+        if self.policy_version == self._version_before:
+            raise RuntimeError(
+                f"{type(self).__name__}.training_step has not counted the rollout, so that the clock stands still: "
+                "expected its updates within `with self.learning(rollout):`"
+            )
 
     def _restore_this_rank(self) -> None:
         """Seed or restore the random generators; take over what the rank kept and has not logged."""

@@ -153,7 +153,7 @@ class OffPolicyPPG(PPG):
             for name, x in samples.items()
         }
         self.diagnostics.observe(**ages)
-        for epoch in range(max(self.num_epochs, self.num_value_epochs)):
+        for epoch in range(self.num_passes):
             half = self._half(epoch)
             parts = [self.minibatches(samples[name], self.num_minibatches) for name in ("policy", "value")]
             for policy_part, value_part in zip(*parts, strict=True):

@@ -74,7 +74,7 @@ class PPO(OnPolicyAlgorithm):
         compile_loss: Compile what is computed for each row, from log-probabilities and values on, by `torch.compile`.
             The first update then waits for the compiler, and needs one; see docs/algorithms/ppo.md.
         critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
-            what is the critic's alone, so that the policy stays what it was loaded as.
+            what is the critic's alone, so that the policy stays what it was loaded as; in `num_value_epochs` passes.
         overlapped: Learn from rollouts of earlier versions of the policy too, those of asynchronous actors
             (`num_actors` of the data): V-trace makes advantages and returns from the current values, with the
             importance weights of the policy at the beginning of the updates, bounded by 1, and the ratio that is
@@ -162,7 +162,8 @@ class PPO(OnPolicyAlgorithm):
             ConfigurationError: Each has a single one, and normalises its advantage.
         """
         of_one_row = self.normalizes_minibatches and num_rows == self.num_minibatches
-        expected = "fewer, or normalize_advantages: none: the normalised advantage of a single step is 0"
+        remedy = "fewer" if num_rows > 1 else "a rollout of more steps (num_envs, rollout_length)"
+        expected = f"{remedy}, or normalize_advantages: none: the normalised advantage of a single step is 0"
         check(not of_one_row, "num_minibatches", self.num_minibatches, expected)
 
     def observe_loss(self, rollout: Rollout | Batch) -> None:
@@ -173,6 +174,11 @@ class PPO(OnPolicyAlgorithm):
     def is_warming_up(self) -> bool:
         """Whether only the value is learned yet."""
         return self.env_steps < self.critic_warmup_steps
+
+    @property
+    def num_passes(self) -> int:
+        """How many passes the updates from a rollout make: of the policy's loss, of that of the value, or of both."""
+        return self.num_value_epochs if self.is_warming_up else max(self.num_epochs, self.num_value_epochs)
 
     @property
     def normalizes_minibatches(self) -> bool:
@@ -213,7 +219,7 @@ class PPO(OnPolicyAlgorithm):
             batch: What `targets` made of it.
         """
         batch = self.whole(batch)
-        num_passes = max(self.num_epochs, self.num_value_epochs)
+        num_passes = self.num_passes
         fast_loss = FastLoss.of(self)
         loss: Tensor | KnownGradients | None
         for epoch in range(num_passes):
@@ -334,9 +340,7 @@ class PPO(OnPolicyAlgorithm):
 
     def _half(self, epoch: int) -> Half | None:
         """Return the half of the network that a pass is about; None: both."""
-        if self.is_warming_up:
-            return "critic"
-        if epoch >= self.num_epochs:
+        if self.is_warming_up or epoch >= self.num_epochs:
             return "critic"
         return "actor" if epoch >= self.num_value_epochs else None
 

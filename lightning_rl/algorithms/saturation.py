@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.nested import map_leaves
+from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.rollout import Rollout
 
 _MOST = 0.1
@@ -33,14 +34,16 @@ class SaturationWatch:
         share: Tensor | None = policy.saturation(actions if valid is None else map_leaves(lambda x: x[valid], actions))
         return share
 
-    def tell(self, share: float | None, num_rollouts: int) -> None:
+    def tell(self, share: float | None, num_rollouts: int, action_space: spaces.Space[Any]) -> None:
         """Warn once if, after the first rollouts, more than a tenth is clipped."""
         if share is None or share <= _MOST or num_rollouts < _FIRST_ROLLOUTS or self._told:
             return
         self._told = True
+        parts = [path for path, leaf in space_leaves(action_space).items() if path and isinstance(leaf, spaces.Box)]
+        where = f" for {', '.join(map(repr, parts))}" if parts else ""
         rank_zero_warn(
             f"{share:.0%} of the action components in rollout {num_rollouts} lie outside the bounds of the space and "
             "were clipped by the environment, so that different actions do the same: lower initial_log_std, or set "
-            "action_distribution='squashed_gaussian' or 'beta', which need finite bounds. train/action_saturation has "
-            "the share"
+            f"action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
+            "train/action_saturation has the share"
         )

@@ -59,6 +59,20 @@ def not_negative(**numbers: Tensor | float | None) -> None:
             raise ValueError(f"{name} is {number}, expected a number >= 0")
 
 
+def above_one(**numbers: float | None) -> None:
+    """Raise if a number is not above 1.
+
+    Args:
+        **numbers: The numbers by the names to call them in the error.
+
+    Raises:
+        ValueError: If a number is 1 or below, or NaN.
+    """
+    for name, number in numbers.items():
+        if number is not None and not number > 1:
+            raise ValueError(f"{name} is {number}, expected a number > 1")
+
+
 def clip_range(like: Tensor, clip_range: Tensor | float) -> None:
     """Raise unless `clip_range` is a number >= 0 or a tensor that broadcasts to `like`.
 

@@ -340,7 +340,7 @@ def dual_clipped_surrogate_loss(
         The loss of each step, in the shape of `log_ratios`.
 
     Raises:
-        ValueError: If the shapes do not fit, or a range or `dual_clip` is negative.
+        ValueError: If the shapes do not fit, a range is negative, or `dual_clip` is not above 1.
 
     Example:
         >>> log_ratios, advantages = torch.tensor([1.5, 0.5, 5.0]).log(), torch.tensor([2.0, -2.0, -2.0])
@@ -350,7 +350,7 @@ def dual_clipped_surrogate_loss(
     check.same_shape(log_ratios=log_ratios, advantages=advantages)
     check.clip_range(log_ratios, clip_range_low)
     check.clip_range(log_ratios, clip_range_high)
-    check.not_negative(dual_clip=dual_clip)
+    check.above_one(dual_clip=dual_clip)
     losses = _clipped_surrogate_loss(log_ratios, advantages, clip_range_low, clip_range_high)
     if dual_clip is None:
         return losses

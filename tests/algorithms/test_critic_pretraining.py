@@ -149,6 +149,16 @@ def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
     assert ["policy_loss" in row for row in watch.rows] == [False, False, True]
 
 
+@pytest.mark.parametrize(("passes", "expected"), [(1, [2, 6]), (None, [6, 6]), (5, [10, 10])])
+def test_while_the_critic_warms_up_there_are_the_passes_of_its_loss(passes, expected):
+    data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=2)
+    options = {"num_epochs": 3, "num_value_epochs": passes, "num_minibatches": 2, "critic_warmup_steps": 1}
+    recorder = Recorder("diagnostics")
+    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert [int(diagnostics.num_updates) for diagnostics in recorder.column("diagnostics")] == expected
+
+
 @pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
 @pytest.mark.parametrize("architecture", ["dual", "detached"])
 def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architecture):

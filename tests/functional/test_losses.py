@@ -210,7 +210,13 @@ def test_huber_loss_is_squared_up_to_delta_and_straight_from_there() -> None:
     close(huber_value_loss(values, targets, 3.0), value_loss(values, targets).tolist())
 
 
-@pytest.mark.parametrize("options", [(-0.1, 0.2), (0.2, -0.1), (0.2, 0.2, -1.0)])
+@pytest.mark.parametrize("dual_clip", [-1.0, 0.5, 1.0, float("nan")])
+def test_a_dual_clip_of_1_or_below_is_refused(dual_clip: float) -> None:
+    with pytest.raises(ValueError, match=r"dual_clip is .*, expected a number > 1"):
+        dual_clipped_surrogate_loss(torch.zeros(2), torch.ones(2), 0.2, 0.2, dual_clip)
+
+
+@pytest.mark.parametrize("options", [(-0.1, 0.2), (0.2, -0.1)])
 def test_negative_ranges_are_refused(options: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected a number >= 0"):
         dual_clipped_surrogate_loss(torch.zeros(2), torch.zeros(2), *options)
