@@ -229,7 +229,7 @@ class PPO(OnPolicyAlgorithm):
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
                 loss = None if fast_loss is None or only is not None else fast_loss(minibatch)
-                if loss is None:
+                if loss is None:  # a subclass may have a `loss` that knows of no halves
                     loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
                 self.optimize(loss, only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
