@@ -32,8 +32,8 @@ several, else over the **episodes** of the only one, which says nothing about an
 over seeds, on two cores that others used as well, so the CPU time of the training stands beside it. `reached` means
 that every seed is at the goal of [`benchmarks/goals.json`](../benchmarks/goals.json) or above; `not reached` that one
 is not; `stopped` that the run would take hours or days here and was ended after the steps that are named: its score is
-of then, and its time lets you tell how long the whole takes. A goal is not always the published score: that stands
-beside it.
+of then, and its time lets you tell how long the whole takes; `not run` that it is for several GPUs, which were not
+there. A goal is not always the published score: that stands beside it.
 
 """
 

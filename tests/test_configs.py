@@ -73,6 +73,8 @@ def need_extra(data: dict) -> None:
         pytest.importorskip("envpool")
     if data["env_id"] == "Taxi-v4" and "Taxi-v4" not in gymnasium.registry:
         pytest.skip("Taxi-v4 came with Gymnasium 1.3")
+    if data["env_id"].startswith("MiniGrid") and tuple(map(int, gymnasium.__version__.split(".")[:2])) < (1, 4):
+        pytest.skip("DtypeObservation takes the name of a dtype since Gymnasium 1.4")
     if data["env_id"].startswith("Starpilot") and not has_procgen():
         pytest.skip("Procgen needs Qt 5")
 
