@@ -139,7 +139,7 @@ def test_a_program_that_forgets_its_workers_ends_with_them():
         "import sys; sys.exit(3)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=30).returncode == 3
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 3
 
 
 def test_slurm_sends_its_signal_to_the_workers_too_and_the_requeued_job_goes_on(monkeypatch):
