@@ -33,6 +33,7 @@ class RestartingEpisodes(SeededEpisodes):
         make: Makes the environment.
         index: Its place among the environments of this process, for error messages.
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
+        evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`: it failed again after `MAX_RESTARTS_IN_A_ROW` restarts between which
@@ -40,9 +41,13 @@ class RestartingEpisodes(SeededEpisodes):
     """
 
     def __init__(
-        self, make: Callable[[], gymnasium.Env[Any, Any]], index: int = 0, first_options: dict[str, Any] | None = None
+        self,
+        make: Callable[[], gymnasium.Env[Any, Any]],
+        index: int = 0,
+        first_options: dict[str, Any] | None = None,
+        evaluation: bool = False,
     ) -> None:
-        super().__init__(make(), index, first_options)
+        super().__init__(make(), index, first_options, evaluation)
         self._make = make
         self._restarts_in_a_row = 0
 

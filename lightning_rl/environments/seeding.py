@@ -43,9 +43,14 @@ def derive_seed(*path: int) -> int:
     return int(np.random.SeedSequence(path[0], spawn_key=path[1:]).generate_state(1)[0] >> 1)
 
 
-def describe(index: int, episode: int, seed: int, step: int) -> str:
+def role_prefix(evaluation: bool) -> str:
+    """Return what messages tell environments of evaluation by: those of training have the same indices."""
+    return "evaluation " if evaluation else ""
+
+
+def describe(index: int, episode: int, seed: int, step: int, evaluation: bool = False) -> str:
     """Say where an environment is, so that `reset(seed=seed)` and `step` actions lead there again."""
-    return f"environment {index} (episode {episode}, seed {seed}, step {step})"
+    return f"{role_prefix(evaluation)}environment {index} (episode {episode}, seed {seed}, step {step})"
 
 
 def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
@@ -72,6 +77,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         env: The environment.
         index: Its place among the environments of this process, for error messages.
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
+        evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`: the environment raised, has the interface of before Gymnasium 0.26,
@@ -80,11 +86,16 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(
-        self, env: gymnasium.Env[Any, Any], index: int = 0, first_options: dict[str, Any] | None = None
+        self,
+        env: gymnasium.Env[Any, Any],
+        index: int = 0,
+        first_options: dict[str, Any] | None = None,
+        evaluation: bool = False,
     ) -> None:
         super().__init__(env)
         self.index = index
         self.first_options = first_options
+        self.evaluation = evaluation
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
@@ -288,5 +299,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
 
     def _complain(self, what: str) -> EnvironmentFailure:
-        label = describe(self.index, self.episode, derive_seed(self.stream_seed, self.episode), self.step_count)
+        seed = derive_seed(self.stream_seed, self.episode)
+        label = describe(self.index, self.episode, seed, self.step_count, self.evaluation)
         return EnvironmentFailure(f"{label} {what}")
