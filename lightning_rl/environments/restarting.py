@@ -25,9 +25,9 @@ whether that was in a step, which has no outcome then, and which episode of the 
 class RestartingEpisodes(SeededEpisodes):
     """Seeded episodes of an environment that is replaced when it fails; the stream goes on with its next episode.
 
-    To raise, to return an observation of the wrong shape, a reward that is not a number, NaN or infinity is to fail. A
-    step that failed returns the first observation of the new episode, a reward of 0 and no end of an episode; `info`
-    says what happened. The next episode has another seed, so a failure that the seed brings about does not come again.
+    To raise, and to return NaN, infinity or anything that `SeededEpisodes` complains of, is to fail. A step that failed
+    returns the first observation of the new episode, a reward of 0 and no end of an episode; `info` says what happened.
+    The next episode has another seed, so a failure that the seed brings about does not come again.
 
     Args:
         make: Makes the environment.

@@ -205,12 +205,12 @@ def test_wrong_shape_from_a_reset_is_named(backend):
 
 
 def test_what_a_worker_cannot_send_is_named():
-    """Raised outside the environment: what it returned has the right shape but is not even made of numbers."""
-    environments = make_batch("Probe/Words-v0", backend="async")
+    """Raised outside the environment: a process cannot be given a generator."""
+    environments = make_batch("Probe/Unsendable-v0", backend="async")
     environments.reset()
     with pytest.raises(
         EnvironmentFailure,
-        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: ValueError: could not",
+        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: TypeError: cannot pickle",
     ):
         environments.step(np.zeros(1, np.int64))
     environments.close()
