@@ -171,11 +171,11 @@ class Failing(Counter):
         return observation, reward
 
 
-class Words(Counter):
-    """A counter that returns words instead of numbers, the right number of them, from its first step."""
+class Unsendable(Counter):
+    """A counter whose steps have something in `info` that no other process can be given."""
 
     def step(self, action: Any):
-        return np.array(["one", "two"]), *super().step(action)[1:]
+        return *super().step(action)[:-1], {"rest": (x for x in ())}
 
 
 class Tape(NamedTuple):
@@ -309,7 +309,7 @@ class RepeatFirst(gymnasium.Env[np.ndarray, int]):
         return np.zeros(2, np.float32), reward, self.steps == self.length, False, {}
 
 
-for probe in (Counter, Random, Fragile, Failing, Words, Replay, Space, Aim, RepeatFirst):
+for probe in (Counter, Random, Fragile, Failing, Unsendable, Replay, Space, Aim, RepeatFirst):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

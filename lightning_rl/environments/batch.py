@@ -21,6 +21,7 @@ from lightning_rl.environments.records import for_seeds, recorded, restore, to_a
 from lightning_rl.environments.repeat import FRAMES, REPEATS
 from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
 from lightning_rl.environments.restarting_workers import RestartingProcesses
+from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.vector_history import IDLE
 from lightning_rl.environments.workers import WorkerFailure
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
@@ -71,6 +72,7 @@ class EnvironmentBatch:
             which was given its seeds when it was made.
         frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
         learned_repeats: Whether the policy chooses how often actions are taken.
+        evaluation: Whether these are environments of evaluation, for error messages.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
@@ -83,6 +85,7 @@ class EnvironmentBatch:
         reset_seed: list[int] | Array | int | None,
         frames_per_step: int = 1,
         learned_repeats: bool = False,
+        evaluation: bool = False,
     ) -> None:
         self.env = env
         self.frames_per_step = frames_per_step
@@ -90,7 +93,8 @@ class EnvironmentBatch:
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
-        self._places = Places(seeds, reset_seed)
+        self._places = Places(seeds, reset_seed, evaluation)
+        self._role = role_prefix(evaluation)
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
         space = self.single_observation_space
@@ -102,7 +106,7 @@ class EnvironmentBatch:
         self._failures: list[str] = []
         base = getattr(env, "unwrapped", env)
         if isinstance(base, RestartingProcesses):
-            base.where = self._places.where
+            base.places = self._places
         # Which environments the next step only resets; None: none of them.
         self._resets_next: Array | None = None
 
@@ -298,7 +302,7 @@ class EnvironmentBatch:
             raise error
         if not isinstance(error, WorkerFailure):
             what = f"{type(error).__name__}: {error}"
-            raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
+            raise EnvironmentFailure(f"the {self._role}environments raised in {where}: {what}") from error
         failure = EnvironmentFailure(f"{self._places.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
             failure.add_note(note)

@@ -1,8 +1,10 @@
-"""What environments return, held to Gymnasium's interface and to their own spaces where that costs nothing."""
+"""What environments return, held to Gymnasium's interface and to their own spaces."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import reprlib
 import traceback
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+
+from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
+
+Array = np.ndarray[Any, Any]
 
 _EXPECTED = {
     "reset": "reset(*, seed=None, options=None) that returns two values, (observation, info)",
@@ -19,6 +25,10 @@ _UNPACKED = re.compile(r"values to unpack|cannot unpack")
 _NO_KEYWORD = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
 # Those who take apart what an environment returns.
 _CALLERS = tuple(Path(file).parent for file in (__file__, gymnasium.__file__))
+
+
+class Unexpected(Exception):
+    """What an environment returned is not what its interface, or its space, says; the message says what it is."""
 
 
 def older_interface(method: str, name: str, why: object) -> str:
@@ -47,27 +57,130 @@ def tells_of_older_interface(error: Exception) -> bool:
     )
 
 
+def to_number(reward: Any) -> float:  # noqa: ANN401 - whatever an environment returns
+    """Return a reward as a Python number.
+
+    Raises:
+        Unexpected: It is none, or more than one.
+    """
+    with contextlib.suppress(TypeError, ValueError):
+        if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
+            return float(reward)
+    raise Unexpected(f"returned reward {reward!r}: expected a number")
+
+
+def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
+    """Return `terminated` or `truncated` as Python's boolean.
+
+    Raises:
+        Unexpected: It is no boolean, no integer 0 or 1, and no array or tensor of such a one without dimensions.
+    """
+    plain = flag.item() if getattr(flag, "ndim", None) == 0 else flag
+    if isinstance(plain, int) and plain in (0, 1):
+        return bool(plain)
+    raise Unexpected(f"returned {name} {reprlib.repr(flag)}: expected True or False")
+
+
+def check_info(info: Any) -> None:  # noqa: ANN401
+    """Raise `Unexpected` if `info` is no dict."""
+    if not isinstance(info, dict):
+        raise Unexpected(f"returned info {reprlib.repr(info)}: expected a dict")
+
+
+class ObservationForm:
+    """The structure, shapes and types that observations of a space have.
+
+    Args:
+        space: Of one environment.
+
+    Attributes:
+        paths: Of the leaves, nested as observations are.
+        leaves: Their spaces by path.
+    """
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.paths = nested_paths(space)
+        self.leaves = space_leaves(space)
+        self._space = space
+
+    def fit(self, observation: Any) -> Nested:  # noqa: ANN401
+        """Return an observation in this form.
+
+        Args:
+            observation: Whatever an environment returned.
+
+        Returns:
+            Its leaves; those of a type that not every backend would take are converted to the type of their space.
+            Floating-point numbers of another width, which all take, are left as they are.
+
+        Raises:
+            Unexpected: The structure, or the shape of a leaf, is another; or a leaf has no numbers, or such as lose by
+                becoming what their space has.
+        """
+        try:
+            return map_leaves(self._fit_leaf, self.paths, observation)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Unexpected(
+                f"returned an observation of another structure than its space has ({type(error).__name__}: {error}): "
+                f"expected one in {self._space}"
+            ) from None
+
+    def _fit_leaf(self, path: str, x: Any) -> Any:  # noqa: ANN401
+        name, space = f"an observation {path}".rstrip(), self.leaves[path]
+        try:
+            given = np.asarray(x)
+        except ValueError:  # rows of different lengths
+            raise Unexpected(f"returned {name} of shape unknown: expected {space.shape}") from None
+        except (TypeError, RuntimeError) as error:  # a tensor of a GPU, or one with a gradient
+            raise Unexpected(f"returned {name} that is no array ({type(error).__name__}: {error})") from None
+        if given.shape != space.shape:
+            raise Unexpected(f"returned {name} of shape {given.shape}: expected {space.shape}")
+        wanted: Any = space.dtype
+        if given.dtype == wanted or (given.dtype.kind == "f" and wanted.kind == "f"):
+            return x
+        try:
+            return stored(given, wanted)
+        except Unexpected as error:
+            raise Unexpected(f"returned {name} {error}") from None
+
+
+def stored(given: Array, dtype: np.dtype[Any]) -> Array:
+    """Return numbers as those of another type.
+
+    Raises:
+        Unexpected: They are no numbers, or are integers or bits of `dtype` only with a loss. What floating-point
+            numbers round is none.
+    """
+    no_numbers = Unexpected(f"of {given.dtype}: expected {dtype}")
+    if given.dtype.kind not in "biufO":
+        raise no_numbers
+    try:
+        with np.errstate(invalid="ignore"):  # NaN, which is none of the integers
+            result: Array = given.astype(dtype)
+    except (TypeError, ValueError, OverflowError):  # of objects
+        raise no_numbers from None
+    if dtype.kind in "biu" and not np.array_equal(result, given):
+        raise Unexpected(f"of {given.dtype}, which loses by becoming {dtype}: expected {dtype}")
+    return result
+
+
 def misfit(space: spaces.Space[Any], x: Any) -> tuple[str, bool] | None:  # noqa: ANN401 - whatever was observed
-    """Say what of an observation does not fit the space of its leaf, None if nothing.
+    """Say which number of an observation is outside of the bounds of its leaf's space, None if none is.
 
     Returns:
         What is wrong, and whether that cannot be learned from. Numbers outside of a `Box` can.
     """
-    given = np.asarray(x)
     low, high = _bounds(space)
-    if low is None or given.dtype.kind not in "biuf":
+    if low is None:
         return None
-    with np.errstate(invalid="ignore"):  # NaN, which has an error of its own
-        stored = given.astype(space.dtype)
-    if stored.dtype.kind in "iu" and not np.array_equal(stored, given):
-        return f"of {given.dtype}, which loses by becoming {stored.dtype}: expected {stored.dtype}", True
-    outside = np.argwhere((stored < low) | (stored > high))
+    rounded = np.asarray(x).astype(space.dtype)
+    outside = np.argwhere((rounded < low) | (rounded > high))
     if not len(outside):
         return None
     place = tuple(int(i) for i in outside[0])
     entry = f" (entry {', '.join(map(str, place))})" if place else ""
-    bounds = [np.broadcast_to(bound, stored.shape)[place] for bound in (low, high)]
-    return f"{entry} {stored[place]}: expected {bounds[0]} to {bounds[1]}".strip(), not isinstance(space, spaces.Box)
+    bounds = [np.broadcast_to(bound, rounded.shape)[place] for bound in (low, high)]
+    return f"{entry} {rounded[place]}: expected {bounds[0]} to {bounds[1]}".strip(), not isinstance(space, spaces.Box)
 
 
 def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:

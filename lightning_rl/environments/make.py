@@ -27,7 +27,7 @@ from lightning_rl.environments.repeat import ActionRepeat, LearnedActionRepeat, 
 from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.rewards import RewardTransform
-from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.seeding import SeededEpisodes, role_prefix
 from lightning_rl.environments.spec import EnvironmentSpec
 from lightning_rl.environments.tensors import AsArrays, TensorEnvironments
 from lightning_rl.environments.vectorised import explained, limited, make_envpool, make_native
@@ -80,9 +80,10 @@ def make_environments(
         try:
             env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT)
         except WorkerFailure as error:
-            raise EnvironmentFailure(f"{error}, before its first step") from error
+            raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     repeats = spec.options.learned_action_repeat is not None
-    return EnvironmentBatch(_wrap_vector(env, vector_wrappers), seeds, seeds, _frames_per_step(spec, atari), repeats)
+    env = _wrap_vector(env, vector_wrappers)
+    return EnvironmentBatch(env, seeds, seeds, _frames_per_step(spec, atari), repeats, spec.evaluation)
 
 
 def _vectorised(
@@ -100,7 +101,7 @@ def _vectorised(
             return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
     env = spec.options.wrap_vector(env, spec.evaluation, _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari))
+    return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari), evaluation=spec.evaluation)
 
 
 def spaces_of(spec: EnvironmentSpec) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
@@ -141,8 +142,8 @@ def make_single(
     first_options = {"new_game": True} if atari and atari.episodic_life else None
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
     if spec.on_env_failure == "restart":
-        return RestartingEpisodes(make, index, first_options)
-    return SeededEpisodes(make(), index, first_options)
+        return RestartingEpisodes(make, index, first_options, spec.evaluation)
+    return SeededEpisodes(make(), index, first_options, spec.evaluation)
 
 
 def _make_wrapped(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rl.environments.seeding import derive_seed, describe
+from lightning_rl.environments.seeding import derive_seed, describe, role_prefix
 
 Array = np.ndarray[Any, Any]
 
@@ -20,6 +20,7 @@ class Places:
         seeds: Seed of each environment's stream of episodes.
         reset_seed: What the vector environment is reset with: a list where each environment makes its own episodes of
             the seeds, something else where they come vectorised.
+        evaluation: Whether they are environments of evaluation, for messages.
 
     Attributes:
         clock: Steps since the first reset.
@@ -28,9 +29,10 @@ class Places:
         began: When on the clock that began, `[B]`.
     """
 
-    def __init__(self, seeds: list[int], reset_seed: list[int] | Array | int | None) -> None:
+    def __init__(self, seeds: list[int], reset_seed: list[int] | Array | int | None, evaluation: bool = False) -> None:
         self._seeds = seeds
         self._reset_seed = reset_seed
+        self._evaluation = evaluation
         self.forget()
 
     def forget(self) -> None:
@@ -56,16 +58,20 @@ class Places:
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
-        stream_seed, episode, step = self.where(index)
+        _, episode, step = self.where(index)
+        return self.label_at(index, episode, step)
+
+    def label_at(self, index: int, episode: int, step: int) -> str:
+        """Say where an environment is that has got to another place than is known here."""
         if isinstance(self._reset_seed, list):
-            seed = derive_seed(stream_seed, episode)
+            seed = derive_seed(self.streams[index], episode)
         else:
             seed = self._seeds[0 if isinstance(self._reset_seed, int) else index]
-        return describe(index, episode, seed, step)
+        return describe(index, episode, seed, step, self._evaluation)
 
     def labels(self, indices: Sequence[int]) -> str:
         """Say where some environments are."""
-        return ", ".join(map(self.label, indices)) or "an environment"
+        return ", ".join(map(self.label, indices)) or f"an {role_prefix(self._evaluation)}environment"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as tensors and plain values."""

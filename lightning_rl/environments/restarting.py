@@ -25,14 +25,15 @@ whether that was in a step, which has no outcome then, and which episode of the 
 class RestartingEpisodes(SeededEpisodes):
     """Seeded episodes of an environment that is replaced when it fails; the stream goes on with its next episode.
 
-    To raise, to return an observation of the wrong shape, a reward that is not a number, NaN or infinity is to fail. A
-    step that failed returns the first observation of the new episode, a reward of 0 and no end of an episode; `info`
-    says what happened. The next episode has another seed, so a failure that the seed brings about does not come again.
+    To raise, and to return NaN, infinity or anything that `SeededEpisodes` complains of, is to fail. A step that failed
+    returns the first observation of the new episode, a reward of 0 and no end of an episode; `info` says what happened.
+    The next episode has another seed, so a failure that the seed brings about does not come again.
 
     Args:
         make: Makes the environment.
         index: Its place among the environments of this process, for error messages.
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
+        evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`: it failed again after `MAX_RESTARTS_IN_A_ROW` restarts between which
@@ -40,9 +41,13 @@ class RestartingEpisodes(SeededEpisodes):
     """
 
     def __init__(
-        self, make: Callable[[], gymnasium.Env[Any, Any]], index: int = 0, first_options: dict[str, Any] | None = None
+        self,
+        make: Callable[[], gymnasium.Env[Any, Any]],
+        index: int = 0,
+        first_options: dict[str, Any] | None = None,
+        evaluation: bool = False,
     ) -> None:
-        super().__init__(make(), index, first_options)
+        super().__init__(make(), index, first_options, evaluation)
         self._make = make
         self._restarts_in_a_row = 0
 

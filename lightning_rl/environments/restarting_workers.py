@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from gymnasium.vector.async_vector_env import _async_worker
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars, concatenate, iterate
 
 from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.places import Places
 from lightning_rl.environments.restarting import FAILURE, LOST, MAX_RESTARTS_IN_A_ROW, give_up
-from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.workers import Factory, ProcessVectorEnv
 
 Answer = Any
@@ -34,10 +34,10 @@ class RestartingProcesses(ProcessVectorEnv):
         timeout: Seconds that the workers may take to make an environment, for a step or a reset.
 
     Attributes:
-        where: Seed of the stream, episode and step that an environment is at, by its index: a lost process cannot say.
+        places: Where every environment is: a lost process cannot say.
     """
 
-    where: Callable[[int], tuple[int, int, int]]
+    places: Places
 
     def __init__(self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float) -> None:
         self._lost: dict[int, str] = {}
@@ -92,11 +92,10 @@ class RestartingProcesses(ProcessVectorEnv):
         Raises:
             EnvironmentFailure: That failed too, again and again.
         """
-        stream_seed, episode, step = self.where(index)
+        stream_seed, episode, step = self.places.where(index)
         failures: list[str] = []
         while True:
-            label = describe(index, episode, derive_seed(stream_seed, episode), step)
-            failures.append(f"{label} {self._lost.pop(index)}")
+            failures.append(f"{self.places.label_at(index, episode, step)} {self._lost.pop(index)}")
             self._losses_in_a_row[index] += 1
             if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                 give_up(EnvironmentFailure(failures[-1]))

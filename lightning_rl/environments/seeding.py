@@ -6,11 +6,10 @@ is seen by comparing the last observation, the sum of the rewards and the ends o
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -18,9 +17,20 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.interface import misfit, older_interface, tells_of_older_interface
+from lightning_rl.environments.interface import (
+    ObservationForm,
+    Unexpected,
+    check_info,
+    misfit,
+    older_interface,
+    tells_of_older_interface,
+    to_flag,
+    to_number,
+)
 from lightning_rl.environments.masks import MaskedEnvironment
-from lightning_rl.nested import first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
+
+T = TypeVar("T")
 
 TRAINING, EVALUATION, SAMPLING, MINIBATCHES, TESTING, ACTORS, FILMING = range(7)
 """Roles, the first branch of the tree."""
@@ -34,6 +44,7 @@ OWN_STATE = "own"
 _WORLD_SURVIVES = ("BipedalWalker",)  # Box2D's solver remembers contacts of earlier episodes
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, MaskedEnvironment)
 _NUMBERS = frozenset((int, np.int64, np.int32))
+_FLAGS = frozenset((bool, np.bool_))
 _RESET = None
 """In a log of actions: a reset that went on with what was before (a game between two lives)."""
 
@@ -43,9 +54,14 @@ def derive_seed(*path: int) -> int:
     return int(np.random.SeedSequence(path[0], spawn_key=path[1:]).generate_state(1)[0] >> 1)
 
 
-def describe(index: int, episode: int, seed: int, step: int) -> str:
+def role_prefix(evaluation: bool) -> str:
+    """Return what messages tell environments of evaluation by: those of training have the same indices."""
+    return "evaluation " if evaluation else ""
+
+
+def describe(index: int, episode: int, seed: int, step: int, evaluation: bool = False) -> str:
     """Say where an environment is, so that `reset(seed=seed)` and `step` actions lead there again."""
-    return f"environment {index} (episode {episode}, seed {seed}, step {step})"
+    return f"{role_prefix(evaluation)}environment {index} (episode {episode}, seed {seed}, step {step})"
 
 
 def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
@@ -72,26 +88,34 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         env: The environment.
         index: Its place among the environments of this process, for error messages.
         first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
+        evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`: the environment raised, has the interface of before Gymnasium 0.26,
-            returned an observation of another shape than its space has, or a reward that is not a number; in the first
-            `reset` also an observation that its space cannot hold. Numbers outside of a `Box` are warned of there.
+            returned an observation of another shape than its space has, or one that loses by becoming of the type of
+            its space, a reward that is not a number, a `terminated` or `truncated` that is no boolean, or an `info`
+            that is no dict; in the first `reset` also an observation outside of a discrete space. Numbers outside of a
+            `Box` are warned of there.
     """
 
     def __init__(
-        self, env: gymnasium.Env[Any, Any], index: int = 0, first_options: dict[str, Any] | None = None
+        self,
+        env: gymnasium.Env[Any, Any],
+        index: int = 0,
+        first_options: dict[str, Any] | None = None,
+        evaluation: bool = False,
     ) -> None:
         super().__init__(env)
         self.index = index
         self.first_options = first_options
+        self.evaluation = evaluation
         self.stream_seed = 0
         self.episode = 0
         self.step_count = 0
-        self._shape = env.observation_space.shape  # None where observations are nested
-        self._paths = nested_paths(env.observation_space)
-        self._leaves = space_leaves(env.observation_space)
-        self._shapes = {path: leaf.shape for path, leaf in self._leaves.items()}
+        self._form = ObservationForm(env.observation_space)
+        self._paths = self._form.paths
+        # Arrays of this shape and type are what every backend takes. None where observations are nested.
+        self._shape, self._dtype = env.observation_space.shape, env.observation_space.dtype
         self._is_checked = False
         self._first_episode = 0
         self._observation: Any = None
@@ -113,17 +137,17 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             raise self._failure("reset", error) from error
         if type(result) is not tuple or len(result) != 2:
             raise self._complain(older_interface("reset", self._name, f"reset returned {type(result).__name__}"))
-        self._observation, info = result
-        if type(self._observation) is not np.ndarray or self._observation.shape != self._shape:
-            self._check_shape(self._observation)
+        observation, info = result
+        self._held_to(check_info, info)
+        self._observation = observation = self._fit(observation)
         if not self._is_checked:
             self._is_checked = True
-            map_leaves(self._check_fit, self._paths, self._observation)
+            map_leaves(self._check_bounds, self._paths, observation)
         if self._may_go_on and self.env.get_wrapper_attr("went_on"):
             self._log.append(_RESET)
         else:
             self._begin_log()
-        return self._observation, info
+        return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Step; an exception is raised again with index, episode, seed and step."""
@@ -142,14 +166,22 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
-            over = bool(terminated or truncated)
         except Exception as error:
             raise self._failure("step", error) from error
         if type(reward) is not float:
-            reward = self._to_number(reward)
-        if type(observation) is not np.ndarray or observation.shape != self._shape:
-            self._check_shape(observation)
-        if over:
+            reward = self._held_to(to_number, reward)
+        if type(terminated) not in _FLAGS or type(truncated) not in _FLAGS:
+            terminated = self._held_to(to_flag, "terminated", terminated)
+            truncated = self._held_to(to_flag, "truncated", truncated)
+        if type(info) is not dict:
+            self._held_to(check_info, info)
+        if (
+            type(observation) is not np.ndarray
+            or observation.dtype is not self._dtype
+            or observation.shape != self._shape
+        ):
+            observation = self._fit(observation)
+        if terminated or truncated:
             # The reset that follows must not write over it, even if the environment always returns the same array.
             observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
         return observation, reward, terminated, truncated, info
@@ -242,34 +274,23 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._reward_sum = 0.0
         self._ends: list[list[Any]] = []  # of lives: place in the log, terminated, truncated
 
-    def _to_number(self, reward: Any) -> float:  # noqa: ANN401 - whatever an environment returns
-        """Return the reward as a Python number, unless it is none or more than one."""
-        with contextlib.suppress(TypeError, ValueError):
-            if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
-                return float(reward)
-        raise self._complain(f"returned reward {reward!r}: expected a number")
-
-    def _check_shape(self, observation: Any) -> None:  # noqa: ANN401
+    def _held_to(self, check: Callable[..., T], *returned: Any) -> T:  # noqa: ANN401
+        """Return what `check` makes of what the environment returned; complain of what is not expected."""
         try:
-            map_leaves(self._check_leaf, self._paths, observation)
-        except (LookupError, TypeError, ValueError) as error:
-            raise self._complain(
-                f"returned an observation of another structure than its space has ({type(error).__name__}: {error}): "
-                f"expected one in {self.env.observation_space}"
-            ) from error
+            return check(*returned)
+        except Unexpected as error:
+            raise self._complain(str(error)) from None
 
-    def _check_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
-        try:
-            shape = str(np.shape(x))
-        except ValueError:  # rows of different lengths
-            shape = "unknown"
-        if shape != str(self._shapes[path]):
-            name = f"an observation {path}".rstrip()
-            raise self._complain(f"returned {name} of shape {shape}: expected {self._shapes[path]}")
+    def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
+        observation = self._held_to(self._form.fit, observation)
+        if type(observation) is np.ndarray:
+            # Floats of another width are as good as those of the space, and need not be looked at again.
+            self._dtype = observation.dtype
+        return observation
 
-    def _check_fit(self, path: str, x: Any) -> None:  # noqa: ANN401
-        """Complain of an observation that its space cannot hold; warn of one that is outside of its bounds."""
-        if (found := misfit(self._leaves[path], x)) is None:
+    def _check_bounds(self, path: str, x: Any) -> None:  # noqa: ANN401
+        """Complain of an observation that is none of a discrete space; warn of one outside of the bounds of a `Box`."""
+        if (found := misfit(self._form.leaves[path], x)) is None:
             return
         what, is_fatal = found
         name = f"observation {path}".rstrip()
@@ -288,5 +309,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
 
     def _complain(self, what: str) -> EnvironmentFailure:
-        label = describe(self.index, self.episode, derive_seed(self.stream_seed, self.episode), self.step_count)
+        seed = derive_seed(self.stream_seed, self.episode)
+        label = describe(self.index, self.episode, seed, self.step_count, self.evaluation)
         return EnvironmentFailure(f"{label} {what}")

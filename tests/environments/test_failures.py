@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
 from tests.programs import Program
@@ -118,12 +119,13 @@ def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
     assert gone(workers)
 
 
-def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang():
+@pytest.mark.parametrize("role", ["", "evaluation "])
+def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang(role):
     wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
     with pytest.raises(
-        EnvironmentFailure, match=r"^environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
+        EnvironmentFailure, match=rf"^{role}environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
     ):
-        make_batch("Probe/Counter-v0", 2, backend="async", wrappers=(wrapper,))
+        make_batch("Probe/Counter-v0", 2, backend="async", wrappers=(wrapper,), evaluation=bool(role))
 
 
 def test_worker_killed_from_outside_between_two_steps_is_named():
@@ -203,12 +205,12 @@ def test_wrong_shape_from_a_reset_is_named(backend):
 
 
 def test_what_a_worker_cannot_send_is_named():
-    """Raised outside the environment: what it returned has the right shape but is not even made of numbers."""
-    environments = make_batch("Probe/Words-v0", backend="async")
+    """Raised outside the environment: a process cannot be given a generator."""
+    environments = make_batch("Probe/Unsendable-v0", backend="async")
     environments.reset()
     with pytest.raises(
         EnvironmentFailure,
-        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: ValueError: could not",
+        match=r"^environment 0 \(episode 0, seed \d+, step 1\) raised in its worker process: TypeError: cannot pickle",
     ):
         environments.step(np.zeros(1, np.int64))
     environments.close()
@@ -233,9 +235,50 @@ def test_failure_in_evaluation_is_named_too(backend, how):
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, step_timeout=timeout, **options)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(
-        EnvironmentFailure, match=rf"^environment 1 \(episode 0, seed {seed}, step 2\) (r|is gone|gave no)"
+        EnvironmentFailure, match=rf"^evaluation environment 1 \(episode 0, seed {seed}, step 2\) (r|is gone|gave no)"
     ):
         make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
+
+
+@pytest.mark.parametrize("play", ["test", "predict"])
+def test_failure_in_a_test_or_prediction_is_one_of_evaluation(play):
+    options = {"how": "raise", "at": 2, "episode_seed": None}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=2)
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    with pytest.raises(EnvironmentFailure, match=r"^evaluation environment 0 \(episode 0, seed \d+, step 2\) raised"):
+        getattr(make_trainer(), play)(model, data)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "backend", "role"),
+    [
+        *(("CartPole-v1", backend, role) for backend in ("sync", "async", "native") for role in ("", "evaluation ")),
+        (torch_environments.ID, "torch", "evaluation "),  # in training tensors have names of their own
+    ],
+)
+def test_environments_of_evaluation_are_called_so_by_every_backend(env_id, backend, role):
+    environments = make_batch(env_id, 2, backend=backend, evaluation=bool(role))
+    try:
+        environments.reset()
+        assert environments.label(1).startswith(f"{role}environment 1 (episode 0, ")
+        with pytest.raises(EnvironmentFailure, match=rf"^the {role}environments raised in step: "):
+            environments.step(None)
+    finally:
+        environments.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_an_environment_of_evaluation_that_is_replaced_is_called_so(how):
+    options = {"how": how, "at": 2, "episode_seed": derive_seed(seeds_of(1)[0], 0)}
+    environments = make_batch("Probe/Failing-v0", backend="async", on_env_failure="restart", evaluation=True, **options)
+    try:
+        environments.reset()
+        for _ in range(2):
+            environments.step(np.zeros(1, np.int64))
+        (failure,) = environments.take_failures()
+    finally:
+        environments.close()
+    assert failure.startswith(f"evaluation environment 0 (episode 0, seed {options['episode_seed']}, step 2) ")
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

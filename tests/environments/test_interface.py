@@ -1,12 +1,16 @@
 """What environments return is held to today's interface, and their first observation to its space."""
 
+import copy
+
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 from lightning_rl.environments import EnvironmentFailure, make_environments
-from lightning_rl.environments.interface import misfit
+from lightning_rl.environments.interface import ObservationForm, Unexpected, misfit, stored, to_flag
+from lightning_rl.environments.seeding import SeededEpisodes
 from tests.helpers import make_data
 
 UNIT = spaces.Box(-1, 1, (3,), np.float32)
@@ -35,6 +39,21 @@ class Given(gymnasium.Env):
         return np.full(self.observation_space.shape, value) if np.isscalar(value) else value
 
 
+class Series(Given):
+    """Returns given observations one after another; every third step ends an episode."""
+
+    def __init__(self, space, observations):
+        super().__init__(space)
+        self._observations, self._steps = iter(observations), 0
+
+    def reset(self, *, seed=None, options=None):
+        return next(self._observations), {}
+
+    def step(self, action):
+        self._steps += 1
+        return next(self._observations), 1.0, self._steps % 3 == 0, False, {}
+
+
 class Seedless(Given):
     def reset(self):
         return self._observe(0.0)
@@ -48,17 +67,22 @@ class Unpacks(gymnasium.Wrapper):
         return self.env.step(first + second)
 
 
-for name, entry_point in (("Given", Given), ("Seedless", Seedless)):
+for name, entry_point in (("Given", Given), ("Series", Series), ("Seedless", Seedless)):
     if f"lightning_rl_tests/{name}-v0" not in gymnasium.registry:
         gymnasium.register(f"lightning_rl_tests/{name}-v0", f"{__name__}:{entry_point.__name__}")
         gymnasium.register(f"lightning_rl_tests/{name}Limited-v0", f"{__name__}:{name}", max_episode_steps=9)
 
 
-def play(env_id="Given", **options):
+def play(env_id="Given", steps=1, **options):
+    """Return copies of the observations of two environments, and the final ones."""
     environments = make_environments(make_data(f"lightning_rl_tests/{env_id}-v0", **options).spec, 2, [3, 4])
     try:
-        environments.reset()
-        environments.step(np.zeros(2, np.int64))
+        seen, finals = [copy.deepcopy(environments.reset())], []
+        for _ in range(steps):
+            step = environments.step(np.zeros(2, np.int64))
+            seen.append(copy.deepcopy(step.observations))
+            finals += [final for _, final in step.final_observations]
+        return seen, finals
     finally:
         environments.close()
 
@@ -112,6 +136,134 @@ def test_an_observation_outside_of_its_bounds_is_warned_of_once(recwarn):
     )
 
 
+PIXELS = spaces.Box(0, 255, (2,), np.uint8)
+BYTES = np.array([3, 200], np.uint8)
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("at", "x", "what"),
+    [
+        (2, np.array([0.78, 1], np.float32), "of float32, which loses by becoming uint8: expected uint8"),
+        (3, np.array([3, 256]), "of int64, which loses by becoming uint8: expected uint8"),  # where an episode ends
+        (4, [3, -1], "of int64, which loses by becoming uint8: expected uint8"),  # where the next one begins
+        (2, np.array(["3", "4"]), "of <U1: expected uint8"),
+        (2, np.array([3, None]), "of object: expected uint8"),
+        (2, np.array([1j, 2]), "of complex128: expected uint8"),
+    ],
+)
+def test_a_later_observation_that_loses_as_its_space_has_it_is_refused_by_name(at, x, what, backend):
+    observations = [{"img": x if step == at else BYTES, "speed": np.zeros(3)} for step in range(6)]
+    kwargs = {"space": spaces.Dict(img=PIXELS, speed=UNIT), "observations": observations}
+    where = rf"environment [01] \(episode {at // 4}, seed \d+, step {at % 4}\)"
+    with pytest.raises(EnvironmentFailure, match=rf"(?m)^{where} returned an observation img {what}$"):
+        play("Series", 5, backend=backend, env_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_later_observation_that_loses_nothing_is_taken_by_every_backend(nested, backend):
+    """The first of an episode, one within, and its last."""
+    given = [BYTES, BYTES.astype(np.float32), BYTES.tolist(), BYTES.astype(object), BYTES.astype(np.int64), BYTES]
+    space = spaces.Dict(img=PIXELS) if nested else PIXELS
+    observations = [{"img": x} for x in given] if nested else given
+    seen, finals = play("Series", 4, backend=backend, env_kwargs={"space": space, "observations": observations})
+    for x in seen + finals:
+        x = x["img"] if nested else x
+        assert x.dtype == np.uint8 and (x == BYTES).all()
+    assert len(finals) == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_arrays_of_the_right_type_and_of_floats_of_another_width_are_not_looked_at_twice(monkeypatch, dtype):
+    fitted = []
+    fit = ObservationForm.fit
+    monkeypatch.setattr(ObservationForm, "fit", lambda self, x: fitted.append(x) or fit(self, x))
+    given = [np.full(3, 0.1, dtype) for _ in range(6)]
+    env = SeededEpisodes(Series(UNIT, given))
+    returned = [env.reset(seed=0)[0], *(env.step(0)[0] for _ in range(2))]
+    assert all(x is y for x, y in zip(returned, given, strict=False))
+    assert len(fitted) == 1  # that of the reset
+
+
+def test_what_numpy_cannot_read_is_refused_by_name():
+    env = SeededEpisodes(Series(UNIT, [np.zeros(3), torch.zeros(3), torch.zeros(3, requires_grad=True)]))
+    env.reset(seed=0)
+    env.step(0)
+    with pytest.raises(EnvironmentFailure, match=r"step 2\) returned an observation that is no array \(RuntimeError: "):
+        env.step(0)
+
+
+ZEROS = np.zeros(3, np.float32)
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("kwargs", "step", "what"),
+    [
+        ({"reset": (ZEROS, [1, 2])}, 0, r"info \[1, 2\]: expected a dict"),
+        ({"step": (ZEROS, 0.0, False, False, [1, 2])}, 1, r"info \[1, 2\]: expected a dict"),
+        ({"step": (ZEROS, 0.0, False, False, None)}, 1, "info None: expected a dict"),
+        ({"step": (ZEROS, 0.0, "no", False, {})}, 1, "terminated 'no': expected True or False"),
+        ({"step": (ZEROS, 0.0, False, None, {})}, 1, "truncated None: expected True or False"),
+        ({"step": (ZEROS, 0.0, np.ones(2, bool), False, {})}, 1, r"terminated array\(.*: expected True or False"),
+    ],
+)
+def test_flags_and_info_of_another_kind_are_refused_by_name(kwargs, step, what, backend):
+    with pytest.raises(
+        EnvironmentFailure, match=rf"(?m)^environment [01] \(episode 0, seed \d+, step {step}\) returned {what}$"
+    ):
+        play(backend=backend, env_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    "kind", [bool, int, np.bool_, np.int64, np.uint8, np.array, lambda x: np.array(int(x)), torch.tensor]
+)
+def test_what_is_as_good_as_a_boolean_is_taken(kind):
+    for flag in (False, True):
+        assert to_flag("truncated", kind(flag)) is flag
+        result = SeededEpisodes(Given(step=(ZEROS, 0.0, kind(flag), kind(not flag), {}))).step(0)
+        assert (bool(result[2]), bool(result[3])) == (flag, not flag)
+
+
+@pytest.mark.parametrize("flag", [2, -1, 1.0, np.float32(0), np.array([True]), torch.ones(2, dtype=torch.bool), "", ()])
+def test_what_is_no_boolean_is_not(flag):
+    with pytest.raises(Unexpected, match=r"^returned truncated .*: expected True or False$"):
+        to_flag("truncated", flag)
+
+
+def test_failures_of_these_kinds_restart_environments_too():
+    kwargs = {"step": (ZEROS, 0.0, None, False, {})}
+    with pytest.raises(EnvironmentFailure, match=r"returned terminated None.*; 3 restarts in a row"):
+        play(steps=5, on_env_failure="restart", env_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("x", "dtype", "lost"),
+    [
+        (np.array([3.0, 255.0]), np.uint8, None),
+        (np.array([3.0, 255.5]), np.uint8, "of float64, which loses by becoming uint8"),
+        (np.array([3, 256]), np.uint8, "of int64, which loses by becoming uint8"),
+        (np.array([np.nan]), np.int64, "of float64, which loses by becoming int64"),
+        (np.array([2**40]), np.int32, "of int64, which loses by becoming int32"),
+        (np.array([0.0, 1.0]), np.bool_, None),
+        (np.array([0, 2]), np.bool_, "of int64, which loses by becoming bool"),
+        (np.array([True]), np.int8, None),
+        (np.array([1, 2], object), np.int64, None),
+        (np.array([2**70], object), np.int64, "of object: expected int64"),
+        (np.array([16777217]), np.float32, None),  # rounded, as floats are
+        (np.array(["1.5"]), np.float32, "of <U3: expected float32"),
+    ],
+)
+def test_what_numbers_lose_by_becoming_others(x, dtype, lost):
+    if lost is None:
+        found = stored(x, np.dtype(dtype))
+        assert found.dtype == dtype and np.array_equal(found, x.astype(dtype))
+    else:
+        with pytest.raises(Unexpected, match=rf"^{lost}"):
+            stored(x, np.dtype(dtype))
+
+
 @pytest.mark.parametrize(
     ("space", "x", "expected"),
     [
@@ -120,7 +272,6 @@ def test_an_observation_outside_of_its_bounds_is_warned_of_once(recwarn):
         (UNIT, np.array([0, np.nan, 0], np.float32), None),  # has an error of its own
         (spaces.Box(-np.inf, np.inf, (1,), np.float64), np.array([1e300]), None),
         (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 255]), None),
-        (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 256]), ("of int64, which loses by becoming uint8", True)),
         (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 3]), ("(entry 1) 3: expected 0 to 1", False)),
         (spaces.Discrete(3, start=1), 3, None),
         (spaces.Discrete(3, start=1), 0, ("0: expected 1 to 3", True)),
@@ -129,7 +280,7 @@ def test_an_observation_outside_of_its_bounds_is_warned_of_once(recwarn):
         (spaces.MultiBinary(2), np.array([0, 2]), ("(entry 1) 2: expected 0 to 1", True)),
     ],
 )
-def test_what_does_not_fit_a_space(space, x, expected):
+def test_what_is_outside_of_a_space(space, x, expected):
     found = misfit(space, x)
     assert (found is None) == (expected is None)
     if expected is not None:

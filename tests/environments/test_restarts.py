@@ -297,7 +297,7 @@ def test_nothing_is_counted_where_failures_raise():
 def test_evaluation_plays_another_episode_instead_of_one_that_failed():
     data = make_data(EVALUATION, 1, num_eval_envs=2)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
-    with pytest.warns(UserWarning, match=r"^environment 1 \(episode 1, "):
+    with pytest.warns(UserWarning, match=r"^evaluation environment 1 \(episode 1, "):
         (result,) = make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
     assert (result["val/episodes"], result["val/episode_length"], result["val/episode_return"]) == (4, 5, 5)
 
