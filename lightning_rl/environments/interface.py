@@ -73,11 +73,12 @@ def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
     """Return `terminated` or `truncated` as Python's boolean.
 
     Raises:
-        Unexpected: It is no boolean, no integer 0 or 1, and no array or tensor of such a one without dimensions.
+        Unexpected: It is no boolean, and no number 0 or 1, nor an array or tensor of such a one.
     """
-    plain = flag.item() if getattr(flag, "ndim", None) == 0 else flag
-    if isinstance(plain, int) and plain in (0, 1):
-        return bool(plain)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        plain = np.asarray(flag)
+        if plain.size == 1 and plain.item() in (0, 1):
+            return bool(plain.item())
     raise Unexpected(f"returned {name} {reprlib.repr(flag)}: expected True or False")
 
 
