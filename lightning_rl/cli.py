@@ -28,6 +28,7 @@ from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
+    EnvSteps,
     EpisodeLines,
     SaveConfig,
     as_class_spec,
@@ -97,7 +98,7 @@ class OnPolicyCLI(LightningCLI):
             )
         parser.add_argument(
             "--max_env_steps",
-            type=int | None,
+            type=EnvSteps | None,
             default=None,
             help="Stop with the first rollout that reaches this number of environment steps of all ranks.",
         )
