@@ -7,6 +7,7 @@ Trials are kept in a file: started again, or started twice at once, this goes on
 runs as it is: `lightning-rl fit --config best.yaml`.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ class ReportReturn(Callback):
         self.trial, self.earlier_steps = trial, earlier_steps
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report."""
         self.trial.report(float(trainer.callback_metrics[RETURN]), self.earlier_steps + pl_module.env_steps)
         if self.trial.should_prune():
             raise optuna.TrialPruned
@@ -59,6 +59,7 @@ def run(trial: optuna.Trial, seed: int, earlier_steps: int, max_env_steps: int) 
 def main(num_trials: int = 30, seeds: tuple[int, ...] = (0, 1, 2), max_env_steps: int = 30_000) -> optuna.Study:
     """Look for the best mean return over seeds, and write `best.yaml`."""
     torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # every run would say which devices there are
 
     def objective(trial: optuna.Trial) -> float:
         runs = [run(trial, seed, n * 2 * max_env_steps, max_env_steps) for n, seed in enumerate(seeds)]

@@ -1,10 +1,12 @@
 """`python -m lightning_rl` is `lightning-rl`."""
 
 import os
+import signal
 import sys
 
 import torch
 
+from lightning_rl import early_interrupt
 from lightning_rl.cli import main
 from lightning_rl.commands import run_command
 
@@ -17,6 +19,10 @@ def run() -> None:
     try:
         if not run_command(sys.argv[1:]):
             main()
+    except BaseException as error:
+        if early_interrupt.led_to(error):
+            sys.exit(128 + signal.SIGINT)
+        raise
     finally:
         # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_rl import quiet
+from lightning_rl import early_interrupt, quiet
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits, check_resumable
 from lightning_rl.algorithms.warm_start import Part
@@ -28,6 +28,7 @@ from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
+    EnvSteps,
     EpisodeLines,
     SaveConfig,
     as_class_spec,
@@ -97,7 +98,7 @@ class OnPolicyCLI(LightningCLI):
             )
         parser.add_argument(
             "--max_env_steps",
-            type=int | None,
+            type=EnvSteps | None,
             default=None,
             help="Stop with the first rollout that reaches this number of environment steps of all ranks.",
         )
@@ -169,6 +170,7 @@ class OnPolicyCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads before anything is computed."""
+        early_interrupt.over()
         if (num_threads := self._get(self.config, "num_threads")) is not None:
             check_positive_int("num_threads", num_threads)
             torch.set_num_threads(num_threads)

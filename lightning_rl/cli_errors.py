@@ -20,6 +20,7 @@ from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure
+from lightning_rl.schedules import OR_SCHEDULE
 from lightning_rl.validation import ConfigurationError, did_you_mean
 
 _OURS = (
@@ -51,6 +52,11 @@ _NO_IMPORT = re.compile(
 )
 _NO_SUBCLASS = re.compile(
     r'Parser key "([^"]+)"(?s:.*?)Import path does not correspond to (a subclass of \w+)(?s:.*?)Given value: (.*)'
+)
+# What it says of an option that is neither a number nor a dict, which is what schedules are for it.
+_NO_SCHEDULE = re.compile(
+    rf'Parser key "(\w+)":\s+{_UNION}\s+'
+    r"Subtypes: \[<class 'float'>, dict\[str, typing\.Any\](?s:.*?)Given value: (.*)"
 )
 # What it says of options that must be there, with the command before those of a run.
 _REQUIRED = re.compile(r"the following arguments are required: (.+)")
@@ -172,11 +178,14 @@ def _brief(message: str) -> str:
         return _not_importable(*no_import.groups())
     if no_subclass := _NO_SUBCLASS.search(message):
         return "{0}={2} is not valid: expected {1}".format(*no_subclass.groups())
+    if no_schedule := _NO_SCHEDULE.search(message):
+        field, value = no_schedule.groups()
+        message = f"{message[: no_schedule.start()]}{field}={value} is not valid: expected a number{OR_SCHEDULE}"
     lines = [line.strip() for line in message.splitlines()]
     told = [line.removeprefix("- ") for line in lines if line and not _NOISE.match(line)]
     # A value that may be in a list or alone has the same expectation twice, once with what was given.
     text = "; ".join(x for i, x in enumerate(told) if not any(other.startswith(x) for other in told[i + 1 :]))
-    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":")
+    text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":").replace("Not of type EnvSteps: ", "")
     return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import jsonargparse
 import yaml
 from jsonargparse import Namespace
+from jsonargparse.typing import register_type
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import SaveConfigCallback
@@ -27,12 +29,30 @@ from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.evaluation import Episode
 from lightning_rl.ranks import gather_ranks
 from lightning_rl.shipped_configs import resolve
+from lightning_rl.validation import is_int
 
 CONFIG = "config.yaml"
 _Word = TypeVar("_Word", bound=str)
 # A null that was given in place of another default must be in the file.
 _RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
 _KEEP_NULL = {"skip_unset" if _RENAMED else "skip_none": False}
+
+
+class EnvSteps(int):
+    """The type of options that are environment steps: `1e5`, as other libraries have it, is 100000."""
+
+
+def _env_steps(given: object) -> int:
+    try:
+        steps = float(str(given))  # which a bool has none of
+    except ValueError:
+        steps = math.nan
+    if not steps.is_integer():
+        raise ValueError("expected a whole number such as 100000 or 1e5")
+    return int(steps)
+
+
+register_type(EnvSteps, int, _env_steps, type_check=lambda value, _: is_int(value))
 
 
 class SaveConfig(SaveConfigCallback):

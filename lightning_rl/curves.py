@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
+from lightning_rl import quiet
 from lightning_rl.validation import ConfigurationError, check
 
 Array = np.ndarray[Any, Any]
@@ -222,7 +223,8 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything, nothing = {"scalars": 0}, dict.fromkeys(("images", "audio", "histograms", "tensors"), 1)
-    log = EventAccumulator(str(folder), everything | nothing).Reload()
+    with quiet.reading_events():
+        log = EventAccumulator(str(folder), everything | nothing).Reload()
     for key in log.Tags()["scalars"]:
         for event in log.Scalars(key):
             yield key, float(event.step), float(event.value)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _WRONG_HERE = (
@@ -36,12 +37,25 @@ _OF_NO_USE_IN_EVALUATION = (
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
 )
 _ADVERTISEMENT = "\N{ELECTRIC LIGHT BULB} Tip: "
+_LOGGED_AGAIN = "Detected out of order event.step"
 
 
-class _NoAdvertisements(logging.Filter):
+class _Without(logging.Filter):
+    """Drops the messages of a log that begin in a certain way.
+
+    Args:
+        beginning: How.
+    """
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
     def filter(self, record: logging.LogRecord) -> bool:
-        """Drop Lightning's tips for other products."""
-        return not record.getMessage().startswith(_ADVERTISEMENT)
+        return not record.getMessage().startswith(self._beginning)
+
+
+_NO_ADVERTISEMENTS = _Without(_ADVERTISEMENT)
 
 
 class _WithoutPlace:
@@ -78,8 +92,21 @@ def command_line(evaluating: bool = False) -> None:
     if not isinstance(warnings.formatwarning, _WithoutPlace):
         warnings.formatwarning = _WithoutPlace(warnings.formatwarning)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    if not any(isinstance(present, _NoAdvertisements) for present in logger.filters):
-        logger.addFilter(_NoAdvertisements())
+    logger.addFilter(_NO_ADVERTISEMENTS)  # which is there once, however often it is added
+
+
+@contextmanager
+def reading_events() -> Iterator[None]:
+    """Drop, while TensorBoard reads a log, what it says of steps that a resumed run logged again.
+
+    It calls it a purge of expired events; they are replaced by those that came last.
+    """
+    logger, again = logging.getLogger("tensorboard"), _Without(_LOGGED_AGAIN)
+    logger.addFilter(again)
+    try:
+        yield
+    finally:
+        logger.removeFilter(again)
 
 
 def _ignore(messages: tuple[str, ...]) -> None:

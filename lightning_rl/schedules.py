@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_rl.validation import check, check_bool, check_number, is_int
+from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int
 
 Scheduled = float | dict[str, Any]
 """A number, or the description of a schedule; see `parse_schedule`."""
+OR_SCHEDULE = ", or a schedule such as {'kind': 'linear', 'start': 0.2, 'end': 0.0}"
+"""How errors go on that say which number an option may be; its example is Python as well as YAML."""
 
 
 class Schedule(Protocol):
@@ -121,7 +123,10 @@ def parse_schedule(
         ConfigurationError: It describes none, or a value is out of bounds; names the field.
     """
     if not isinstance(value, Mapping):
-        check_number(field, value, above=above, at_least=at_least, at_most=at_most)
+        try:
+            check_number(field, value, above=above, at_least=at_least, at_most=at_most)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error}{OR_SCHEDULE}") from None
         return Constant(float(value))
     lowest = at_least if above is None else max(above, -math.inf if at_least is None else at_least)
 

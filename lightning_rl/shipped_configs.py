@@ -7,6 +7,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
 _SUFFIX = ".yaml"
@@ -49,4 +50,16 @@ class ActionConfig(ActionConfigFile):
             resolved = resolve(values)
         except FileNotFoundError as error:
             raise argparse.ArgumentError(None, str(error)) from error
+        _check_yaml(resolved)
         super().__call__(parser, cfg, resolved, option_string)  # type: ignore[no-untyped-call]
+
+
+def _check_yaml(given: str) -> None:
+    """Raise an error that names the file where that is no YAML: the one of the parser does not."""
+    try:
+        with Path(given).open() as file:
+            yaml.safe_load(file)  # not its text, which has no name
+    except yaml.YAMLError as error:
+        raise argparse.ArgumentError(None, f"config: {error}") from error
+    except OSError:
+        return  # YAML itself, or a file that the parser refuses

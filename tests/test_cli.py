@@ -31,6 +31,7 @@ from lightning_rl import (
 from lightning_rl.cli import main
 from lightning_rl.cli_parts import chooses_data_class
 from lightning_rl.distributions import SquashedGaussian
+from lightning_rl.schedules import OR_SCHEDULE
 from lightning_rl.spaces import space_to_dict
 from tests import programs
 
@@ -164,6 +165,16 @@ def test_python_m_is_the_same_program_and_starts_in_at_most_half_as_long_again_a
 
 
 # ---------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("given", ["1e5", "100000.0", "100000"])
+def test_a_number_of_environment_steps_may_be_written_as_a_float(capsys, given):
+    Path("b.yaml").write_text(f"max_env_steps: {given}\n")
+    for arguments in ([f"--max_env_steps={given}"], ["--config=b.yaml"]):
+        steps = configuration(capsys, "fit", *SMALL, *arguments)["max_env_steps"]
+        assert steps == 100_000
+        assert type(steps) is int
+    assert configuration(capsys, "fit", *SMALL, "--config=b.yaml", "--max_env_steps=null")["max_env_steps"] is None
 
 
 def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
@@ -500,10 +511,12 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
             "model: .* Option 'gama' is not accepted.*; did you mean gamma",
         ),
         ("model:\n  class_path: PPPO\n", "model='PPPO' is unknown: expected the name of a class, .* did you mean PPO"),
-        ("data: [1, 2\n", "Problems parsing config: while parsing a flow sequence"),
-        ("max_env_steps: ten\n", "max_env_steps: Expected int; Given value: ten"),
+        ("data: [1, 2\n", 'config: while parsing a flow sequence; in "bad.yaml", line 1, column 7;'),
+        ("max_env_steps: ten\n", "max_env_steps: expected a whole number such as 100000 or 1e5; Given value: ten"),
+        ("max_env_steps: true\n", "max_env_steps: expected a whole number such as 100000 or 1e5; "),
+        ("model:\n  init_args:\n    clip_range: fast\n", f"model: .*: clip_range=fast is not .*{OR_SCHEDULE}$"),
     ],
-    ids=["key", "section", "type", "choice", "argument", "class", "syntax", "run"],
+    ids=["key", "section", "type", "choice", "argument", "class", "syntax", "run", "truth", "schedule"],
 )
 def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, message):
     Path("bad.yaml").write_text(content)
@@ -530,6 +543,20 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             ["fit", *SMALL, "--init_parts=[nonsense]"],
             r"init_parts: Expected one of 'policy', 'critic', 'normalizers'\. Got value: nonsense; Given value: \['non",
         ),
+        *(
+            (
+                ["fit", *SMALL, f"--max_env_steps={steps}"],
+                "max_env_steps: expected a whole number such as .* 1e5; Given",
+            )
+            for steps in ("1.5", "inf", "true")
+        ),
+        *(
+            (
+                ["fit", *SMALL, f"--model={algorithm}", f"--model.{option}=linear(0.2)"],
+                rf"model: .* class_path 'lightning_rl.{algorithm}': {option}=linear\(0.2\) is not .*{OR_SCHEDULE}$",
+            )
+            for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
+        ),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
@@ -543,6 +570,12 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         "file",
         "name",
         "parts",
+        "fraction",
+        "infinity",
+        "truth",
+        "schedule_or_null",
+        "schedule",
+        "schedule_of_another",
         "option",
         "beginning",
         "singular",

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -134,11 +135,13 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
     assert [about[name] for name in ("env_id", "env_steps")] == ["CartPole-v1", 64]
 
 
-def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_tmp_path, monkeypatch):
+def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_tmp_path, monkeypatch, caplog):
     module = example("tune")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     monkeypatch.setattr(module, "DATA", module.DATA | {"eval_episodes": 2})
-    study = module.main(num_trials=2, seeds=(0, 1), max_env_steps=512)
+    with caplog.at_level(logging.INFO, "lightning.pytorch"):  # also puts back what the example sets
+        study = module.main(num_trials=2, seeds=(0, 1), max_env_steps=512)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning")] == []
     for trial in study.trials:
         # Two validations of each seed and a last one, at the environment steps of this seed after those of the first.
         steps = sorted(trial.intermediate_values)

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"watching"},
+    {"watching", "early_interrupt"},
     {"fast_layers"},
     {
         "__about__",

@@ -1,6 +1,9 @@
 """Schedules: each kind by hand-worked numbers, and what is refused."""
 
+import ast
+
 import pytest
+import yaml
 
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.validation import ConfigurationError
@@ -74,3 +77,14 @@ LINE = {"kind": "linear", "start": 1, "end": 0}
 def test_what_describes_no_schedule_is_refused(value, message):
     with pytest.raises(ConfigurationError, match=message):
         parse_schedule("x", value, at_least=0, at_most=1)
+
+
+@pytest.mark.parametrize("value", ["linear", -1.0])
+def test_an_option_that_may_be_a_schedule_says_so_with_an_example_that_is_one(value):
+    with pytest.raises(ConfigurationError) as refused:
+        parse_schedule("clip_range", value, above=0)
+    message, _, text = str(refused.value).partition(" such as ")
+    assert message == f"clip_range={value!r} is not valid: expected a number above 0, or a schedule"
+    example = yaml.safe_load(text)
+    assert example == ast.literal_eval(text)
+    assert parse_schedule("clip_range", example, above=0).varies

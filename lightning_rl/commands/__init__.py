@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from lightning_rl import quiet
+from lightning_rl import early_interrupt, quiet
 from lightning_rl.cli_errors import end_with_message
 
 COMMANDS = {
@@ -26,6 +26,7 @@ def run_command(arguments: list[str]) -> bool:
     if not arguments or arguments[0] not in COMMANDS:
         return False
     quiet.command_line()
+    early_interrupt.over()
     try:
         importlib.import_module(f"{__name__}.{arguments[0]}").run(arguments[1:])
     except Exception as error:
