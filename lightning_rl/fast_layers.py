@@ -239,8 +239,13 @@ def suits_numpy(x: Tensor) -> bool:
 
 
 def is_numpys(x: Tensor) -> bool:
-    """Whether NumPy can see the numbers of `x` and has their dtype."""
+    """Whether NumPy can see the numbers of `x` and computes with their dtype."""
     return x.is_cpu and x.dtype in _OF_NUMPY
+
+
+def numpy_sees(x: Tensor) -> bool:
+    """Whether NumPy can see the numbers of `x`, of whichever type."""
+    return x.is_cpu and x.dtype is not torch.bfloat16
 
 
 # What layers of exactly these classes compute with their parameters.
