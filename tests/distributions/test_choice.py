@@ -218,18 +218,3 @@ def test_a_part_called_kind_is_told_apart_from_the_option():
         make_action_head(space, 4, action_distribution={"kind": "autoregressive"})
     assert isinstance(make_action_head(space, 4, action_distribution="autoregressive"), AutoregressiveHead)
     make_action_head(space, 4, action_distribution={"kind": "categorical"})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(8, 2), (3, 4, 5), (300, 4)])
-def test_acting_draws_what_is_drawn_elsewhere(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    logits = torch.randn(shape, dtype=dtype)
-    logits[..., 0] = -torch.inf
-
-    def draw() -> torch.Tensor:
-        return Categorical(logits).sample(torch.Generator().manual_seed(0))
-
-    with torch.inference_mode():
-        acting = draw()
-    assert acting.dtype == torch.int64 and not (acting == 0).any()
-    assert torch.equal(acting, draw())

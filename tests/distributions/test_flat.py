@@ -95,6 +95,21 @@ def test_samples_repeat_with_the_generator_and_leave_the_global_one_alone(pair):
     assert_samples_repeat(pair()[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(8, 2), (3, 4, 5), (300, 4)])
+def test_acting_draws_what_is_drawn_elsewhere(shape, dtype):
+    logits = randn(*shape, seed=1).to(dtype)
+    logits[..., 0] = -torch.inf
+
+    def draw() -> Tensor:
+        return Categorical(logits).sample(generator(0))
+
+    with torch.inference_mode():
+        acting = draw()
+    assert acting.dtype == torch.int64 and not (acting == 0).any()
+    assert torch.equal(acting, draw())
+
+
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
 def test_bfloat16_parameters_are_computed_with_in_float32(kind):
     x, scale = randn(64, 5).bfloat16(), randn(5, seed=1).bfloat16()
