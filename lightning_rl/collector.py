@@ -200,10 +200,9 @@ class Collector:
         for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             stored = state[name].numpy()[: len(own)]
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
-        if "begins" in state:  # not in checkpoints of before there was memory
-            stored = state["begins"].numpy()[: len(exact)]
-            self._begins[: len(stored)] = stored | ~exact[: len(stored)]
-            self._memory.load_state_dict(state["memory"], exact, self.generator.device)
+        stored = state["begins"].numpy()[: len(exact)]
+        self._begins[: len(stored)] = stored | ~exact[: len(stored)]
+        self._memory.load_state_dict(state["memory"], exact, self.generator.device)
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _put(self, t: int, observations: Nested) -> None:

@@ -295,7 +295,7 @@ class RolloutDataModule(EpisodesDataModule):
         if self.trainer is None or self.trainer.state.fn == "fit":  # evaluation leaves a later training alone
             self.check_resumable(state_dict)
             self._sampler.load_state_dict(state_dict)
-            say_changes(state_dict.get("settings", {}), self._settings)  # format 1 has none
+            say_changes(state_dict["settings"], self._settings)
 
     def check_resumable(self, state_dict: Mapping[str, Any]) -> None:
         """Raise unless a run of these environments can go on from such a state.
@@ -303,7 +303,7 @@ class RolloutDataModule(EpisodesDataModule):
         Raises:
             ConfigurationError: It is of another environment.
         """
-        check_same_environment(state_dict.get("settings", {}), self.spec.env_id)
+        check_same_environment(state_dict["settings"], self.spec.env_id)
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 _WRONG_HERE = (
     # Deprecated by torch 2.13, used by Lightning 2.6: for its authors to mend.
@@ -58,39 +57,19 @@ class _Without(logging.Filter):
 _NO_ADVERTISEMENTS = _Without(_ADVERTISEMENT)
 
 
-class _WithoutPlace:
-    """A format of warnings that leaves file and line out of those of this package, which are about a run, not a line.
-
-    Args:
-        otherwise: That of all others.
-    """
-
-    def __init__(self, otherwise: Callable[..., str]) -> None:
-        self._otherwise = otherwise
-
-    def __call__(
-        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-    ) -> str:
-        if Path(filename).is_relative_to(Path(__file__).parent):
-            return f"WARNING: {message}\n"
-        return self._otherwise(message, category, filename, lineno, line)
-
-
 def everywhere() -> None:
     """Drop what is wrong about this package, wherever it is used."""
     _ignore(_WRONG_HERE)
 
 
 def command_line(evaluating: bool = False) -> None:
-    """Drop what the command line decides, advertisements, and the places of this package's own warnings.
+    """Drop what the command line decides, and advertisements.
 
     Args:
         evaluating: Whether episodes are only played.
     """
     everywhere()  # again, since the filters may have been changed since the import
     _ignore(_DECIDED_BY_COMMAND_LINE + (_OF_NO_USE_IN_EVALUATION if evaluating else ()))
-    if not isinstance(warnings.formatwarning, _WithoutPlace):
-        warnings.formatwarning = _WithoutPlace(warnings.formatwarning)
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addFilter(_NO_ADVERTISEMENTS)  # which is there once, however often it is added
 

@@ -81,7 +81,7 @@ def check_same_environment(before: Mapping[str, Any], env_id: str) -> None:
     Raises:
         ConfigurationError: They name another one.
     """
-    stored = before.get("env_id", env_id)
+    stored = before["env_id"]
     if stored.rpartition(":")[2] != env_id.rpartition(":")[2]:
         raise ConfigurationError(
             f"env_id={env_id!r} does not fit the checkpoint: expected {stored!r}, which it was trained in; init_from "

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from pathlib import Path
 
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
@@ -33,12 +32,11 @@ class RunLock:
     def __init__(self) -> None:
         self._folder: int | None = None
 
-    def take(self, run_dir: Path, patience: float = 5.0) -> None:
+    def take(self, run_dir: Path) -> None:
         """Take a folder; only the first of several ranks does, since the others may only guess which it is.
 
         Args:
             run_dir: The folder.
-            patience: Seconds to wait for what is left of a process that was killed.
 
         Raises:
             ConfigurationError: It cannot be written, or another process trains there.
@@ -49,24 +47,18 @@ class RunLock:
         if fcntl is None:
             return
         folder = os.open(run_dir, os.O_RDONLY)
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.1)
-                    continue
-                os.close(folder)
-                raise ConfigurationError(
-                    f"ckpt_path: the run in {run_dir} has not ended, another process is training it: expected one that "
-                    "has; jobs that run at the same time need a trainer.default_root_dir each"
-                ) from None
-            except OSError:  # a file system without locks
-                os.close(folder)
-            else:
-                self._folder = folder
-            return
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise ConfigurationError(
+                f"ckpt_path: the run in {run_dir} has not ended, another process is training it: expected one that "
+                "has; jobs that run at the same time need a trainer.default_root_dir each"
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(folder)
+        else:
+            self._folder = folder
 
     def release(self) -> None:
         """Give it back."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_rl import PPO, RolloutDataModule, restoring
-from lightning_rl.checkpoint_format import FORMAT, upgrade
+from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.validation import ConfigurationError
 from tests.programs import run_ranks
 from tests.test_resume import SETTINGS, fit
@@ -372,33 +372,13 @@ def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first,
     assert state["env_steps"] == 72 * (4 * first + 2 * (3 - first))
 
 
-def test_a_checkpoint_of_the_first_format_is_brought_up_to_date(tmp_path):
-    fit("discrete", tmp_path / "first", 4)
-    path = tmp_path / "first/after_4.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    ours, data = checkpoint["lightning_rl"], checkpoint["RolloutDataModule"]
-    for name in ("version", "algorithm", "precision", "planned_env_steps", "skipped_updates"):
-        del ours[name]
-    del data["settings"], ours["ranks"][0]["window"]["counts"]
-    for record in data["ranks"][0]["environments"]["environments"]:
-        del record["reward_sum"], record["ends"]
-    ours["format"] = 1
-    torch.save(checkpoint, path)
-    # Whether an episode went as it did cannot be told without what has been added to the records.
-    with pytest.warns(UserWarning, match="environments 0, 1, 2 of CartPole-v1 .* could not be taken back"):
-        resumed = fit("discrete", tmp_path / "second", 6, str(path))
-    assert (resumed.policy_version, resumed.env_steps) == (6, 6 * 72)
-    upgrade(checkpoint)
-    assert ours["format"] == FORMAT
-
-
-def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
+def test_checkpoints_of_another_format_are_refused(tmp_path):
     fit("discrete", tmp_path / "first", 2)
     path = tmp_path / "first/after_2.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["lightning_rl"] |= {"format": FORMAT + 1, "version": "9.1.0"}
     torch.save(checkpoint, path)
-    expected = rf"format {FORMAT + 1}, written by lightning_rl 9.1.0: expected format {FORMAT} or older"
+    expected = rf"format {FORMAT + 1}, written by lightning_rl 9.1.0: expected format {FORMAT}"
     with pytest.raises(ConfigurationError, match=expected):
         fit("discrete", tmp_path / "second", 4, str(path))
     with pytest.raises(ConfigurationError, match=expected):

@@ -66,16 +66,16 @@ class FailedUpdate:
         self.rollout = Rollout(**content["rollout"])
         self.minibatch: Batch | None = None
         self.terms: dict[str, float] = content["terms"]
-        self.phase: int = content.get("phase", 0)
+        self.phase: int = content["phase"]
         self.number: int = content["number"]
         restore_replays(self.module, content)
         self.env_steps: int = content["env_steps"]
         # That of the learner: the rollout may be of an earlier one.
-        self._policy_version: int = content.get("policy_version", self.rollout.policy_version)
+        self._policy_version: int = content["policy_version"]
         self.checkpoint_path: str | None = content["checkpoint_path"]
         self._generator_state: Tensor = content["generator"]
-        self._planned_env_steps: int | None = content.get("planned_env_steps")  # schedules may end with the run
-        if self.module.reward_normalizer is not None and (running := content.get("discounted_return")) is not None:
+        self._planned_env_steps: int | None = content["planned_env_steps"]  # schedules may end with the run
+        if self.module.reward_normalizer is not None and (running := content["discounted_return"]) is not None:
             self.module.reward_normalizer.discounted_return = running
 
     @classmethod

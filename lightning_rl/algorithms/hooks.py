@@ -18,7 +18,7 @@ from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
@@ -217,10 +217,10 @@ class Hooks(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version; or
+            ConfigurationError: The checkpoint was made for other spaces or another network, or in another format; or
             training cannot go on from it: see `check_resumable`.
         """
-        upgrade(checkpoint)
+        check_format(checkpoint)
         resumes = self._trainer is not None and self._trainer.state.fn == "fit"
         if resumes:
             check_resumable(checkpoint, self)
@@ -230,11 +230,11 @@ class Hooks(Reports):
             self.double()
         state = checkpoint[CHECKPOINT_KEY]
         self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
-        self.frames = state.get("frames", self.env_steps)
+        self.frames = state["frames"]
         if resumes:
             for sentence in changes(checkpoint, self):
                 rank_zero_info(sentence)
             adopt_settings(checkpoint, self)
             self.skipped_updates = state["skipped_updates"]
-            self.env_steps_before_epochs = state.get("env_steps_before_epochs", 0)
+            self.env_steps_before_epochs = state["env_steps_before_epochs"]
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]

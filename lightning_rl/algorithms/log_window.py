@@ -95,11 +95,8 @@ class LogWindow(nn.Module):
         self.means = ScalarMeans(snapshot["names"]).to(self.episodes.device)
         if snapshot["means"] is not None:
             self.means.restore(snapshot["means"])
-        counts = snapshot.get("counts", {})
-        if snapshot.get("restarts") is not None:  # of before there were others
-            counts = {"rollout/env_restarts": snapshot["restarts"]}
         self.counts.clear()
-        for name, count in counts.items():
+        for name, count in snapshot["counts"].items():
             self._count(name).restore(count)
 
     def _flush(self) -> None:

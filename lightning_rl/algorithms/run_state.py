@@ -54,7 +54,7 @@ def replay_states(module: Updates) -> dict[str, Any]:
 
 def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
     """Take over what one rank kept of earlier rollouts, as far as the module has such replays."""
-    for name, stored in state.get("replays", {}).items():
+    for name, stored in state["replays"].items():
         if name in module.replays:
             module.replays[name].load_state_dict(stored)
 
@@ -73,7 +73,7 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
         restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))
         return
     # All of them, since they take each step together: from what is new alone, or from what they keep as well.
-    stored: Mapping[str, Any] = ranks[0].get("replays", {}) if ranks else {}
+    stored: Mapping[str, Any] = ranks[0]["replays"] if ranks else {}
     if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
         rank_zero_warn(
             f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "

@@ -16,7 +16,6 @@ from lightning_rl.environments.atari import AtariPreprocessing, sign
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.camera import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.errors import EnvironmentFailure
-from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import (
     check_envpool,
     find_spec,
@@ -151,7 +150,7 @@ def _make_wrapped(
 ) -> gymnasium.Env[Any, Any]:
     limit = spec.options.max_episode_steps
     kwargs = {"disable_env_checker": True} | (atari.make_kwargs(limit) if atari else limited(limit)) | spec.env_kwargs
-    with explained(spec, gym_spec), quiet_loading(gym_spec, spec.env_kwargs):
+    with explained(spec, gym_spec):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
         if atari:
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)

@@ -1,25 +1,11 @@
-"""Gymnasium's own vectorised CartPole: its state, which is a few arrays, and its check of actions."""
+"""State of Gymnasium's vectorized CartPole, for checkpoints."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-
-
-class BinaryActions(spaces.MultiDiscrete):
-    """Actions `[B]` of 0 and 1, in which it takes one operation to see whether an array is: CartPole asks each step."""
-
-    def __init__(self, num_envs: int) -> None:
-        super().__init__(np.full(num_envs, 2))
-
-    def contains(self, x: Any) -> bool:  # noqa: ANN401 - as in Gymnasium
-        """Whether `x` is `[B]` of 0 and 1."""
-        if type(x) is np.ndarray and x.dtype == self.dtype and x.shape == self._shape:
-            return bool(0 <= np.bitwise_or.reduce(x) < 2)
-        return super().contains(x)
 
 
 _ARRAYS = ("state", "steps", "prev_done")

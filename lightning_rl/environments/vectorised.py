@@ -9,14 +9,12 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.lives import NativeLives
-from lightning_rl.environments.native import BinaryActions
 from lightning_rl.environments.registry import missing_package, unknown_id
 from lightning_rl.environments.spec import EnvironmentSpec
 from lightning_rl.validation import ConfigurationError, check
@@ -42,8 +40,6 @@ def make_native(
             gym_spec, num_envs, vectorization_mode="vector_entry_point", **(kwargs | spec.env_kwargs)
         )
         env = NativeLives(env) if atari is not None and atari.episodic_life else env
-    if type(env) is CartPoleVectorEnv:  # not a subclass, whose actions may be others
-        env.action_space = BinaryActions(num_envs)
     return env, seeds[0] if atari is None else np.asarray(seeds)
 
 
