@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 
-
 _ARRAYS = ("state", "steps", "prev_done")
 
 
