@@ -4,7 +4,7 @@
 from lightning_rl import early_interrupt as early_interrupt
 
 # isort: split
-from lightning_rl import functional, quiet
+from lightning_rl import functional
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import (
     A2C,
@@ -75,5 +75,3 @@ __all__ = [
     "load_episodes",
     "save_episodes",
 ]
-
-quiet.everywhere()

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_rl import early_interrupt, quiet
+from lightning_rl import early_interrupt
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits, check_resumable
 from lightning_rl.algorithms.warm_start import Part
@@ -42,6 +42,7 @@ from lightning_rl.cli_parts import (
 from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.progress import EnvStepProgressBar
+from lightning_rl.quiet import filter_command_line_warnings
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
@@ -146,7 +147,7 @@ class OnPolicyCLI(LightningCLI):
         Unlike Lightning's, this does not put the checkpoint's hyper-parameters over those of the command line.
         """
         fitting, config = self.config.subcommand == "fit", self.config[self.config.subcommand]
-        quiet.command_line(evaluating=not fitting)
+        filter_command_line_warnings(evaluating=not fitting)
         data, algorithm = config.data, config.model.class_path.rpartition(".")[2]
         env_id = (data.init_args if self.subclass_mode_data else data).get("env_id", "environment")
         root = run_root(config.trainer.default_root_dir, algorithm, env_id)
@@ -313,7 +314,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
         SystemExit: After one message on the standard error: with status 2 where the arguments cannot be understood,
             with 1 where a setting or an environment is at fault.
     """
-    quiet.command_line()
+    filter_command_line_warnings()
     about = f"On-policy reinforcement learning for PyTorch Lightning. {overview()}"
     parser_options = {"prog": "lightning-rl", "description": about}
     try:

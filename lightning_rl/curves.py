@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
-from lightning_rl import quiet
+from lightning_rl.quiet import DropMessages
 from lightning_rl.validation import ConfigurationError, check
 
 Array = np.ndarray[Any, Any]
@@ -223,7 +225,7 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     everything, nothing = {"scalars": 0}, dict.fromkeys(("images", "audio", "histograms", "tensors"), 1)
-    with quiet.reading_events():
+    with _without_purge_messages():
         log = EventAccumulator(str(folder), everything | nothing).Reload()
     for key in log.Tags()["scalars"]:
         for event in log.Scalars(key):
@@ -272,3 +274,17 @@ def _names(logs: Sequence[Log]) -> list[str]:
         else:
             names.append(str(log.folder.parent))
     return names
+
+
+@contextmanager
+def _without_purge_messages() -> Iterator[None]:
+    """Drop TensorBoard's message about a "purge of expired events" where a resumed run logged steps again.
+
+    The last value of each step is kept, so no data is lost.
+    """
+    logger, repeated = logging.getLogger("tensorboard"), DropMessages("Detected out of order event.step")
+    logger.addFilter(repeated)
+    try:
+        yield
+    finally:
+        logger.removeFilter(repeated)

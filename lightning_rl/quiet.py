@@ -1,15 +1,13 @@
-"""Messages of Lightning that say something wrong about training here, or that nobody can act on.
+"""Filters for warnings of other libraries that are misleading or not actionable here.
 
-All filters are in this file, each for one message, with the reason beside it. `import lightning_rl` applies the first
-list; the others are for the command line, which makes these choices itself.
+Each filter matches one message, with the reason beside it. The first list applies to every run, from the moment when
+the Trainer meets the algorithm; the others apply to the command line only.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _WRONG_HERE = (
     # Deprecated by torch 2.13, used by Lightning 2.6: for its authors to mend.
@@ -36,56 +34,42 @@ _OF_NO_USE_IN_EVALUATION = (
     r"Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be provided",
 )
 _ADVERTISEMENT = "\N{ELECTRIC LIGHT BULB} Tip: "
-_LOGGED_AGAIN = "Detected out of order event.step"
 
 
-class _Without(logging.Filter):
-    """Drops the messages of a log that begin in a certain way.
+class DropMessages(logging.Filter):
+    """Drop log messages that start with a text.
 
     Args:
-        beginning: How.
+        start: The text.
     """
 
-    def __init__(self, beginning: str) -> None:
+    def __init__(self, start: str) -> None:
         super().__init__()
-        self._beginning = beginning
+        self._start = start
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._beginning)
+        """Return whether the message is kept."""
+        return not record.getMessage().startswith(self._start)
 
 
-_NO_ADVERTISEMENTS = _Without(_ADVERTISEMENT)
+_NO_ADVERTISEMENTS = DropMessages(_ADVERTISEMENT)
 
 
-def everywhere() -> None:
-    """Drop what is wrong about this package, wherever it is used."""
+def filter_misleading_warnings() -> None:
+    """Ignore the warnings that are wrong for every run of this package."""
     _ignore(_WRONG_HERE)
 
 
-def command_line(evaluating: bool = False) -> None:
-    """Drop what the command line decides, and advertisements.
+def filter_command_line_warnings(evaluating: bool = False) -> None:
+    """Ignore warnings about choices that the command line makes itself, and Lightning's tips.
 
     Args:
-        evaluating: Whether episodes are only played.
+        evaluating: Whether the command only plays episodes.
     """
-    everywhere()  # again, since the filters may have been changed since the import
+    filter_misleading_warnings()
     _ignore(_DECIDED_BY_COMMAND_LINE + (_OF_NO_USE_IN_EVALUATION if evaluating else ()))
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addFilter(_NO_ADVERTISEMENTS)  # which is there once, however often it is added
-
-
-@contextmanager
-def reading_events() -> Iterator[None]:
-    """Drop, while TensorBoard reads a log, what it says of steps that a resumed run logged again.
-
-    It calls it a purge of expired events; they are replaced by those that came last.
-    """
-    logger, again = logging.getLogger("tensorboard"), _Without(_LOGGED_AGAIN)
-    logger.addFilter(again)
-    try:
-        yield
-    finally:
-        logger.removeFilter(again)
+    logger.addFilter(_NO_ADVERTISEMENTS)  # adding the same filter twice has no effect
 
 
 def _ignore(messages: tuple[str, ...]) -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import re
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rl import __main__ as program
-from lightning_rl import plots, quiet
+from lightning_rl import plots
 from lightning_rl.cli import main
 from lightning_rl.curves import RUN_FOLDER, Series, by_experiment, find_logs, joined, summarize
 from lightning_rl.validation import ConfigurationError
@@ -107,7 +106,7 @@ def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
     assert log.scalars[RETURN].values.tolist()[-1] == 40
 
 
-def test_a_run_that_was_killed_and_went_on_is_read_without_a_word_about_what_it_logged_again(tmp_path, caplog):
+def test_repeated_steps_of_a_resumed_run_are_read_without_a_message(tmp_path, caplog):
     write_run(tmp_path, [1, 2, 3, 4])
     next(tmp_path.glob("events*")).rename(tmp_path / "events.out.tfevents.0")  # whatever the clock says, the older one
     writer = SummaryWriter(tmp_path, purge_step=30)
@@ -116,12 +115,8 @@ def test_a_run_that_was_killed_and_went_on_is_read_without_a_word_about_what_it_
     (log,) = find_logs(tmp_path)
     assert log.scalars[RETURN].values.tolist() == [1, 2, 7]
     assert caplog.messages == []
-    # Other messages are heard, and this one when others read.
-    with quiet.reading_events():
-        logging.getLogger("tensorboard").warning("a file is damaged")
-    EventAccumulator(str(tmp_path)).Reload()
-    damaged, purged = caplog.messages
-    assert damaged == "a file is damaged"
+    EventAccumulator(str(tmp_path)).Reload()  # the message is dropped only while this package reads
+    (purged,) = caplog.messages
     assert purged.startswith("Detected out of order event.step")
 
 

@@ -38,3 +38,27 @@ def test_help_imports_little_more_than_lightning():
     assert not [name for name in more if name.startswith("gymnasium.envs.") and "mujoco" in name]
     # 140 with Gymnasium 1.4 and jsonargparse 4.53; any large package more would have hundreds.
     assert len(more) < 250, more
+
+
+SIDE_EFFECTS = """
+import logging, signal, sys, warnings
+import gymnasium, jsonargparse, lightning.pytorch, torch, torchmetrics
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    loggers = {name: (list(log.filters), list(log.handlers), log.level) for name, log in
+               logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)}
+    hooks = warnings.showwarning, warnings.formatwarning, sys.excepthook, threading.excepthook
+    settings = torch.get_num_threads(), torch.get_default_dtype(), list(warnings.filters)
+    return handlers, loggers, hooks, settings
+import threading
+before = state()
+import lightning_rl
+after = state()
+assert before[0] == after[0] and before[2:] == after[2:]
+assert before[1] == {name: log for name, log in after[1].items() if name in before[1]}
+"""
+
+
+def test_importing_the_package_has_no_side_effects():
+    done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policy import check_modes_agree
+from lightning_rl.quiet import filter_misleading_warnings
 from lightning_rl.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
@@ -83,6 +84,7 @@ class Hooks(Reports):
             ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
                 Trainer that trains was to clip or add up gradients.
         """
+        filter_misleading_warnings()
         # Before anything else: Lightning's own checks say something else.
         refuse_tuners(self.trainer)
         if self.trainer.state.fn == "fit":

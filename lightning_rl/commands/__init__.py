@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from lightning_rl import early_interrupt, quiet
+from lightning_rl import early_interrupt
 from lightning_rl.cli_errors import end_with_message
+from lightning_rl.quiet import filter_command_line_warnings
 
 COMMANDS = {
     "export": "Write the policy of a checkpoint as programs that act without this package.",
@@ -25,7 +26,7 @@ def run_command(arguments: list[str]) -> bool:
     """Run the command that arguments begin with; return whether there is one of that name."""
     if not arguments or arguments[0] not in COMMANDS:
         return False
-    quiet.command_line()
+    filter_command_line_warnings()
     early_interrupt.over()
     try:
         importlib.import_module(f"{__name__}.{arguments[0]}").run(arguments[1:])

@@ -15,12 +15,10 @@ from lightning_rl.functional.losses import (
     dual_clipped_surrogate_loss,
     explained_variance,
     huber_value_loss,
-    normalize,
     normalize_rows,
     policy_gradient_loss,
     value_cloning_loss,
     value_loss,
-    weighted_mean,
 )
 from lightning_rl.functional.penalties import adapted_kl_coef, kl_cutoff_penalty, squared_norm
 from lightning_rl.functional.returns import (
@@ -50,7 +48,6 @@ __all__ = [
     "huber_value_loss",
     "kl_cutoff_penalty",
     "lagrangian",
-    "normalize",
     "normalize_rows",
     "policy_gradient_loss",
     "reverse_scan",
@@ -61,5 +58,4 @@ __all__ = [
     "vmpo_policy_loss",
     "vmpo_temperature_loss",
     "vtrace",
-    "weighted_mean",
 ]

@@ -1,7 +1,6 @@
 """Losses and their diagnostics: per step, so that the caller decides what to average over.
 
-Every loss returns one number per step, in the shape of its inputs; take `weighted_mean` of it, or divide the
-sum by the number of valid rows of all ranks. Arguments that are targets (advantages, returns, old values)
+Every loss returns one number per step, in the shape of its inputs; average it over the valid steps. Arguments that are targets (advantages, returns, old values)
 count as constants: no gradient flows into them. ``log_ratios`` are ``log pi_new(a) - log pi_old(a)`` of the
 actions that were taken.
 """
@@ -179,30 +178,6 @@ def clip_indicator(log_ratios: Tensor, clip_range: Tensor | float) -> Tensor:
     return (log_ratios.expm1().abs() > clip_range).to(log_ratios.dtype)
 
 
-def weighted_mean(x: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Average over all entries: ``sum(w * x) / sum(w)``.
-
-    Entries of weight 0 take no part, not even by a NaN, neither in the mean nor in the gradient with respect
-    to `x`. What made `x` can still spoil the gradient beyond it (``0 * inf`` where an ``exp`` overflowed).
-
-    Args:
-        x: Any shape and dtype; half precision is averaged in float32.
-        weights: Of the same shape, not negative, booleans welcome; all 1 if None.
-
-    Returns:
-        A scalar; NaN if no entry has weight, as for ``torch.mean``.
-
-    Raises:
-        ValueError: If the shapes differ.
-    """
-    x = x.to(computation_dtype(x))
-    if weights is None:
-        return x.mean()
-    check.same_shape(x=x, weights=weights)
-    weights = weights.to(x.dtype)
-    return (torch.where(weights != 0, x, 0.0) * weights).sum() / weights.sum()
-
-
 @torch.no_grad()
 def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Compute ``1 - Var[target - prediction] / Var[target]``; without gradient.
@@ -236,41 +211,10 @@ def explained_variance(predictions: Tensor, targets: Tensor, weights: Tensor | N
 
 
 @torch.no_grad()
-def normalize(x: Tensor, weights: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1: ``(x - mean) / (std + eps)``; without gradient.
-
-    The standard deviation is the unbiased one (as CleanRL, Stable-Baselines3 and DI-engine normalise
-    advantages), of this process's entries alone.
-
-    Args:
-        x: Any shape; half precision is computed in float32.
-        weights: Of the same shape, not negative; all 1 if None. With fractions, the unbiased variance divides
-            by ``sum(w) - sum(w**2) / sum(w)``, which for a mask of n entries is ``n - 1``.
-        eps: Added to the standard deviation.
-
-    Returns:
-        In the shape of `x`; 0 where the weight is 0, and everywhere if the others are one alone or all equal.
-
-    Raises:
-        ValueError: If the shapes differ or `eps` is negative.
-    """
-    if weights is None:
-        return normalize_rows(x.flatten(), eps).view(x.shape)
-    check.not_negative(eps=eps)
-    x = x.to(computation_dtype(x))
-    weights = weights.to(x.dtype)
-    check.same_shape(x=x, weights=weights)
-    centered = _centered(x, weights)
-    count = weights.sum()
-    freedom = count - weights.square().sum() / count
-    variance = (weights * centered.square()).sum() / freedom
-    std = torch.where(freedom > 0, variance, 0.0).sqrt()
-    return _over(centered, std + eps)
-
-
-@torch.no_grad()
 def normalize_rows(x: Tensor, eps: float = 1e-8) -> Tensor:
-    """Shift and scale each row, such as the advantages of a minibatch, as `normalize` does all of it.
+    """Shift and scale each row to mean 0 and standard deviation 1: ``(x - mean) / (std + eps)``; without gradient.
+
+    The standard deviation is the unbiased one, as CleanRL, Stable-Baselines3 and DI-engine normalize advantages.
 
     Args:
         x: `[..., N]`; half precision is computed in float32.
