@@ -1,8 +1,8 @@
-"""Losses and their diagnostics: per step, so that the caller decides what to average over.
+"""Losses and their diagnostics, one number per step.
 
-Every loss returns one number per step, in the shape of its inputs; average it over the valid steps. Arguments that are targets (advantages, returns, old values)
-count as constants: no gradient flows into them. ``log_ratios`` are ``log pi_new(a) - log pi_old(a)`` of the
-actions that were taken.
+Every loss has the shape of its inputs; average it over the valid steps. Arguments that are targets (advantages,
+returns, old values) count as constants: no gradient flows into them. ``log_ratios`` are
+``log pi_new(a) - log pi_old(a)`` of the actions that were taken.
 """
 
 import torch
