@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rl import PPO, EnvStepLimit
-from lightning_rl.functional import normalize
+from lightning_rl.functional import normalize_rows
 from tests.algorithms.slow_ppo import DEFAULTS, SlowPPO
 from tests.helpers import (
     CONTINUOUS,
@@ -185,7 +185,7 @@ def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatch
             known = part.normalized_advantages
             assert (known is not None) == (how == "minibatch" and counted is None)
             counts = torch.ones(len(part), dtype=torch.bool) if counted is None else part.weights != 0
-            expected = torch.zeros(len(part)).masked_scatter(counts, normalize(part.advantages[counts]))
+            expected = torch.zeros(len(part)).masked_scatter(counts, normalize_rows(part.advantages[counts]))
             torch.testing.assert_close(model.normalized_advantages(part), expected)
             assert part.replace(advantages=2 * part.advantages).normalized_advantages is None
             part.advantages[0] += 1.0
