@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl import IMPALA, PPG, PPO, PPOKLPenalty, Rollout
+from lightning_rl import IMPALA, PPG, PPO, VMPO, PPOKLPenalty, Rollout
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policy import ActorCritic
@@ -50,6 +51,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "adaptive_learning_rate": {"target_kl": 1e-3},
         "recompute_advantages": True,
     },
+    "better_half": {"learning_rate": 1e-3},
+    "weighted_half": {"learning_rate": 1e-3},
     "penalties": {"kl_cutoff_coef": 100.0, "adaptive_kl_target": 1e-4, "policy_l2": 1e-3, "learning_rate": 3e-3},
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
@@ -69,19 +72,30 @@ class Weighing(PPOKLPenalty):
         return 0.5 + rollout.observations[:-1, ..., 0].abs()
 
 
+class WeighingVMPO(VMPO):
+    """Steps that count differently."""
+
+    step_weights = Weighing.step_weights
+
+
 def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bool = False) -> PPO:
-    """PPO with the same initial weights each time."""
+    """PPO, or the algorithm of the option, with the same initial weights each time."""
     torch.manual_seed(0)
-    cls = (AloneWeighing if alone else Weighing) if option == "penalties" else (Alone if alone else PPO)
+    classes: dict[str, tuple[type[Any], type[Any]]] = {
+        "better_half": (VMPO, AloneVMPO),
+        "weighted_half": (WeighingVMPO, AloneWeighingVMPO),
+        "penalties": (Weighing, AloneWeighing),
+    }
+    cls = classes.get(option, (PPO, Alone))[alone]
     small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
     options = small | NORMALIZED | OPTIONS[option]
     algorithm: type[PPO] = options.pop("algorithm", cls)
-    if not issubclass(algorithm, PPO):  # one step for each rollout
+    if not issubclass(algorithm, PPO | VMPO):  # one step for each rollout
         options = {name: x for name, x in options.items() if name not in ("num_epochs", "num_minibatches")}
     return algorithm(VECTOR, DISCRETE, **options).to(PRECISIONS[precision])
 
 
-class Alone(PPO):
+class UnionOfRanks(OnPolicyAlgorithm):
     """One process whose minibatches are the unions of those that two ranks draw from their halves."""
 
     def on_train_start(self) -> None:
@@ -125,8 +139,20 @@ def together(parts: list[Sequences]) -> Sequences:
     )
 
 
-class AloneWeighing(Alone, Weighing):
-    """The same with penalties and weights."""
+class Alone(UnionOfRanks, PPO):
+    """PPO."""
+
+
+class AloneWeighing(UnionOfRanks, Weighing):
+    """PPO with penalties and weights."""
+
+
+class AloneVMPO(UnionOfRanks, VMPO):
+    """V-MPO."""
+
+
+class AloneWeighingVMPO(UnionOfRanks, WeighingVMPO):
+    """V-MPO with weights."""
 
 
 class Recording:

@@ -180,5 +180,8 @@ def train(action_mask: str | None) -> float:
 
 
 def test_a_task_of_mostly_invalid_actions_is_learned_in_five_thousand_steps_by_its_masks():
+    # Rounding differs with the number of threads and the kind of processor, and learning amplifies the difference to
+    # that of another seed. So the bounds hold for any seed: of 93 seeds the mean reward was 0.988 (at least 0.945) with
+    # masks and 0.366 (at most 0.518) without.
     masked, unmasked = train("method.action_masks"), train(None)
-    assert masked >= 0.9 > 0.5 > unmasked, (masked, unmasked)
+    assert masked >= 0.9 > 0.7 > unmasked, (masked, unmasked)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_rl.functional import explained_variance, normalize_rows
 from lightning_rl.normalization import exact_dtype
@@ -43,6 +44,19 @@ class OverRanks(LightningModule):
         gathered = x.new_zeros(self.world_size, *x.shape)
         gathered[self.global_rank] = x
         return self.all_reduce(gathered)
+
+    def rows_of_ranks(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Return the rows of all ranks, `[M]`, rank by rank, and the numbers of rows before and after this rank's.
+
+        Args:
+            x: Of this rank, `[N]`, without gradient; N may be another on each rank.
+        """
+        if self.world_size == 1:
+            return x, (0, 0)
+        counts = [int(count) for count in self.of_ranks(torch.tensor(len(x), device=x.device)).tolist()]
+        before, after = sum(counts[: self.global_rank]), sum(counts[self.global_rank + 1 :])
+        # The rows of other ranks are 0 until they are added up.
+        return self.all_reduce(functional.pad(x, (before, after))), (before, after)
 
     def average_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean of `x` over all ranks."""

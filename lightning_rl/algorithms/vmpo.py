@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.acting_distribution import ActingDistribution
@@ -28,7 +28,7 @@ class VMPO(ActingDistribution):
 
     with ψ = softmax(A / η) over the half of the minibatch with the larger advantages, and KL the mean divergence
     KL(old ‖ new) from the policy that acted, exact and over whole actions. The temperature η and the coefficient α are
-    learned with the weights; with several ranks each takes the better half of its own rows, for as much as it has.
+    learned with the weights. With several ranks the minibatch is the union of the ranks' minibatches.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
@@ -104,11 +104,14 @@ class VMPO(ActingDistribution):
         log_probs = distribution.log_prob(batch.actions)
         temperature, kl_coef = self.duals
         weights = batch.weights if "weights" in batch.fields else None
-        best = rl.better_half(batch.advantages, weights)
-        advantages, weights = batch.advantages[best], None if weights is None else weights[best]
-        share = batch.mean(torch.ones_like(values))  # of this rank in the rows of all, times their number
-        policy_loss = share * rl.vmpo_policy_loss(log_probs[best], advantages, temperature, weights)
-        temperature_loss = share * rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
+        advantages, others = self.rows_of_ranks(batch.advantages)
+        weights = None if weights is None else self.rows_of_ranks(weights)[0]
+        best = rl.better_half(advantages, weights)
+        advantages, weights = advantages[best], None if weights is None else weights[best]
+        # The rows of other ranks add 0 here. DDP averages over ranks, and the factor makes that average a sum.
+        own_log_probs = self.world_size * pad(log_probs, others)
+        policy_loss = rl.vmpo_policy_loss(own_log_probs[best], advantages, temperature, weights)
+        temperature_loss = rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
         kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
         value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
         self.diagnostics.add(policy_loss=policy_loss, temperature_loss=temperature_loss, value_loss=value_loss)
