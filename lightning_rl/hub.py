@@ -11,7 +11,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,16 @@ from typing import Any
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.extras import how_to_install
-from lightning_rl.trained import CONFIG, Score, config_file, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.trained import (
+    CONFIG,
+    Score,
+    config_file,
+    config_of,
+    load_algorithm,
+    load_data,
+    modules_named_in,
+    play_episodes,
+)
 from lightning_rl.validation import ConfigurationError, check
 
 CHECKPOINT = "model.ckpt"
@@ -84,8 +93,13 @@ def push_to_hub(
     episodes: int = 10,
     private: bool = False,
     message: str | None = None,
+    trust: Sequence[str] = (),
 ) -> str:
     """Play test episodes, and put the checkpoint with their score on the Hub, as whom `hf auth login` has made known.
+
+    A `config` that is given is trusted. In the checkpoint and in a configuration beside it, a class is constructed only
+    if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`, `gymnasium`, of
+    packages in `trust` and already imported ones is imported.
 
     Args:
         repo_id: `owner/name`; made if there is none.
@@ -94,18 +108,22 @@ def push_to_hub(
         episodes: How many to play for the score.
         private: Whether a repository that is made can be seen by its owner alone.
         message: Of the commit; None says how many environment steps the policy has seen.
+        trust: Packages whose modules may be imported: `["my_package"]`.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, its environment is not known, or the Hub refuses.
+        ConfigurationError: It is no checkpoint of this package, its environment is not known, a class in it is not
+            trusted, or the Hub refuses.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
     if hub.get_token() is None:  # before anything is played
         raise ConfigurationError("the Hub does not know who you are: expected `hf auth login`, or a token in HF_TOKEN")
-    model, data = load_algorithm(ckpt_path, "ckpt_path"), load_data(ckpt_path, config)
+    trust = [trust] if isinstance(trust, str) else trust
+    model = load_algorithm(ckpt_path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
+    data = load_data(ckpt_path, config, trust)
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "repository"
