@@ -38,6 +38,7 @@ PAYLOADS = (
     "untrusted.Anything",
 )
 REFUSED = r"class_path='{payload}' (is not valid: expected (a subclass of|the path of a class)|names the module)"
+EXPONENTIAL = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
 INIT_ARGS = {"args": "touch pwned", "shell": True}
 
 # A module that nobody has imported: as it is imported it leaves a file behind.
@@ -272,17 +273,15 @@ def test_a_trainer_and_the_command_line_construct_nothing_from_a_checkpoint(payl
     small = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.eval_episodes=1"]
     small += ["--model=PPO", "--model.hidden_sizes=[16]", "--model.num_minibatches=2", "--max_env_steps=64"]
     small += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
-    for field, value in specs(payload).items():
-        path = write_checkpoint(saved, **{field: value})
-        data = make_data(eval_episodes=1)
-        model = make_model(data)
-        if field == "action_distribution":  # others are those of the run, or shapes decide
-            trainer = make_trainer(limit_val_batches=1)
-            assert message_of(trainer.validate, model, data, str(path)).startswith(f"{field}=")
-            assert message_of(trainer.fit, model, data, ckpt_path=str(path)).startswith(f"{field}=")
-        else:
-            make_trainer(limit_val_batches=1).validate(model, data, str(path), verbose=False)
-            make_trainer().fit(model, data, ckpt_path=str(path))
+    data = make_data(eval_episodes=1)
+    model, fields = make_model(data), specs(payload)
+    path = write_checkpoint(saved, action_distribution=fields.pop("action_distribution"))
+    assert message_of(make_trainer().fit, model, data, ckpt_path=str(path)).startswith("action_distribution=")
+    path = write_checkpoint(saved, **fields)  # a run has its own, and parameters say whether they fit
+    make_trainer(limit_val_batches=1).validate(model, data, str(path), verbose=False)
+    # The classes of the run are compared with those of the checkpoint.
+    own = make_model(data, optimizer="torch.optim.SGD", lr_scheduler=EXPONENTIAL)
+    make_trainer().fit(own, data, ckpt_path=str(path))
     path = write_checkpoint(saved, **specs(payload))
     for command in (["fit"], ["test"]):
         arguments = small if command == ["fit"] else [x for x in small if not x.startswith("--max_env")]
