@@ -1,8 +1,10 @@
 """Checkpoints on the Hugging Face Hub, with what is needed to use and to judge them.
 
-A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Checkpoints are
-data: reading one that somebody else wrote executes nothing. A configuration names classes that are imported, so look at
-it first.
+A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Loading a
+checkpoint that somebody else wrote executes nothing of theirs: a class that it, or the configuration beside it, names
+is constructed only if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`,
+`gymnasium`, of trusted packages and already imported ones is imported. A configuration that is given with `--config`
+or `config` is trusted, so read it first.
 """
 
 from __future__ import annotations
@@ -136,7 +138,7 @@ def push_to_hub(
 
 
 def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Path | None = None) -> Path:
-    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies.
+    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies; nothing is constructed.
 
     Args:
         repo_id: `owner/name`.
@@ -188,7 +190,12 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
     )
     actions = "the mode of the policy" if score.deterministic else "samples of the policy"
     resume = f"lightning-rl test --config {CONFIG} --ckpt_path {CHECKPOINT}"
-    shell = f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n" if has_config else ""
+    shell = ""
+    if has_config:
+        shell = (
+            f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n\n"
+            f"`--config` trusts `{CONFIG}`: whatever it names is imported and constructed, so read it first.\n"
+        )
     return f"""---
 {data.to_yaml()}
 ---
@@ -208,6 +215,10 @@ from lightning_rl.trained import load_algorithm
 model = load_algorithm(pull_from_hub("{repo_id}"))
 action = model.act(observation)
 ```
+
+`load_algorithm` unpickles nothing. It constructs a class that the checkpoint names only if it is a subclass of what
+its field expects, and imports no module but those of `lightning_rl`, `torch` and `gymnasium`, unless you have imported
+it or trust it: `load_algorithm(path, trust=["my_package"])`.
 {shell}"""
 
 
