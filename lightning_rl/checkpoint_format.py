@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,21 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
     except Exception as error:
         raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
     return content
+
+
+FROM_COMMAND_LINE = ("_class_path", "_instantiator")
+"""What LightningCLI adds to hyper-parameters: the class, and a function that constructs it and all that it is given."""
+
+
+def constructor_options(cls: type[Any], hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters in a checkpoint that the constructor of a class takes.
+
+    Options of its bases are stored too, which a subclass need not take; `FROM_COMMAND_LINE` are no options.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    stored = {name: x for name, x in hyper_parameters.items() if name not in FROM_COMMAND_LINE}
+    return {name: x for name, x in stored.items() if takes_all or name in parameters}
 
 
 def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
@@ -26,8 +27,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Whatever cuts the writing short, at the place of the checkpoint is the earlier one or the new one, and nothing else.
     Lightning's own writes into the folder for temporary files, and copies from there if that is on another disk. What a
     killed process leaves behind is removed by the next that writes into the same folder. Paths that are URLs are left
-    to Lightning.
+    to Lightning. A checkpoint is read as data.
     """
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Any = lambda storage, _: storage,  # noqa: ANN401
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; unless `weights_only` is False, nothing in it is unpickled."""
+        return read_data(path, map_location, weights_only)
 
     def save_checkpoint(
         self,
@@ -56,8 +66,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             ) from error
 
 
+def read_data(
+    source: str | Path | IO[bytes],
+    map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """Read a checkpoint, a file or at a URL; unless `weights_only` is False, nothing in it is unpickled."""
+    # Lightning unpickles by default: up to 2.5 every checkpoint, later those at URLs.
+    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}
+    if not isinstance(source, str | Path):
+        return torch.load(source, **options)  # type: ignore[no-any-return]
+    with get_filesystem(source).open(str(source), "rb") as file:
+        return torch.load(file, **options)  # type: ignore[no-any-return]
+
+
 def write_atomically(trainer: Trainer) -> None:
-    """Have a Trainer write through `AtomicCheckpointIO`, unless its strategy or its plugins have a way of their own."""
+    """Have a Trainer use `AtomicCheckpointIO`, unless its strategy or its plugins have a way of their own."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
 

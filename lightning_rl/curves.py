@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import yaml
 
 from lightning_rl.quiet import DropMessages
 from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.yaml_files import read_yaml
 
 Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]
@@ -38,6 +38,7 @@ _NOT_SETTINGS = (
 )
 _RESAMPLES = 1000
 _MOST_POINTS = 400
+_MOST_SHOWN = 80
 
 
 class Series(NamedTuple):
@@ -233,21 +234,34 @@ def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, float, float]]:
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames and "step" not in reader.fieldnames:
-            raise ConfigurationError(f"{str(path)!r} has no column 'step': expected the rows of CSVLogger")
-        for row in reader:
-            for key, value in row.items():
-                if key not in ("step", "epoch") and value:
-                    yield key, float(row["step"]), float(value)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames and "step" not in reader.fieldnames:
+                raise ConfigurationError(f"{str(path)!r} has no column 'step': expected the rows of CSVLogger")
+            for row in reader:
+                where = f"{str(path)!r}, line {reader.line_num}"
+                for key, value in row.items():
+                    if key not in ("step", "epoch") and value:
+                        yield key, _number(where, "step", row["step"]), _number(where, key, value)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigurationError(f"{str(path)!r} cannot be read: expected the rows of CSVLogger: {error}") from error
+
+
+def _number(where: str, column: str, text: str | list[str] | None) -> float:
+    """Return an entry of a table; it is a list beyond the last column, and None where a row is short."""
+    try:
+        return float(text)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        shown = repr(text) if len(repr(text)) <= _MOST_SHOWN else f"{repr(text)[:_MOST_SHOWN]}…"
+        raise ConfigurationError(f"{where}: {column}={shown} is not valid: expected a number") from None
 
 
 def _settings(folder: Path, root: Path) -> dict[str, Any]:
     """Return all settings in the configuration beside a log or in a folder around it, down from `root`."""
     for place in (folder, *folder.parents):
         if (path := place / _CONFIG).is_file():
-            return dict(_flat(yaml.safe_load(path.read_text()) or {}))
+            return dict(_flat(read_yaml(path, "config") or {}))
         if place == root:
             break
     return {}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Self
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
+from lightning_rl.checkpoint_format import constructor_options
+from lightning_rl.checkpoints import read_data
 from lightning_rl.environments import EnvironmentSpec, FilmMaker, check_filmable, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
@@ -19,7 +22,8 @@ from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy import copy_to_cpu
 from lightning_rl.policy_interface import Policy
 from lightning_rl.sampler import take_failures
-from lightning_rl.validation import ConfigurationError, check_bool, check_positive_int
+from lightning_rl.trust import loading
+from lightning_rl.validation import ConfigurationError, check, check_bool, check_positive_int
 
 
 class EpisodesDataModule(LightningDataModule):
@@ -57,6 +61,30 @@ class EpisodesDataModule(LightningDataModule):
         self._evaluator = Evaluator(eval_spec, num_eval_envs)
         self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._told_of_failure = False
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        *,
+        trust: Sequence[str] = (),
+        **kwargs: Any,  # noqa: ANN401 - options
+    ) -> Self:
+        """Return the data in a checkpoint, as Lightning does; see `OnPolicyAlgorithm.load_from_checkpoint`.
+
+        The checkpoint has the state of the environments and no options, unless a subclass saves its hyper-parameters.
+        """
+        check(hparams_file is None, "hparams_file", hparams_file, "None; give the options themselves")
+        checkpoint = read_data(checkpoint_path, map_location, weights_only)
+        with loading(trust):
+            stored = constructor_options(cls, checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+            data = cls(**stored | kwargs)
+        if cls.__qualname__ in checkpoint:
+            data.load_state_dict(checkpoint[cls.__qualname__])
+        return data
 
     def _probe(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Return observation and action space of one environment."""

@@ -1,8 +1,10 @@
 """Checkpoints on the Hugging Face Hub, with what is needed to use and to judge them.
 
-A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Checkpoints are
-data: reading one that somebody else wrote executes nothing. A configuration names classes that are imported, so look at
-it first.
+A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Loading a
+checkpoint that somebody else wrote executes nothing of theirs: a class that it, or the configuration beside it, names
+is constructed only if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`,
+`gymnasium`, of trusted packages and already imported ones is imported. A configuration that is given with `--config`
+or `config` is trusted, so read it first.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +21,16 @@ from typing import Any
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.extras import how_to_install
-from lightning_rl.trained import CONFIG, Score, config_file, config_of, load_algorithm, load_data, play_episodes
+from lightning_rl.trained import (
+    CONFIG,
+    Score,
+    config_file,
+    config_of,
+    load_algorithm,
+    load_data,
+    modules_named_in,
+    play_episodes,
+)
 from lightning_rl.validation import ConfigurationError, check
 
 CHECKPOINT = "model.ckpt"
@@ -84,8 +95,13 @@ def push_to_hub(
     episodes: int = 10,
     private: bool = False,
     message: str | None = None,
+    trust: Sequence[str] = (),
 ) -> str:
     """Play test episodes, and put the checkpoint with their score on the Hub, as whom `hf auth login` has made known.
+
+    A `config` that is given is trusted. In the checkpoint and in a configuration beside it, a class is constructed only
+    if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`, `gymnasium`, of
+    packages in `trust` and already imported ones is imported.
 
     Args:
         repo_id: `owner/name`; made if there is none.
@@ -94,18 +110,22 @@ def push_to_hub(
         episodes: How many to play for the score.
         private: Whether a repository that is made can be seen by its owner alone.
         message: Of the commit; None says how many environment steps the policy has seen.
+        trust: Packages whose modules may be imported: `["my_package"]`.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, its environment is not known, or the Hub refuses.
+        ConfigurationError: It is no checkpoint of this package, its environment is not known, a class in it is not
+            trusted, or the Hub refuses.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
     if hub.get_token() is None:  # before anything is played
         raise ConfigurationError("the Hub does not know who you are: expected `hf auth login`, or a token in HF_TOKEN")
-    model, data = load_algorithm(ckpt_path, "ckpt_path"), load_data(ckpt_path, config)
+    trust = [trust] if isinstance(trust, str) else trust
+    model = load_algorithm(ckpt_path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
+    data = load_data(ckpt_path, config, trust)
     score, _ = play_episodes(model, data, episodes)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "repository"
@@ -118,7 +138,7 @@ def push_to_hub(
 
 
 def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Path | None = None) -> Path:
-    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies.
+    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies; nothing is constructed.
 
     Args:
         repo_id: `owner/name`.
@@ -170,7 +190,12 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
     )
     actions = "the mode of the policy" if score.deterministic else "samples of the policy"
     resume = f"lightning-rl test --config {CONFIG} --ckpt_path {CHECKPOINT}"
-    shell = f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n" if has_config else ""
+    shell = ""
+    if has_config:
+        shell = (
+            f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n\n"
+            f"`--config` trusts `{CONFIG}`: whatever it names is imported and constructed, so read it first.\n"
+        )
     return f"""---
 {data.to_yaml()}
 ---
@@ -190,6 +215,10 @@ from lightning_rl.trained import load_algorithm
 model = load_algorithm(pull_from_hub("{repo_id}"))
 action = model.act(observation)
 ```
+
+`load_algorithm` unpickles nothing. It constructs a class that the checkpoint names only if it is a subclass of what
+its field expects, and imports no module but those of `lightning_rl`, `torch` and `gymnasium`, unless you have imported
+it or trust it: `load_algorithm(path, trust=["my_package"])`.
 {shell}"""
 
 

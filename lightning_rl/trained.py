@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 
@@ -16,16 +17,20 @@ from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import TESTING
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.recorded_episodes import RecordedEpisodes
 from lightning_rl.runs import RUNS, find_checkpoint, run_root
 from lightning_rl.shipped_configs import resolve
+from lightning_rl.trust import loading
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class
+from lightning_rl.yaml_files import read_yaml
 
 CONFIG = "config.yaml"
 _MOST_STEPS = 8
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True)
@@ -51,28 +56,34 @@ class Score:
         return asdict(self)
 
 
-def load_algorithm(path: str | Path, field: str = "path") -> OnPolicyAlgorithm:
+def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] = ()) -> OnPolicyAlgorithm:
     """Return the algorithm in a checkpoint, of whichever class it is, on the CPU.
+
+    A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no module
+    but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported.
 
     Args:
         path: The checkpoint.
         field: The option that named it, for errors.
+        trust: Packages whose modules may be imported: `["my_package"]`.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, or its class is not known.
+        ConfigurationError: It is no checkpoint of this package, or its class is not known; or a class in it is not
+            trusted, cannot be imported or is another one than its field expects.
     """
-    checkpoint = read_checkpoint(path, field)
+    checkpoint = read_checkpoint(path, field, mapped=True)
     options = checkpoint["hyper_parameters"]
     name = options.get("_class_path") or checkpoint[CHECKPOINT_KEY]["algorithm"]
-    found: Any = None
-    if name is not None:
-        found = import_class(field, name) if "." in name else getattr(algorithms, name, None)
-    if found is None:
+    found: Any = getattr(algorithms, str(name), None)
+    if options.get("_class_path") is not None:
+        with loading(trust):
+            found = import_class("_class_path", name, OnPolicyAlgorithm)
+    if not isinstance(found, type) or not issubclass(found, OnPolicyAlgorithm):
         raise ConfigurationError(
             f"{field}={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
             "command line trained; load it by its own class's load_from_checkpoint"
         )
-    return found.load_from_checkpoint(path, map_location="cpu")  # type: ignore[no-any-return]
+    return found.load_from_checkpoint(path, map_location="cpu", trust=trust)
 
 
 def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
@@ -97,7 +108,7 @@ def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
 
 def _root_of(config: Path) -> Path:
     """Return the folder of the runs of a configuration."""
-    content = yaml.safe_load(config.read_text())
+    content = read_yaml(config, "config")
     content = content if isinstance(content, dict) else {}
     model, data = content.get("model"), content.get("data")
     algorithm = model.get("class_path") if isinstance(model, dict) else model
@@ -130,34 +141,78 @@ def config_file(given: str | Path) -> Path:
     return path
 
 
-def load_data(path: str | Path, config: str | Path | None = None) -> RolloutDataModule:
+def modules_named_in(config: str | Path | None) -> list[str]:
+    """Return the modules of all dotted paths in a configuration that the user has named: they are trusted.
+
+    Args:
+        config: A file or the name of a shipped one; None: no modules.
+    """
+    content = None if config is None else read_yaml(config_file(config), "config")
+    return sorted({text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)})
+
+
+def _strings(content: Any) -> Iterator[str]:  # noqa: ANN401 - YAML
+    if isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _strings(part)
+    elif isinstance(content, str):
+        yield content
+
+
+def load_data(path: str | Path, config: str | Path | None = None, trust: Sequence[str] = ()) -> RolloutDataModule:
     """Return the environments that a checkpoint was trained on.
+
+    A `config` that is given is trusted: whatever it names is imported and constructed. In the checkpoint and in a
+    configuration beside it, a class is constructed only if it is a subclass of what its field expects, and no module
+    but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported;
+    other options are plain data.
 
     Args:
         path: The checkpoint.
         config: Configuration of the run, a file or the name of a shipped one; None takes that of `config_of`, or
             without one what the checkpoint says.
+        trust: Packages whose modules may be imported: `["my_package"]`.
 
     Raises:
-        ConfigurationError: The configuration has no data, or neither says which environments these were.
+        ConfigurationError: The configuration has no data, or neither says which environments these were; or a class is
+            not trusted, cannot be imported or is another one than its field expects.
     """
-    config = config_of(path) if config is None else config
     if config is not None:
         return _from_config(config_file(config))
+    if (beside := config_of(path)) is not None:
+        with loading(trust):
+            kind, options = _environments(_data_of(beside))
+            return _from_plain_data(kind, options, f"config={str(beside)!r}")
     checkpoint = read_checkpoint(path, "path")
     parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
     stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
     if "env_id" not in stored:
         raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
-    return RolloutDataModule(**stored)
+    with loading(trust):
+        return _from_plain_data(RolloutDataModule, stored, f"path={str(path)!r}")
+
+
+def _data_of(config: Path) -> dict[str, Any]:
+    """Return the part of a configuration that is about the data."""
+    content = read_yaml(config, "config")
+    data = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(data, dict):
+        raise ConfigurationError(f"config={str(config)!r} has no data: expected the configuration of a run")
+    return data
+
+
+def _from_plain_data(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
+    """Construct environments from loaded data; the parser of configurations would construct what is nested in it."""
+    try:
+        if isinstance(atari := options.get("atari"), dict):
+            options = options | {"atari": AtariPreprocessing(**atari)}
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{named}: data: {error}") from error
 
 
 def _from_config(path: Path) -> RolloutDataModule:
-    content = yaml.safe_load(path.read_text())
-    data = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(data, dict):
-        raise ConfigurationError(f"config={str(path)!r} has no data: expected the configuration of a run")
-    kind, data = _environments(data)
+    kind, data = _environments(_data_of(path))
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "data", fail_untyped=False)
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # older releases call it so
@@ -171,11 +226,11 @@ def _environments(data: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     """Return the class of a configuration's data, and its options; recorded episodes are not needed to play."""
     if "class_path" not in data:
         return RolloutDataModule, data
-    module, _, name = data["class_path"].rpartition(".")
+    module, _, name = str(data["class_path"]).rpartition(".")
     options = data.get("init_args") or {}
     if module.partition(".")[0] in ("", __package__) and name in ("RolloutDataModule", "RecordedEpisodes"):
         return RolloutDataModule, {option: value for option, value in options.items() if option != "episodes"}
-    return import_class("data", data["class_path"]), options
+    return import_class("data", data["class_path"], RolloutDataModule), options
 
 
 def play_episodes(

@@ -14,6 +14,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from lightning_rl.trust import may_import
+
 ClassSpec = dict[str, Any]
 """`{"class_path": "package.Class", "init_args": {...}}`, the plain-data form of a class and its arguments."""
 
@@ -166,13 +168,41 @@ def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
     )
 
 
-def import_class(field: str, class_path: str) -> type[Any]:
-    """Import the class that a dotted path names.
+def check_module(field: str, value: object, module: str) -> None:
+    """Raise unless a module may be imported; loaded data may not import every module, see `trust.loading`.
+
+    Args:
+        field: The option that names the module.
+        value: What the option says.
+        module: The module.
 
     Raises:
-        ConfigurationError: Nothing importable has that name, or it is not a class.
+        ConfigurationError: The module is not trusted; says how to trust it.
+    """
+    if not may_import(module):
+        package = module.partition(".")[0]
+        raise ConfigurationError(
+            f"{field}={value!r} names the module {module!r}, which loaded data may not import: expected one of "
+            f"lightning_rl, torch, gymnasium or a module that you trust; to trust it, import it before, or give "
+            f"trust=[{package!r}], or --trust {package} to export and push"
+        )
+
+
+def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any], ...]) -> type[Any]:
+    """Import the class that a dotted path names; nothing is constructed.
+
+    Args:
+        field: The option that names the class.
+        class_path: `package.module.Class`.
+        base: The class, or one of the classes, that it has to be a subclass of.
+
+    Raises:
+        ConfigurationError: Nothing importable has that name, it is not such a class, or loaded data names a class of a
+            module that is not trusted.
     """
     module, _, name = class_path.rpartition(".")
+    if module:
+        check_module(f"{field}: class_path", class_path, module)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -180,6 +210,8 @@ def import_class(field: str, class_path: str) -> type[Any]:
             f"{field}: class_path={class_path!r} cannot be imported ({error}): expected package.module.Class"
         ) from error
     check(inspect.isclass(found), f"{field}: class_path", class_path, "the path of a class")
+    names = " or ".join(one.__name__ for one in (base if isinstance(base, tuple) else (base,)))
+    check(issubclass(found, base), f"{field}: class_path", class_path, f"a subclass of {names}")
     return found  # type: ignore[no-any-return]
 
 
@@ -189,8 +221,7 @@ def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -
     Raises:
         ConfigurationError: It is another class, lacks an argument or has one that the class does not take.
     """
-    cls = import_class(field, spec["class_path"])
-    check(issubclass(cls, base), f"{field}: class_path", spec["class_path"], f"a subclass of {base.__name__}")
+    cls = import_class(field, spec["class_path"], base)
     try:
         inspect.signature(cls).bind(**dict.fromkeys(given), **spec["init_args"])
     except TypeError as error:
@@ -201,13 +232,15 @@ def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationErro
     return ConfigurationError(f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {error}")
 
 
-def instantiate(field: str, spec: ClassSpec, *args: object, **kwargs: object) -> Any:  # noqa: ANN401
-    """Call the class of `spec` with `args`, `kwargs` and the spec's own `init_args`.
+def instantiate(
+    field: str, spec: ClassSpec, base: type[Any] | tuple[type[Any], ...], /, *args: object, **kwargs: object
+) -> Any:  # noqa: ANN401
+    """Call the class of `spec`, a subclass of `base`, with `args`, `kwargs` and the spec's own `init_args`.
 
     Raises:
-        ConfigurationError: The class cannot be imported or refuses its arguments.
+        ConfigurationError: The class cannot be imported, is no such class or refuses its arguments.
     """
-    cls = import_class(field, spec["class_path"])
+    cls = import_class(field, spec["class_path"], base)
     try:
         return cls(*args, **kwargs, **spec["init_args"])
     except (TypeError, ValueError) as error:

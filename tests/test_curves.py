@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from lightning_rl import __main__ as program
 from lightning_rl import plots
 from lightning_rl.cli import main
+from lightning_rl.commands import run_command
 from lightning_rl.curves import RUN_FOLDER, Series, by_experiment, find_logs, joined, summarize
 from lightning_rl.validation import ConfigurationError
 
@@ -265,3 +266,27 @@ def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):
     module = importlib.reload(plots)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-rl\[plot\]'"):
         module.draw([module.Panel("a", [module.Curve("b", [series([1])])])], [tmp_path / "a.svg"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("step,x\n1,2\n2,abc\n", r"^'.*metrics.csv', line 3: x='abc' is not valid: expected a number$"),
+        ("step,x\nabc,2\n", "line 2: step='abc' is not valid"),
+        ("x,step\n2\n", "line 2: step=None is not valid"),
+        ("step,x\n1,2,3,4\n", r"line 2: None=\['3', '4'\] is not valid"),
+        (f"step,x\n1,{'y' * 10_000}\n", r"x='y{79}… is not valid"),
+        (f"step,x\n1,{'y' * 200_000}\n", "cannot be read: expected the rows of CSVLogger: field larger than"),
+        (b"step,x\n1,\xff\n", "cannot be read: expected the rows of CSVLogger: .* can't decode byte"),
+        ("step,x\n1,__import__('os').system('touch pwned')\n", "is not valid: expected a number"),
+    ],
+)
+def test_text_among_the_numbers_of_a_log_is_one_short_error(content, message, in_tmp_path, capsys):
+    (in_tmp_path / "metrics.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigurationError, match=message):
+        find_logs(in_tmp_path)
+    with pytest.raises(SystemExit):
+        run_command(["plot", "."])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning-rl: error: ") and len(line) < 300
+    assert not Path("pwned").exists()

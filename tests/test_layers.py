@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"watching", "early_interrupt"},
+    {"watching", "early_interrupt", "trust"},
     {"fast_layers"},
     {
         "__about__",
@@ -28,6 +28,7 @@ LAYERS = [
         "quiet",
         "shipped_configs",
     },
+    {"yaml_files"},
     {"curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
     {"observation_tensors"},
     {

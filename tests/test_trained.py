@@ -170,6 +170,10 @@ def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(r
     assert (result.dataset_name, result.metric_value) == ("CartPole-v1", "123.46 +/- 7.00")
     assert "standard deviation of 4 episodes, the mode of the policy" in card.text
     assert "lightning-rl pull me/cart" in card.text
+    assert 'trust it: `load_algorithm(path, trust=["my_package"])`' in card.text
+    assert (
+        "`--config` trusts `config.yaml`: whatever it names is imported and constructed, so read it first" in card.text
+    )
     with pytest.raises(ConfigurationError, match="expected a new or an empty folder"):
         make_hub_folder(folder, checkpoint, SCORE, "CartPole-v1")
     bare = make_hub_folder(tmp_path / "bare", checkpoint, SCORE, "CartPole-v1")

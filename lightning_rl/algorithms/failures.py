@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from torch import Tensor
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
-from lightning_rl.checkpoint_format import load_plain
+from lightning_rl.checkpoint_format import constructor_options, load_plain
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.ranks import gather_ranks
 from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.trust import loading
 from lightning_rl.validation import ConfigurationError, import_class
 
 WHAT_TO_TRY = (
@@ -51,7 +52,8 @@ class FailedUpdate:
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        self.module: Updates = import_class("algorithm", content["algorithm"])(**content["hyper_parameters"])
+        algorithm = import_class("algorithm", content["algorithm"], Updates)
+        self.module: Updates = algorithm(**constructor_options(algorithm, content["hyper_parameters"]))
         # A real Trainer, for its precision: nothing is fitted.
         self._trainer = Trainer(
             accelerator="cpu", precision=content["precision"], logger=False, enable_checkpointing=False, barebones=True
@@ -79,19 +81,25 @@ class FailedUpdate:
             self.module.reward_normalizer.discounted_return = running
 
     @classmethod
-    def load(cls, path: str | Path) -> FailedUpdate:
+    def load(cls, path: str | Path, trust: Sequence[str] = ()) -> FailedUpdate:
         """Load what a failed run has saved.
+
+        A class that the file names is constructed only if it is a subclass of what its field expects, and no module but
+        those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported.
 
         Args:
             path: The file that the error names.
+            trust: Packages whose modules may be imported: `["my_package"]`.
 
         Raises:
-            ConfigurationError: There is no such file, it is something else, or the algorithm cannot be imported.
+            ConfigurationError: There is no such file, it is something else, or a class in it is not trusted or cannot
+                be imported.
         """
         content = load_plain(path, "path", "a file that a failed update has left")
         if not isinstance(content, dict) or "number" not in content:
             raise ConfigurationError(f"path={str(path)!r} was not left by a failed update: expected a file that was")
-        return cls(content)
+        with loading(trust):
+            return cls(content)
 
     def replay(self) -> dict[str, float]:
         """Make the update again, up to its gradient, and return its terms, `grad_norm` included.

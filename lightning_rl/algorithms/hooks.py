@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Self, cast
 
 import torch
 from gymnasium import spaces
@@ -18,7 +20,8 @@ from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format, constructor_options
+from lightning_rl.checkpoints import read_data
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
@@ -27,7 +30,14 @@ from lightning_rl.quiet import filter_misleading_warnings
 from lightning_rl.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate
+from lightning_rl.trust import loading
+from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
+
+
+def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Leave a tensor where it was (None), or put it on the CPU where there is no such device."""
+    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
+    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
 
 
 class Hooks(Reports):
@@ -63,7 +73,7 @@ class Hooks(Reports):
         )
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizers if len(optimizers) > 1 else optimizers[0]
-        return optimizers, [instantiate("lr_scheduler", scheduler, optimizer) for optimizer in optimizers]
+        return optimizers, [instantiate("lr_scheduler", scheduler, LRScheduler, optimizer) for optimizer in optimizers]
 
     def _optimizer_specs(self) -> dict[str, ClassSpec]:
         """Return class and arguments of each optimiser, by the option that they come from."""
@@ -208,6 +218,50 @@ class Hooks(Reports):
         else:  # ranks that were not there could not add up what they have not seen
             self.log_window.begin(self.env_steps)
         self._restored_ranks = []
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        *,
+        trust: Sequence[str] = (),
+        **kwargs: Any,  # noqa: ANN401 - options of the algorithm
+    ) -> Self:
+        """Return the algorithm in a checkpoint, as Lightning does, but construct no class that is not trusted.
+
+        A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no
+        module but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is
+        imported.
+
+        Args:
+            checkpoint_path: A file, a URL or an open file.
+            map_location: Where tensors are put; None: where they were, or the CPU if there is no such device.
+            hparams_file: None, since the checkpoint has all options.
+            strict: Whether names of parameters must match; None: as `strict_loading`.
+            weights_only: False unpickles the checkpoint, which executes what it says.
+            trust: Packages whose modules may be imported: `["my_package"]`.
+            **kwargs: Options to change.
+
+        Raises:
+            ConfigurationError: A class in the checkpoint is not trusted, cannot be imported or is another one than its
+                field expects; or it is no checkpoint of this package, or has another format.
+        """
+        check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
+        checkpoint = read_data(checkpoint_path, map_location or _nearest_device, weights_only)
+        check_format(checkpoint)
+        stored = checkpoint["hyper_parameters"]
+        with loading(trust):
+            algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
+            module = algorithm(**constructor_options(algorithm, stored) | kwargs)
+            module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+        return cast(Self, module.to(next((x.device for x in state.values()), torch.device("cpu"))))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""

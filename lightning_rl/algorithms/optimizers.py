@@ -41,7 +41,7 @@ def scheduler_spec(lr_scheduler: ClassSpec | type[LRScheduler]) -> ClassSpec:
         ConfigurationError: It is none, does not take its arguments, or needs a metric.
     """
     spec = to_class_spec("lr_scheduler", lr_scheduler)
-    plateau = issubclass(import_class("lr_scheduler", spec["class_path"]), ReduceLROnPlateau)
+    plateau = issubclass(import_class("lr_scheduler", spec["class_path"], LRScheduler), ReduceLROnPlateau)
     check(not plateau, "lr_scheduler", spec, "a scheduler that needs no metric")
     check_arguments("lr_scheduler", spec, LRScheduler, "optimizer")
     return spec

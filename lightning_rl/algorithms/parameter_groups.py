@@ -117,7 +117,7 @@ def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: 
             critic shares parameters; names it.
     """
     for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
-        known = set(inspect.signature(import_class(field, spec["class_path"])).parameters) - {"params", "lr"}
+        known = set(inspect.signature(import_class(field, spec["class_path"], Optimizer)).parameters) - {"params", "lr"}
         for pattern in filter(None, part):
             unknown = sorted({*groups[pattern]} - known - {SCALE})
             expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
@@ -160,7 +160,7 @@ def _make(
         given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
     # One group without options is given as everybody gives it, to optimisers too that take nothing else.
     single = [*parameters] == [None]
-    optimizer: Optimizer = instantiate(field, spec, given[0]["params"] if single else given, lr=rate)
+    optimizer: Optimizer = instantiate(field, spec, Optimizer, given[0]["params"] if single else given, lr=rate)
     return optimizer
 
 

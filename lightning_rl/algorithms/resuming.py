@@ -12,14 +12,16 @@ from typing import Any
 import lightning
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.parameter_groups import SCALE
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, FROM_COMMAND_LINE, is_weights_only
 from lightning_rl.normalization import reward_scale
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import differing, space_from_dict
+from lightning_rl.trust import loading
 from lightning_rl.validation import ClassSpec, ConfigurationError, import_class
 
 _OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
@@ -103,7 +105,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     trainer = module.trainer
     stored, own, state = checkpoint["hyper_parameters"], module.hparams, checkpoint[CHECKPOINT_KEY]
     # An option that the checkpoint does not know has come later, with a default that changes nothing.
-    names = sorted(set(stored) & set(own) - {"_class_path", "_instantiator"})
+    names = sorted(set(stored) & set(own) - {*FROM_COMMAND_LINE})
     pairs = [(name, stored[name], own[name]) for name in names]
     pairs += [
         ("algorithm", state["algorithm"] or type(module).__name__, type(module).__name__),
@@ -149,7 +151,15 @@ def _class_effect(stored: ClassSpec | None, own: ClassSpec | None) -> str:
 def _same_class(stored: ClassSpec | None, own: ClassSpec | None) -> bool:
     if stored is None or own is None:
         return stored is own
-    return import_class("class_path", stored["class_path"]) is import_class("class_path", own["class_path"])
+    if stored["class_path"] == own["class_path"]:
+        return True
+    kinds = (Optimizer, LRScheduler)
+    try:
+        with loading():
+            found = import_class("ckpt_path", stored["class_path"], kinds)
+    except ConfigurationError:  # of a module that this run does not use
+        return False
+    return found is import_class("class_path", own["class_path"], kinds)
 
 
 def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:

@@ -20,6 +20,10 @@ CKPT_PATH_HELP = (
     "The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs; with --config, "
     "of its algorithm and environment."
 )
+TRUST_HELP = (
+    "A package, or several as [a, b], whose classes and environments the checkpoint and the configuration beside it "
+    "may name; those of lightning_rl, torch and gymnasium and of --config need no trust."
+)
 
 
 def run_command(arguments: list[str]) -> bool:

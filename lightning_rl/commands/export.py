@@ -6,10 +6,10 @@ from typing import get_args
 
 from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import as_list, relative, say
-from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS
+from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
 from lightning_rl.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, ProgramName, export_policy
 from lightning_rl.export.folder import check_folder, check_options
-from lightning_rl.trained import find_trained, load_algorithm, load_data, play_episodes
+from lightning_rl.trained import find_trained, load_algorithm, load_data, modules_named_in, play_episodes
 
 
 def parser() -> OneErrorParser:
@@ -38,6 +38,7 @@ def parser() -> OneErrorParser:
         help="Configuration of the run, for its environment; by default the one in the folder of the run.",
     )
     made.add_argument("--episodes", type=int, default=10, help="Episodes to play for the score that is written down.")
+    made.add_argument("--trust", type=str | list[str], default=[], help=TRUST_HELP)
     return made
 
 
@@ -47,11 +48,12 @@ def run(arguments: list[str]) -> None:
     programs = as_list(options.programs)
     check_options(options.format, programs)
     path = find_trained(options.ckpt_path, options.config)
-    model = load_algorithm(path, "ckpt_path")
+    trust = as_list(options.trust)
+    model = load_algorithm(path, "ckpt_path", trust=[*trust, *modules_named_in(options.config)])
     beside = path.absolute().parent.parent / "policies"
     output = options.output or beside / f"{options.format}-{FOLDER_PATTERN.format(model.env_steps)}"
     check_folder("output", output, options.format, programs)  # before episodes are played, which takes a while
-    data = load_data(path, options.config)
+    data = load_data(path, options.config, trust)
     score, observations = play_episodes(model, data, options.episodes)
     folder = export_policy(
         model,

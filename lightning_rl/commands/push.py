@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_rl.cli_errors import OneErrorParser
-from lightning_rl.cli_parts import relative, say
-from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS
+from lightning_rl.cli_parts import as_list, relative, say
+from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
 from lightning_rl.hub import push_to_hub
 from lightning_rl.trained import find_trained
 
@@ -23,6 +23,7 @@ def parser() -> OneErrorParser:
     made.add_argument("--episodes", type=int, default=10, help="Episodes to play for the score.")
     made.add_argument("--private", type=bool, default=False, help="Whether a repository that is made is private.")
     made.add_argument("--message", type=str | None, default=None, help="Of the commit.")
+    made.add_argument("--trust", type=str | list[str], default=[], help=TRUST_HELP)
     return made
 
 
@@ -37,6 +38,7 @@ def run(arguments: list[str]) -> None:
         episodes=options.episodes,
         private=options.private,
         message=options.message,
+        trust=as_list(options.trust),
     )
     say(f"Done: {address}")
     say(f"  checkpoint: {relative(path)}")

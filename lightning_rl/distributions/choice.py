@@ -180,7 +180,7 @@ def _make_head(
     if isinstance(choice, dict) and "class_path" in choice:
         spec = to_class_spec(field, choice)
         check_arguments(field, spec, nn.Module, "in_features", "space")
-        head: nn.Module = instantiate(field, spec, in_features=in_features, space=space)
+        head: nn.Module = instantiate(field, spec, nn.Module, in_features=in_features, space=space)
     else:
         head = _make_kind(field, space, in_features, initial_log_std, choice, mask_space)
     if mask_space is not None:

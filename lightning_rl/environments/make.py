@@ -27,7 +27,7 @@ from lightning_rl.environments.restarting import RestartingEpisodes
 from lightning_rl.environments.restarting_workers import RestartingProcesses
 from lightning_rl.environments.rewards import RewardTransform
 from lightning_rl.environments.seeding import SeededEpisodes, role_prefix
-from lightning_rl.environments.spec import EnvironmentSpec
+from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensors import AsArrays, TensorEnvironments
 from lightning_rl.environments.vectorised import explained, limited, make_envpool, make_native
 from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
@@ -157,7 +157,7 @@ def _make_wrapped(
     if spec.options.action_repeat > 1:
         env = ActionRepeat(env, spec.options.action_repeat)
     for wrapper in env_wrappers:
-        env = instantiate("wrappers", wrapper, env)
+        env = instantiate("wrappers", wrapper, WRAPPERS, env)
     if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
         env = LearnedActionRepeat(
@@ -204,7 +204,7 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:
-        is_vector = issubclass(import_class("wrappers", wrapper["class_path"]), VectorWrapper)
+        is_vector = issubclass(import_class("wrappers", wrapper["class_path"], WRAPPERS), VectorWrapper)
         (vector if is_vector else single).append(wrapper)
     if single and spec.backend in ("native", "torch", "envpool"):
         raise ConfigurationError(
@@ -216,5 +216,5 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
 
 def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
     for wrapper in wrappers:
-        env = instantiate("wrappers", wrapper, env)
+        env = instantiate("wrappers", wrapper, WRAPPERS, env)
     return env

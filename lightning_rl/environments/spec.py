@@ -6,9 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import gymnasium
+from gymnasium.vector import VectorWrapper
+
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.options import WrapperOptions
-from lightning_rl.validation import ClassSpec, check, check_number
+from lightning_rl.trust import is_loading
+from lightning_rl.validation import ClassSpec, check, check_module, check_number, import_class
+
+WRAPPERS = (gymnasium.Wrapper, VectorWrapper)
+"""What wrappers are subclasses of."""
 
 Backend = Literal["sync", "async", "native", "torch", "envpool"]
 OnEnvFailure = Literal["raise", "restart"]
@@ -72,6 +79,17 @@ class EnvironmentSpec:
         check(not given, "max_episode_steps", self.options.max_episode_steps, "None beside that in env_kwargs")
         for name in self.imports:
             check(isinstance(name, str) and bool(name), "imports", list(self.imports), "names of modules")
+        if is_loading():
+            self._check_trusted()
+
+    def _check_trusted(self) -> None:
+        """Check what loaded data names: environments are made later, when nobody knows where the spec came from."""
+        for name in self.imports:
+            check_module("imports", name, name)
+        if module := self.env_id.rpartition(":")[0]:
+            check_module("env_id", self.env_id, module)
+        for wrapper in self.wrappers:
+            import_class("wrappers", wrapper["class_path"], WRAPPERS)
 
     def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
         """Return the spec of the evaluation environments, with only the given wrappers."""

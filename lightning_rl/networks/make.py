@@ -119,8 +119,8 @@ def _flat_encoder(
             f"{field}={network!r} is not valid: expected auto, mlp, nature, impala or a class_path"
         )
     spec = to_class_spec(field, network)
-    encoder = instantiate(field, spec, space)
-    if not isinstance(encoder, nn.Module) or not isinstance(getattr(encoder, "out_features", None), int):
+    encoder: nn.Module = instantiate(field, spec, nn.Module, space)
+    if not isinstance(getattr(encoder, "out_features", None), int):
         raise ConfigurationError(
             f"{field}: {spec['class_path']} is not an encoder: expected an nn.Module with an integer attribute "
             "'out_features', the size of what its forward returns for one observation"

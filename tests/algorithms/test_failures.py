@@ -129,6 +129,15 @@ def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):
     assert torch.equal(failed.minibatch.observations, seen[2])
 
 
+def test_an_update_of_the_command_line_is_made_again(tmp_path):
+    """LightningCLI adds the class, and a function that would construct it, to hyper-parameters."""
+    path = fail(make("return"), tmp_path)
+    content = torch.load(path, weights_only=True)
+    names = {"_class_path": "lightning_rl.PPO", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    torch.save(content | {"hyper_parameters": content["hyper_parameters"] | names}, path)
+    assert not math.isfinite(FailedUpdate.load(path).replay()["grad_norm"])
+
+
 def test_the_newest_checkpoint_is_named(tmp_path):
     from lightning_rl import LastCheckpoint
 

@@ -1,0 +1,80 @@
+"""YAML files that somebody else wrote: plain data, or one short error from every command that reads them."""
+
+import contextlib
+import io
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import yaml
+
+from lightning_rl.commands import run_command
+from lightning_rl.validation import ConfigurationError
+from lightning_rl.yaml_files import read_yaml
+from tests.helpers import make_data, make_model, make_trainer
+
+# Nine times nine times … entries, and the same with merged keys, which would be copied as they are read.
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
+MERGES = "a0: &a0 {x: 1}\n"
+MERGES += "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12))
+BAD = {
+    "aliases": (ALIASES, "has more than 100000 entries once its aliases are followed"),
+    "merges": (MERGES, "has more than 100000 entries once its aliases are followed"),
+    "circle": ("data: &a [*a]\n", "has more than 100000 entries once its aliases are followed"),
+    "object": (
+        "data: !!python/object/apply:os.system [touch pwned]\n",
+        "could not determine a constructor for the tag",
+    ),
+    "name": ("data: !!python/name:os.system\n", "could not determine a constructor for the tag"),
+    "depth": ("[" * 600, "recursion"),
+    "date": ("data: 2001-99-99\n", "month must be in 1..12"),
+    "bytes": (b"data: \xff\xfe\n", "can't decode byte"),
+    "control": ("data: \x00\n", "special characters are not allowed"),
+    "documents": ("a: 1\n---\nb: 1\n", "expected a single document"),
+    "syntax": ("data: [1\n", "did not find expected|expected ',' or ']'"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_every_command_that_reads_a_bad_configuration_gives_one_short_error(kind, in_tmp_path, monkeypatch):
+    text, expected = BAD[kind]
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+    config = in_tmp_path / "config.yaml"
+    config.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (in_tmp_path / "metrics.csv").write_text("step,x\n1,2\n")
+    data = make_data()
+    trainer = make_trainer(limit_train_batches=1)
+    trainer.fit(make_model(data), data)
+    trainer.save_checkpoint("x.ckpt")
+    begin = time.monotonic()
+    for command in (
+        ["plot", "."],
+        ["export", "--ckpt_path=x.ckpt", "--format=torch_export"],
+        ["push", "me/x", "--ckpt_path=x.ckpt"],
+        ["export", "--ckpt_path=last", "--config=config.yaml"],
+    ):
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as ended:
+            run_command(command)
+        (line,) = printed.getvalue().splitlines()
+        assert ended.value.code == 1
+        assert line.startswith("lightning-rl: error: config=") and len(line) < 400, line
+        with pytest.raises(ConfigurationError, match=expected):
+            read_yaml(config, "config")
+    assert time.monotonic() - begin < 20  # an alias bomb takes forever
+    assert not Path("pwned").exists()
+
+
+def test_what_a_configuration_of_a_run_has_is_read(tmp_path):
+    shared = {"frame_skip": 4}
+    content = {"data": {"atari": shared, "env_kwargs": shared, "seeds": [1, 2.5, None, True, "x"]}, "more": {}}
+    text = yaml.safe_dump(content)
+    assert "&id001" in text  # aliases as such are fine
+    (tmp_path / "config.yaml").write_text(text)
+    assert read_yaml(tmp_path / "config.yaml", "config") == content
+    (tmp_path / "config.yaml").write_text("")
+    assert read_yaml(tmp_path / "config.yaml", "config") is None
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(list(range(5000))))
+    assert len(read_yaml(tmp_path / "config.yaml", "config")) == 5000
