@@ -1,4 +1,4 @@
-"""How checkpoints get to the disk: whole or not at all, and the one that an interrupted run goes on from."""
+"""How checkpoints are written and read: whole or not at all; and the one that an interrupted run goes on from."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lightning_rl.checksums import check_intact
+
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
@@ -21,7 +23,7 @@ class CheckpointFailure(Exception):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk.
+    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk; reads intact ones only.
 
     Whatever cuts the writing short, at the place of the checkpoint is the earlier one or the new one, and nothing else.
     Lightning's own writes into the folder for temporary files, and copies from there if that is on another disk. What a
@@ -54,6 +56,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; {kept}. Make room, or "
                 "choose another folder, and go on from there"
             ) from error
+
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:  # noqa: ANN401 - Lightning's
+        """Read a checkpoint.
+
+        Raises:
+            DamagedFileError: The file does not match its checksums.
+        """
+        check_intact(path, "ckpt_path", "an intact checkpoint")
+        return super().load_checkpoint(path, *args, **kwargs)
 
 
 def write_atomically(trainer: Trainer) -> None:

@@ -35,7 +35,7 @@ class InterruptionGuard(Callback):
     * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
     * An exception in the middle of a rollout or its update is not saved by `ModelCheckpoint(save_on_exception=True)`,
       and `Trainer.save_checkpoint` raises there.
-    * Checkpoints are written by `AtomicCheckpointIO`.
+    * Checkpoints are written and read by `AtomicCheckpointIO`.
 
     A signal that the program has a handler of its own for before `Trainer.fit` is left to that handler, and all of them
     where `Trainer.fit` does not run in the main thread.
@@ -51,9 +51,9 @@ class InterruptionGuard(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out which signals nobody handles, before Lightning does."""
+        write_atomically(trainer)
         if stage != "fit":
             return
-        write_atomically(trainer)
         environment = trainer._accelerator_connector.cluster_environment
         self._requeue_signal = None
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:

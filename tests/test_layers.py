@@ -28,7 +28,7 @@ LAYERS = [
         "quiet",
         "shipped_configs",
     },
-    {"curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
+    {"checksums", "curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
     {"observation_tensors"},
     {
         "spaces",

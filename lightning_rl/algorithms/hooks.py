@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from gymnasium import spaces
@@ -19,6 +19,8 @@ from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank,
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, upgrade
+from lightning_rl.checkpoints import AtomicCheckpointIO
+from lightning_rl.checksums import check_intact
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
@@ -207,6 +209,16 @@ class Hooks(Reports):
             self.log_window.begin(self.env_steps)
         self._restored_ranks = []
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401 - Lightning's
+        """Return the algorithm in a checkpoint, as Lightning does.
+
+        Raises:
+            DamagedFileError: The file does not match its checksums.
+        """
+        check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the clock and what each rank has of its own."""
         state = checkpoint[CHECKPOINT_KEY] = run_state(self)
@@ -217,9 +229,11 @@ class Hooks(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network, or by a newer version; or
-            training cannot go on from it: see `check_resumable`.
+            ConfigurationError: The file is damaged; the checkpoint was made for other spaces or another network, or by
+            a newer version; or training cannot go on from it: see `check_resumable`.
         """
+        if self._trainer is not None and not isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            check_intact(self._trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
         upgrade(checkpoint)
         resumes = self._trainer is not None and self._trainer.state.fn == "fit"
         if resumes:
