@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_rl.checksums import check_intact
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINT_KEY = "lightning_rl"
@@ -24,10 +25,11 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
     Args:
         path: The file.
         field: The option that named it, for errors; None: the `ckpt_path` of a Trainer's command, which takes names.
-        mapped: Leave what tensors hold on the disk until it is used, for a look that does not need it.
+        mapped: Leave what tensors hold on the disk until it is used, and checksums unchecked, for a look that does not
+            need it.
 
     Raises:
-        ConfigurationError: The file is missing, is not a checkpoint of this package, or has another format.
+        ConfigurationError: The file is missing or damaged, is not a checkpoint of this package, or has another format.
     """
     names = ", 'last' or 'best'" if field is None else ""
     field = field or "ckpt_path"
@@ -40,11 +42,13 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
     """Read a file of tensors and plain values; nothing in it is executed.
 
     Raises:
-        ConfigurationError: There is no such file, or it holds something else.
+        ConfigurationError: There is no such file, or it is damaged or holds something else.
     """
     named = f"{field}={str(path)!r}"
     if not Path(path).is_file():
         raise ConfigurationError(f"{named} does not exist: expected {expected}")
+    if not mapped:
+        check_intact(path, field, expected)
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:

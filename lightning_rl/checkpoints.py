@@ -1,4 +1,4 @@
-"""How checkpoints get to the disk: whole or not at all, and the one that an interrupted run goes on from."""
+"""How checkpoints are written and read: whole or not at all; and the one that an interrupted run goes on from."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from lightning_rl.checksums import check_intact
+
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
@@ -22,7 +24,7 @@ class CheckpointFailure(Exception):
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk.
+    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk; reads intact ones only.
 
     Whatever cuts the writing short, at the place of the checkpoint is the earlier one or the new one, and nothing else.
     Lightning's own writes into the folder for temporary files, and copies from there if that is on another disk. What a
@@ -36,7 +38,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,  # noqa: ANN401
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; unless `weights_only` is False, nothing in it is unpickled."""
+        """Read a checkpoint; unless `weights_only` is False, nothing in it is unpickled.
+
+        Raises:
+            DamagedFileError: The file does not match its checksums.
+        """
+        check_intact(path, "ckpt_path", "an intact checkpoint")
         return read_data(path, map_location, weights_only)
 
     def save_checkpoint(

@@ -25,6 +25,7 @@ from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.checksums import check_intact
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
@@ -162,6 +163,8 @@ class OnPolicyCLI(LightningCLI):
             say("WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy.")
         config["ckpt_path"] = None if path is None else str(path)
         if path is not None:
+            if name == path:  # others have been checked
+                check_intact(path, "ckpt_path", "an intact checkpoint")
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer will read it whole
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps)

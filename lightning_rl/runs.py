@@ -10,7 +10,10 @@ import os
 import re
 from pathlib import Path
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
+from lightning_rl.checksums import DamagedFileError, check_intact
 from lightning_rl.validation import ConfigurationError, make_folder
 
 try:
@@ -130,17 +133,41 @@ def _version(path: Path) -> int:
 def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
     """Return the newest checkpoint of the runs under `root`, None if there is none.
 
+    Where `last` is damaged, the newest intact checkpoint of the same run takes its place, with a warning.
+
     Args:
         root: Folder of the runs.
         name: `last` for the newest of all, `best` for the newest whose name begins so.
         resumable: Pass over those that hold weights only.
         nested: Runs of several settings are there, each in folders of its own.
+
+    Raises:
+        DamagedFileError: The best checkpoint is damaged, or all that can be resumed from of the newest run are.
     """
     folders = "**/version_*" if nested else "version_*"
     found = root.glob(f"{folders}/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
     # Of two that were written in the same moment, the one that is called so.
     newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), reverse=True)
-    return next((path for path in newest_first if not (resumable and _holds_weights_only(path))), None)
+    damaged: list[tuple[Path, DamagedFileError]] = []
+    for path in newest_first:
+        if damaged and path.parent != damaged[0][0].parent:
+            continue
+        try:
+            check_intact(path, "ckpt_path", "an intact checkpoint")
+            passed_over = _holds_weights_only(path) and resumable
+        except DamagedFileError as error:
+            if name == "best":
+                raise
+            damaged.append((path, error))
+            continue
+        if passed_over:
+            continue
+        for _, damage in damaged:
+            rank_zero_warn(f"{damage}; taking {str(path)!r} instead, the newest intact checkpoint of the run")
+        return path
+    if damaged:
+        raise damaged[0][1]
+    return None
 
 
 def _holds_weights_only(path: Path) -> bool:
@@ -166,6 +193,7 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     if newest == checkpoint:
         return run_dir
     try:
+        check_intact(newest, "ckpt_path", "an intact checkpoint")
         later = read_checkpoint(newest, mapped=True)[CHECKPOINT_KEY]["env_steps"] > env_steps
     except ConfigurationError:  # it was damaged, which is why another one was chosen
         later = True

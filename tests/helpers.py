@@ -1,6 +1,9 @@
 """Tiny environments, rollouts made up of random numbers, and a Trainer that keeps quiet."""
 
+import os
+import zipfile
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -75,6 +78,20 @@ def make_model(data: RolloutDataModule, **options: Any) -> PPO:
     torch.manual_seed(0)
     small = {"hidden_sizes": (16,), "num_epochs": 2, "num_minibatches": 2}
     return PPO(data.observation_space, data.action_space, **small | options)
+
+
+def flip_a_bit(path: Path, entry: str) -> Path:
+    """Damage a checkpoint: flip the lowest bit of the byte in the middle of an entry; leave its time as it was."""
+    before = path.stat()
+    with zipfile.ZipFile(path) as archive:
+        info = next(info for info in archive.infolist() if info.filename.endswith(f"/{entry}"))
+    content = bytearray(path.read_bytes())
+    lengths = content[info.header_offset + 26 : info.header_offset + 30]  # of the name, and of the padding
+    begin = info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    content[begin + info.file_size // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return path
 
 
 class FixedRollouts:

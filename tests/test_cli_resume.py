@@ -11,8 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rl import validation
 from lightning_rl.cli import main
+from lightning_rl.commands import run_command
 from lightning_rl.runs import RunLock
 from tests import programs
+from tests.helpers import flip_a_bit
 from tests.test_cli import CARTPOLE, SMALL, unexpected
 
 RUN = Path("runs/ppo/CartPole-v1/version_0")
@@ -175,6 +177,45 @@ def test_a_run_of_another_algorithm_or_environment_is_not_gone_on_with(capsys):
         ]
     )
     assert cli.model.env_steps == 64  # the policy can be looked at anywhere that it fits
+
+
+def test_last_falls_back_to_the_newest_intact_checkpoint_and_leaves_the_damaged_one_alone(capfd):
+    every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    main(["fit", *SMALL, *every, "--trainer.limit_val_batches=0", "--max_env_steps=160"])
+    for name in ("last", "step=160"):
+        flip_a_bit(RUN / f"checkpoints/{name}.ckpt", "data/0")
+    before, newest = files(RUN), f"{RUN}/checkpoints/step=128.ckpt"
+    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; taking '{newest}' instead, the newest intact che"):
+        cli = main(["fit", *SMALL, "--max_env_steps=192", "--ckpt_path=last"])
+    assert f"Resuming from {newest}, at 128 environment steps in a NEW run folder\n" in capfd.readouterr().out
+    assert (cli.run_dir, cli.model.env_steps) == (RUN.parent / "version_1", 192)
+    assert files(RUN) == before
+
+
+def test_a_damaged_checkpoint_is_one_error_that_names_the_file(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    best = RUN / "checkpoints/best-step=64.ckpt"
+    for path in (best, RUN / "checkpoints/last.ckpt"):
+        flip_a_bit(path, "data/0")
+    before = files(Path("runs"))
+    for command, option, path in (
+        ("fit", f"ckpt_path={best}", best),
+        ("test", "ckpt_path=best", best),
+        ("predict", "ckpt_path=last", RUN / "checkpoints/last.ckpt"),
+        ("fit", f"init_from={best}", best),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main([command, *SMALL, f"--{option}"])
+        assert exit_.value.code == 1
+        field = option.partition("=")[0]
+        (message,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert message.startswith(f"lightning-rl: error: {field}='{path}' is damaged or another kind of file (Bad CRC")
+        assert files(Path("runs")) == before
+    with pytest.raises(SystemExit) as exit_:
+        run_command(["export", f"--ckpt_path={best}"])
+    assert exit_.value.code == 1
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"lightning-rl: error: ckpt_path='{best}' is damaged or another kind of file (Bad CRC")
 
 
 def test_what_a_checkpoint_holds_is_read_once(monkeypatch):

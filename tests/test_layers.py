@@ -29,7 +29,7 @@ LAYERS = [
         "shipped_configs",
     },
     {"yaml_files"},
-    {"curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
+    {"checksums", "curves", "masks", "sequences", "episode_memory", "step_storage", "video"},
     {"observation_tensors"},
     {
         "spaces",

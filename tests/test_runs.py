@@ -1,13 +1,16 @@
 """Folders of runs: numbered, never shared by accident, and found again."""
 
 import os
+import re
 
 import pytest
 import torch
 
 from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
+from lightning_rl.checksums import DamagedFileError
 from lightning_rl.runs import RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import flip_a_bit
 
 
 @pytest.fixture(autouse=True)
@@ -101,9 +104,40 @@ def test_what_holds_weights_only_is_passed_over_by_a_run_that_goes_on(tmp_path):
     weights = write(tmp_path / "version_0/checkpoints/weights.ckpt", 200, **ours)
     assert find_checkpoint(tmp_path, "last") == weights
     assert find_checkpoint(tmp_path, "last", resumable=True) == whole
-    damaged = tmp_path / "version_0/checkpoints/damaged.ckpt"
-    damaged.write_bytes(b"half a file")
-    assert find_checkpoint(tmp_path, "last", resumable=True) == damaged
+    foreign = write(tmp_path / "version_0/checkpoints/foreign.ckpt", 300)
+    assert find_checkpoint(tmp_path, "last", resumable=True) == foreign
+
+
+def test_last_falls_back_to_the_newest_intact_checkpoint_of_the_run_and_says_so(tmp_path):
+    ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}, "optimizer_states": []}
+    write(tmp_path / "version_1/checkpoints/last.ckpt", 500, **ours)
+    older, newer, half, last = (
+        write(tmp_path / f"version_0/checkpoints/{name}.ckpt", 100 * time, **ours)
+        for time, name in enumerate(("step=1", "step=2", "step=3", "last"), 6)
+    )
+    half.write_bytes(half.read_bytes()[:-100])
+    os.utime(half, (800, 800))
+    flip_a_bit(last, "data.pkl")
+    for resumable in (False, True):
+        with pytest.warns(UserWarning) as warned:
+            assert find_checkpoint(tmp_path, "last", resumable) == newer
+        for damaged, warning in zip((last, half), warned, strict=True):
+            assert re.match(
+                rf"ckpt_path='{damaged}' is damaged .*; taking '{newer}' instead, the newest intact checkpoint of the "
+                "run",
+                str(warning.message),
+            )
+    for path in (older, newer):
+        flip_a_bit(path, "data.pkl")
+    with pytest.raises(DamagedFileError, match=rf"ckpt_path='{last}' is damaged .*: expected an intact checkpoint"):
+        find_checkpoint(tmp_path, "last")  # not that of another run
+
+
+def test_a_damaged_best_checkpoint_is_an_error(tmp_path):
+    write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
+    best = flip_a_bit(write(tmp_path / "version_0/checkpoints/best-step=20.ckpt", 200), "data.pkl")
+    with pytest.raises(DamagedFileError, match=f"ckpt_path='{best}' is damaged"):
+        find_checkpoint(tmp_path, "best")
 
 
 def test_of_checkpoints_of_the_same_moment_the_one_with_the_name_is_meant(tmp_path):
@@ -130,14 +164,18 @@ def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_
     older = write(folder / "step=10.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 10})
     (folder / "last.ckpt").write_bytes(b"half a file")
     assert run_dir_of(older, 10) is None
+    last = write(folder / "last.ckpt", 200, lightning_rl={"format": FORMAT, "env_steps": 5})
+    assert run_dir_of(older, 10) == tmp_path / "version_0"
+    flip_a_bit(last, "data.pkl")
+    assert run_dir_of(older, 10) is None
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "does not exist: expected a checkpoint of lightning_rl, 'last' or 'best'"),
-        (b"", "cannot be read"),
-        (b"junk", "cannot be read"),
+        (b"", "is damaged or another kind of file"),
+        (b"junk", "is damaged or another kind of file"),
         ({"state_dict": {}}, "was not written by lightning_rl"),
         ([1, 2], "was not written by lightning_rl"),
     ],

@@ -21,7 +21,8 @@ from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank,
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format, constructor_options
-from lightning_rl.checkpoints import read_data
+from lightning_rl.checkpoints import AtomicCheckpointIO, read_data
+from lightning_rl.checksums import check_intact
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.interruption import InterruptionGuard
@@ -247,9 +248,10 @@ class Hooks(Reports):
             **kwargs: Options to change.
 
         Raises:
-            ConfigurationError: A class in the checkpoint is not trusted, cannot be imported or is another one than its
-                field expects; or it is no checkpoint of this package, or has another format.
+            ConfigurationError: The file is damaged; a class in the checkpoint is not trusted, cannot be imported or
+                is another one than its field expects; or it is no checkpoint of this package in its format.
         """
+        check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
         check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
         checkpoint = read_data(checkpoint_path, map_location or _nearest_device, weights_only)
         check_format(checkpoint)
@@ -273,9 +275,11 @@ class Hooks(Reports):
         """Take them back.
 
         Raises:
-            ConfigurationError: The checkpoint was made for other spaces or another network, or in another format; or
-            training cannot go on from it: see `check_resumable`.
+            ConfigurationError: The file is damaged; the checkpoint was made for other spaces or another network, or in
+                another format; or training cannot go on from it: see `check_resumable`.
         """
+        if self._trainer is not None and not isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            check_intact(self._trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
         check_format(checkpoint)
         resumes = self._trainer is not None and self._trainer.state.fn == "fit"
         if resumes:

@@ -1,0 +1,184 @@
+"""A damaged checkpoint is refused wherever checkpoints are read, or what is loaded from it is as it was."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from lightning_rl import PPO, FailedUpdate
+from lightning_rl.checkpoint_format import read_checkpoint
+from lightning_rl.checksums import DamagedFileError, check_intact
+from lightning_rl.hub import make_hub_folder
+from lightning_rl.trained import Score, load_algorithm, load_data
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import flip_a_bit, make_data, make_model, make_trainer
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "trained.ckpt"
+    data = make_data()
+    trainer = make_trainer()
+    trainer.fit(make_model(data), data)
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture
+def damaged(trained, tmp_path) -> Path:
+    """One bit of a tensor is flipped; PyTorch loads it without complaint."""
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(trained.read_bytes())
+    flip_a_bit(path, "data/11")
+    assert not same(*(torch.load(x, weights_only=True) for x in (trained, path)))
+    return path
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested structures are equal, types and every bit included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+        return alike and one.numpy().tobytes() == other.numpy().tobytes()
+    return repr(one) == repr(other)
+
+
+def damages(content: bytes) -> Iterator[bytes]:
+    """Flip 200 random bits, and overwrite 200 random blocks of 4 KiB by zeros, one at a time."""
+    generator = random.Random(0)
+    for _ in range(200):
+        flipped = bytearray(content)
+        flipped[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        yield bytes(flipped)
+    for _ in range(200):
+        begin = generator.randrange(len(content))
+        length = min(4096, len(content) - begin)
+        yield content[:begin] + bytes(length) + content[begin + length :]
+
+
+def is_refused(path: Path, expected: dict[str, Any]) -> bool:
+    """Whether a checkpoint is refused by name; if not, it must hold what is expected."""
+    try:
+        loaded = read_checkpoint(path)
+    except DamagedFileError as error:
+        assert str(error).startswith(f"ckpt_path='{path}' ")
+        return True
+    assert same(loaded, expected)
+    return False
+
+
+def test_random_damage_is_refused_or_changes_nothing_that_is_loaded(trained, tmp_path):
+    path, expected = tmp_path / "damaged.ckpt", read_checkpoint(trained)
+    refused = []
+    for content in damages(trained.read_bytes()):
+        path.write_bytes(content)
+        refused.append(is_refused(path, expected))
+    assert sum(refused[:200]) > 160  # of the bits; the others are padding
+    assert sum(refused[200:]) > 180  # of the blocks; one at the very end may be zeros before
+
+
+# Where in the entry of a directory a field begins, and which of its lowest bits no reader may miss.
+FIELDS = {"flags": (8, 1), "method": (10, 8), "checksum": (16, 8), "size in the archive": (20, 8), "size": (24, 8)}
+FIELDS |= {"length of the name": (28, 8), "place": (42, 8), "name": (46, 8)}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_damage_to_the_header_of_a_tensor_is_refused(field, trained, tmp_path):
+    path, expected = tmp_path / "damaged.ckpt", read_checkpoint(trained)
+    offset, bits = FIELDS[field]
+    content = trained.read_bytes()
+    begin = content.rindex(b"archive/data/11") - 46
+    for bit in range(bits):
+        changed = bytearray(content)
+        changed[begin + offset] ^= 1 << bit
+        path.write_bytes(changed)
+        assert is_refused(path, expected), bit
+
+
+def test_a_tensor_that_pytorch_would_take_for_a_folder_is_refused(trained, tmp_path):
+    """PyTorch would not read the entry, and the tensor would hold whatever was in its memory."""
+    content = bytearray(trained.read_bytes())
+    content[content.rindex(b"archive/data/11") - 46 + 38] ^= 0x10
+    path = tmp_path / "damaged.ckpt"
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)  # without complaint
+    with pytest.raises(DamagedFileError, match="Bad header of file 'archive/data/11'"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("share", [0, 0.3, 0.9, 0.999])
+def test_a_truncated_file_is_refused_by_name(share, trained, tmp_path):
+    path, content = tmp_path / "half.ckpt", trained.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(
+        DamagedFileError, match=f"init_from='{path}' is damaged or another kind of file .*: expected an"
+    ):
+        check_intact(path, "init_from", "an intact checkpoint")
+
+
+def test_a_file_that_cannot_be_opened_is_named_with_the_reason(trained, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(zipfile, "ZipFile", refuse)  # root may read any file
+    with pytest.raises(
+        DamagedFileError, match=r"ckpt_path='.*' cannot be read \(Permission denied\): expected an intact"
+    ):
+        check_intact(trained, "ckpt_path", "an intact checkpoint")
+
+
+class OwnIO(TorchCheckpointIO):
+    """A way of reading checkpoints that is not this package's."""
+
+
+def fit(path: Path, **options: Any) -> None:
+    data = make_data()
+    make_trainer(max_epochs=2, **options).fit(make_model(data), data, ckpt_path=path)
+
+
+def validate(path: Path) -> None:
+    data = make_data()
+    make_trainer(limit_val_batches=1).validate(make_model(data), data, ckpt_path=path, verbose=False)
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "Trainer.fit": fit,
+    "Trainer.fit with its own reader": lambda path: fit(path, plugins=[OwnIO()]),
+    "Trainer.validate": validate,
+    "init_from": lambda path: make_model(make_data()).init_from(path),
+    "load_from_checkpoint": PPO.load_from_checkpoint,
+    "load_algorithm": load_algorithm,
+    "load_data": load_data,
+    "make_hub_folder": lambda path: make_hub_folder(
+        path.parent / "hub", path, Score(mean=1.0, std=0.0, episodes=1, deterministic=True), "CartPole-v1"
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whatever_reads_a_checkpoint_refuses_a_damaged_one_by_name(reader, trained, damaged):
+    READERS[reader](trained)
+    if (folder := damaged.parent / "hub").exists():
+        folder.rename(damaged.parent / "first")
+    with pytest.raises(DamagedFileError, match=f"='{damaged}' is damaged .*Bad CRC-32 for file 'archive/data/11'"):
+        READERS[reader](damaged)
+
+
+def test_a_damaged_failed_update_is_refused_by_name(tmp_path):
+    path = tmp_path / "failed-update-32.pt"
+    torch.save({"number": 0, "state_dict": {"weight": torch.ones(100)}}, path)
+    flip_a_bit(path, "data/0")
+    with pytest.raises(ConfigurationError, match=f"path='{path}' is damaged .*: expected a file that a failed update"):
+        FailedUpdate.load(path)
