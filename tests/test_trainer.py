@@ -192,6 +192,29 @@ def test_what_a_subclass_or_a_callback_logs_is_logged_against_environment_steps(
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
 
 
+def test_values_logged_in_some_rollouts_or_once_per_epoch_are_logged_against_environment_steps():
+    class Logging(PPO):
+        def training_step(self, rollout, batch_idx):
+            super().training_step(rollout, batch_idx)
+            self.log("mine/mean", float(batch_idx), on_step=False, on_epoch=True, batch_size=1)
+            if batch_idx == 2:
+                self.log("mine/some", 1.0)
+
+    class Callbacks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                pl_module.log("mine/callback", 2.0)
+
+    logger = MemoryLogger()
+    data = make_data(rollouts_per_epoch=3)
+    model = Logging(data.observation_space, data.action_space)
+    make_trainer(logger=logger, log_every_n_steps=1, max_epochs=2, callbacks=[Callbacks()]).fit(model, data)
+    # Lightning logs a value again with every later rollout of the epoch.
+    assert logger.rows("mine/callback") == [(step, 2.0) for step in (64, 96, 160, 192)]
+    assert logger.rows("mine/some") == [(96, 1.0), (192, 1.0)]
+    assert logger.rows("mine/mean") == [(96, 1.0), (192, 1.0)]
+
+
 def test_hooks_around_the_backward_pass_are_called_where_somebody_has_any():
     class Watch(Callback):
         def __init__(self):
@@ -417,6 +440,26 @@ def test_best_checkpoint_is_that_of_the_best_validation(tmp_path):
     assert model.env_steps == best_step
     (again,) = trainer.validate(model, data, verbose=False)
     assert again["val/episode_return"] == pytest.approx(best)
+
+
+class OnceLogged(Callback):
+    """Logs by the module after the first rollout of an epoch alone."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            pl_module.log("mine", 1.0)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("others", [[], [OnceLogged()]], ids=["alone", "beside a callback that logs"])
+def test_model_checkpoint_keeps_every_file_and_names_it_by_environment_steps(others, validates, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint, *others], limit_val_batches=int(validates))
+    names = [f"epoch={epoch}-step={32 * (2 * epoch + rollout)}.ckpt" for epoch in range(3) for rollout in (1, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        stored = torch.load(tmp_path / name, weights_only=True)
+        assert f"step={stored['lightning_rl']['env_steps']}.ckpt" in name
 
 
 @pytest.mark.parametrize(

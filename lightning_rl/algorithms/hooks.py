@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import make_optimizers
-from lightning_rl.algorithms.reports import Reports
+from lightning_rl.algorithms.reports import Reports, StepMetric
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
@@ -77,7 +77,7 @@ class Hooks(Reports):
         return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions; what overrides it adds to what it returns.
+        """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
 
         Raises:
             ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
@@ -87,8 +87,9 @@ class Hooks(Reports):
         refuse_tuners(self.trainer)
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
-        present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [InterruptionGuard()]
+        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        # The guard may save in its hook, with `step` in the name.
+        return [kind() for kind in (StepMetric, InterruptionGuard) if not any(isinstance(c, kind) for c in present)]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Refuse what cannot work before anything is collected; the command line asks before anything is written.
