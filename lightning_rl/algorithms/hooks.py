@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.algorithms.compilation import compile_policy_alone
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import make_optimizers
@@ -121,6 +122,7 @@ class Hooks(Reports):
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
         check_strategy(self.trainer.strategy)
+        compile_policy_alone(self, self.policy)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("observation_space", "action_space"):
             if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:
