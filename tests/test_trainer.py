@@ -65,6 +65,23 @@ def test_a_loader_of_anything_but_rollouts_is_refused():
         make_trainer(limit_val_batches=0).fit(make_model(data), torch.utils.data.DataLoader(torch.zeros(4, 2)))
 
 
+@pytest.mark.parametrize("used_before", [False, True])
+def test_loaders_without_their_data_module_are_refused_with_what_to_pass(used_before):
+    data = make_data()
+    model = make_model(data)
+    if used_before:  # the data module then has a Trainer, which is not the one that runs
+        make_trainer().fit(model, data)
+    message = (
+        "the Trainer got a loader of RolloutDataModule without the data module.*"
+        r"pass the data module itself, as in trainer.fit\(model, datamodule=data\)"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer().fit(model, train_dataloaders=data.train_dataloader())
+    assert model.policy_version == 2 * used_before
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(limit_val_batches=1).validate(model, data.val_dataloader(), verbose=False)
+
+
 def test_test_and_predict_play_the_same_episodes_and_validation_others():
     trainer, model, data = fit()
     (validated,) = trainer.validate(model, data, verbose=False)
