@@ -136,6 +136,21 @@ def test_limits_and_intervals_count_rollouts_and_sets_of_episodes(options, rollo
     assert len(logger.rows("train/policy_loss")) == rollouts
 
 
+def test_rollouts_that_a_callback_keeps_as_clones_are_not_overwritten():
+    class Keep(Callback):
+        def __init__(self):
+            self.clones, self.at_the_time = [], []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.clones.append(batch.clone())
+            self.at_the_time.append(batch.observations.tolist())
+
+    keep = Keep()
+    fit(callbacks=[keep], max_epochs=2)
+    assert [clone.observations.tolist() for clone in keep.clones] == keep.at_the_time
+    assert [clone.policy_version for clone in keep.clones] == [0, 1, 2, 3]
+
+
 def test_early_stopping_follows_the_validation_return():
     stop = EarlyStopping("val/episode_return", mode="max", stopping_threshold=1.0)
     _, model, _ = fit(max_epochs=5, callbacks=[stop])
