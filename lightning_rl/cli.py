@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from lightning_rl.quiet import filter_command_line_warnings
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
-from lightning_rl.spaces import space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
@@ -93,11 +91,7 @@ class OnPolicyCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
-        for space in ("observation_space", "action_space"):
-            describe = partial(space_to_dict, field=space)
-            parser.link_arguments(
-                f"data.{space}", f"model.init_args.{space}", compute_fn=describe, apply_on="instantiate"
-            )
+        link_spaces(parser)
         parser.add_argument(
             "--max_env_steps",
             type=EnvSteps | None,
@@ -301,6 +295,18 @@ def _why_best(callback: ModelCheckpoint) -> str:
     """Say by what the best checkpoint is the best: the return at the end may be another one."""
     name = "validation return" if callback.monitor == "val/episode_return" else callback.monitor
     return f" (best {name}: {_rounded(float(callback.best_model_score))})"  # type: ignore[arg-type]
+
+
+def link_spaces(parser: LightningArgumentParser) -> None:
+    """Give the model the spaces of the data; call it in `add_arguments_to_parser` of a `LightningCLI`.
+
+    Args:
+        parser: Of a command, with or without the subclass modes of `LightningCLI`.
+    """
+    options = {action.dest for action in parser._actions}
+    for space in ("observation_space", "action_space"):
+        model = "model" if f"model.{space}" in options else "model.init_args"
+        parser.link_arguments(f"data.{space}", f"{model}.{space}", apply_on="instantiate")
 
 
 def _rounded(score: float) -> str:

@@ -282,7 +282,7 @@ class RolloutDataModule(EpisodesDataModule):
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
         self._collected_version = None  # what an earlier fit left undone, this one does not go on from
-        return OnDemandLoader(self.collect, self.rollouts_per_epoch)
+        return self._loader(self.collect, self.rollouts_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, of all ranks on rank 0 alone; a collective call."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoint_format import constructor_options
@@ -24,6 +25,8 @@ from lightning_rl.policy_interface import Policy
 from lightning_rl.sampler import take_failures
 from lightning_rl.trust import loading
 from lightning_rl.validation import ConfigurationError, check, check_bool, check_positive_int
+
+T = TypeVar("T")
 
 
 class EpisodesDataModule(LightningDataModule):
@@ -98,15 +101,31 @@ class EpisodesDataModule(LightningDataModule):
 
     def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes."""
-        return OnDemandLoader(self.play, 1)
+        return self._loader(self.play, 1)
 
     def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes, other ones than those that validation selects by."""
-        return OnDemandLoader(partial(self.play, role=TESTING), 1)
+        return self._loader(partial(self.play, role=TESTING), 1)
 
     def predict_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes with their observations, actions and rewards."""
-        return OnDemandLoader(partial(self.play, role=TESTING, record=True), 1)
+        return self._loader(partial(self.play, role=TESTING, record=True), 1)
+
+    def _loader(self, make_batch: Callable[[], T], length: int) -> OnDemandLoader[T]:
+        """Return a loader that refuses a Trainer without this data module.
+
+        Such a Trainer neither attaches the policy nor saves where the environments are.
+        """
+
+        def make_for_trainer() -> T:
+            if self.trainer is None or self.trainer.state.status != TrainerStatus.RUNNING:
+                raise ConfigurationError(
+                    f"the Trainer got a loader of {type(self).__name__} without the data module, which gives the "
+                    "loader its policy: pass the data module itself, as in trainer.fit(model, datamodule=data)"
+                )
+            return make_batch()
+
+        return OnDemandLoader(make_for_trainer, length)
 
     def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.

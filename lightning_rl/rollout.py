@@ -6,6 +6,7 @@ rewards and log-probabilities too, to the precision of the network.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, Literal
@@ -31,7 +32,7 @@ _FIELDS = (
 class Rollout:
     """`T` steps of `B` environments, time-major, as one version of a policy collected them.
 
-    The collector reuses the storage behind it: a rollout holds until the next one is collected, so copy what must last.
+    The collector reuses the storage of a rollout for the next one: keep `rollout.clone()`.
 
     Attributes:
         observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins. For `Dict`
@@ -147,6 +148,16 @@ class Rollout:
             if name not in stays:
                 setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
         return self
+
+    def clone(self) -> Rollout:
+        """Return a copy that the next rollouts do not overwrite, on the same devices."""
+        copied = copy.copy(self)
+        for name, value in vars(self).items():
+            if name in (*_FIELDS, "log_rhos") and value is not None:
+                setattr(copied, name, map_leaves(torch.clone, value))
+            elif isinstance(value, list | dict | EpisodeSummary):
+                setattr(copied, name, copy.deepcopy(value))
+        return copied
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the tensors on the CPU and the version, which make another rollout."""

@@ -13,7 +13,7 @@ import torch
 import yaml
 from gymnasium import spaces
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl import (
@@ -28,7 +28,7 @@ from lightning_rl import (
     RolloutDataModule,
     shipped_configs,
 )
-from lightning_rl.cli import main
+from lightning_rl.cli import link_spaces, main
 from lightning_rl.cli_parts import chooses_data_class
 from lightning_rl.distributions import SquashedGaussian
 from lightning_rl.schedules import OR_SCHEDULE
@@ -727,3 +727,32 @@ def test_the_installed_program_ends_with_status_zero(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         sys.exit(function())
     assert ended.value.code is None
+
+
+class OwnCLI(LightningCLI):
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        link_spaces(parser)
+
+
+@pytest.mark.parametrize("subclass_mode", [False, True])
+def test_a_lightning_cli_of_ones_own_trains_evaluates_and_resumes_with_linked_spaces(subclass_mode):
+    def run(command: str, *options: str) -> PPO:
+        modes = {"subclass_mode_model": subclass_mode, "subclass_mode_data": subclass_mode}
+        classes = ["--model=PPO", "--data=RolloutDataModule"] if subclass_mode else []
+        given = [option for option in SMALL if option != "--model=PPO"]
+        quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+        overwrite = {"overwrite": True}
+        return OwnCLI(
+            PPO,
+            RolloutDataModule,
+            args=[command, *classes, *given, *quiet, *options],
+            save_config_kwargs=overwrite,
+            **modes,
+        ).model
+
+    model = run("fit", "--trainer.max_epochs=1")
+    assert model.env_steps == 64
+    assert (model.observation_space.shape, model.action_space) == ((4,), spaces.Discrete(2))
+    path = "checkpoints/epoch=0-step=64.ckpt"
+    assert run("validate", f"--ckpt_path={path}").env_steps == 64
+    assert run("fit", "--trainer.max_epochs=2", f"--ckpt_path={path}").env_steps == 128

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl import Batch, Rollout
+from lightning_rl.nested import leaves
 from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import check_minibatches, on_grid
 from lightning_rl.validation import ConfigurationError
@@ -49,6 +50,27 @@ def test_terminal_stops_at_time_limits_too():
 def test_traces_stop_at_every_end():
     assert make_rollout().traces(0.25).tolist() == [[0.25, 0.0], [0.0, 0.25], [0.25, 0.25]]
     assert make_rollout().ends.tolist() == [[False, True], [True, False], [False, False]]
+
+
+def test_a_clone_has_every_field_and_shares_none():
+    rollout = make_rollout(valid=torch.ones(3, 2, dtype=torch.bool))
+    rollout.actions = {"move": (rollout.actions, rollout.actions + 1)}
+    rollout.memory, rollout.starts, rollout.burn_in = {"actor": torch.ones(1, 2, 4)}, rollout.ends, 2
+    rollout.repeats, rollout.log_rhos = torch.ones(3, 2), torch.zeros(3, 2)
+    rollout.infos, rollout.episodes.returns, rollout.policy_version = {"score": [1.0]}, [2.0], 5
+    clone = rollout.clone()
+    plain = ("infos", "num_steps", "burn_in", "policy_version")
+    expected = copy.deepcopy(rollout)
+    for leaf in leaves({**rollout.tensors(), "log_rhos": rollout.log_rhos}):
+        leaf.copy_(leaf == 0)
+    rollout.infos["score"].append(3.0)
+    rollout.episodes.returns.append(4.0)
+    assert clone.tensors().keys() == expected.tensors().keys() == rollout.tensors().keys()
+    for found, wanted in zip(leaves(clone.tensors()), leaves(expected.tensors()), strict=True):
+        assert torch.equal(found, wanted)
+    assert torch.equal(clone.log_rhos, expected.log_rhos)
+    assert all(getattr(clone, name) == getattr(expected, name) for name in plain)
+    assert clone.episodes.returns == [2.0]
 
 
 def test_flattening_keeps_fields_of_a_step_in_one_row():

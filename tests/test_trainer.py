@@ -65,6 +65,23 @@ def test_a_loader_of_anything_but_rollouts_is_refused():
         make_trainer(limit_val_batches=0).fit(make_model(data), torch.utils.data.DataLoader(torch.zeros(4, 2)))
 
 
+@pytest.mark.parametrize("used_before", [False, True])
+def test_loaders_without_their_data_module_are_refused_with_what_to_pass(used_before):
+    data = make_data()
+    model = make_model(data)
+    if used_before:  # the data module then has a Trainer, which is not the one that runs
+        make_trainer().fit(model, data)
+    message = (
+        "the Trainer got a loader of RolloutDataModule without the data module.*"
+        r"pass the data module itself, as in trainer.fit\(model, datamodule=data\)"
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer().fit(model, train_dataloaders=data.train_dataloader())
+    assert model.policy_version == 2 * used_before
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer(limit_val_batches=1).validate(model, data.val_dataloader(), verbose=False)
+
+
 def test_test_and_predict_play_the_same_episodes_and_validation_others():
     trainer, model, data = fit()
     (validated,) = trainer.validate(model, data, verbose=False)
@@ -117,6 +134,21 @@ def test_limits_and_intervals_count_rollouts_and_sets_of_episodes(options, rollo
     assert model.env_steps == 32 * rollouts
     assert len(logger.rows("val/episode_return")) == validations
     assert len(logger.rows("train/policy_loss")) == rollouts
+
+
+def test_rollouts_that_a_callback_keeps_as_clones_are_not_overwritten():
+    class Keep(Callback):
+        def __init__(self):
+            self.clones, self.at_the_time = [], []
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.clones.append(batch.clone())
+            self.at_the_time.append(batch.observations.tolist())
+
+    keep = Keep()
+    fit(callbacks=[keep], max_epochs=2)
+    assert [clone.observations.tolist() for clone in keep.clones] == keep.at_the_time
+    assert [clone.policy_version for clone in keep.clones] == [0, 1, 2, 3]
 
 
 def test_early_stopping_follows_the_validation_return():
@@ -190,6 +222,29 @@ def test_what_a_subclass_or_a_callback_logs_is_logged_against_environment_steps(
         assert logger.rows(f"mine/{name}") == [(step, value) for step in steps]
     assert logger.rows("mine/epoch") == [(steps[-1], 4.0)]
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
+
+
+def test_values_logged_in_some_rollouts_or_once_per_epoch_are_logged_against_environment_steps():
+    class Logging(PPO):
+        def training_step(self, rollout, batch_idx):
+            super().training_step(rollout, batch_idx)
+            self.log("mine/mean", float(batch_idx), on_step=False, on_epoch=True, batch_size=1)
+            if batch_idx == 2:
+                self.log("mine/some", 1.0)
+
+    class Callbacks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                pl_module.log("mine/callback", 2.0)
+
+    logger = MemoryLogger()
+    data = make_data(rollouts_per_epoch=3)
+    model = Logging(data.observation_space, data.action_space)
+    make_trainer(logger=logger, log_every_n_steps=1, max_epochs=2, callbacks=[Callbacks()]).fit(model, data)
+    # Lightning logs a value again with every later rollout of the epoch.
+    assert logger.rows("mine/callback") == [(step, 2.0) for step in (64, 96, 160, 192)]
+    assert logger.rows("mine/some") == [(96, 1.0), (192, 1.0)]
+    assert logger.rows("mine/mean") == [(96, 1.0), (192, 1.0)]
 
 
 def test_hooks_around_the_backward_pass_are_called_where_somebody_has_any():
@@ -417,6 +472,26 @@ def test_best_checkpoint_is_that_of_the_best_validation(tmp_path):
     assert model.env_steps == best_step
     (again,) = trainer.validate(model, data, verbose=False)
     assert again["val/episode_return"] == pytest.approx(best)
+
+
+class OnceLogged(Callback):
+    """Logs by the module after the first rollout of an epoch alone."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            pl_module.log("mine", 1.0)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("others", [[], [OnceLogged()]], ids=["alone", "beside a callback that logs"])
+def test_model_checkpoint_keeps_every_file_and_names_it_by_environment_steps(others, validates, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint, *others], limit_val_batches=int(validates))
+    names = [f"epoch={epoch}-step={32 * (2 * epoch + rollout)}.ckpt" for epoch in range(3) for rollout in (1, 2)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for name in names:
+        stored = torch.load(tmp_path / name, weights_only=True)
+        assert f"step={stored['lightning_rl']['env_steps']}.ckpt" in name
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.algorithms.compilation import compile_policy_alone
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
 from lightning_rl.algorithms.parameter_groups import make_optimizers
-from lightning_rl.algorithms.reports import Reports
+from lightning_rl.algorithms.reports import Reports, StepMetric
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
@@ -89,7 +90,7 @@ class Hooks(Reports):
         return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
 
     def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions; what overrides it adds to what it returns.
+        """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
 
         Raises:
             ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
@@ -100,8 +101,9 @@ class Hooks(Reports):
         refuse_tuners(self.trainer)
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
-        present = any(isinstance(callback, InterruptionGuard) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
-        return [] if present else [InterruptionGuard()]
+        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        # The guard may save in its hook, with `step` in the name.
+        return [kind() for kind in (StepMetric, InterruptionGuard) if not any(isinstance(c, kind) for c in present)]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Refuse what cannot work before anything is collected; the command line asks before anything is written.
@@ -133,6 +135,7 @@ class Hooks(Reports):
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
         check_strategy(self.trainer.strategy)
+        compile_policy_alone(self, self.policy)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("observation_space", "action_space"):
             if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:

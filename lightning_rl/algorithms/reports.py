@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_rl.algorithms.histograms import histograms, that_show_histograms
@@ -27,15 +28,40 @@ class Reports(Updates):
     def __init__(self) -> None:
         super().__init__()
         self.log_window, self.eval_episodes = LogWindow(), EpisodeStatistics()
-        self._logged_clock = False
         self.histograms = False
+        self._logs_steps = self._logs_epochs = False
+        self._clock_will_move = False
 
     def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         """Log a value as `LightningModule.log` does, against environment steps."""
         super().log(*args, **kwargs)
         if self.trainer.training:
-            super().log("step", self._clock, reduce_fx="max")
-            self._logged_clock = True
+            self._logs_steps, self._logs_epochs = True, self._logs_epochs or bool(kwargs.get("on_epoch"))
+            if not self._clock_will_move:
+                self._log_clock()
+
+    def begin_step(self) -> None:
+        """Take note that the clock will move: values logged from now on belong to the steps after that."""
+        self._clock_will_move = True
+
+    def end_step(self) -> None:
+        """Set `step`, which names checkpoints, and which loggers take as their x-axis, to the environment steps."""
+        self._clock_will_move = False
+        # An integer of 64 bits, which Lightning casts to one of 32: larger numbers then wrap, and names still differ.
+        self.trainer.callback_metrics["step"] = torch.tensor(self.env_steps)
+        # Values that were logged earlier in the epoch come with the `step` of then, which takes precedence.
+        if self._logs_steps or int(self.trainer.callback_metrics["step"]) != self.env_steps:
+            self._log_clock()
+        self._logs_steps = False
+
+    def end_epoch(self) -> None:
+        """Set the `step` of values that are logged once per epoch."""
+        if self._logs_epochs:
+            self._log_clock()
+        self._logs_epochs = False
+
+    def _log_clock(self) -> None:
+        super().log("step", self._clock, reduce_fx="max")
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
         """Take in played episodes."""
@@ -106,9 +132,6 @@ class Reports(Updates):
         over = self._planned_env_steps is not None and self.env_steps >= self._planned_env_steps
         if self._log_is_due or (over and self.trainer.log_every_n_steps):  # type: ignore[attr-defined]
             self._log_training()
-        if self._logged_clock:  # what a subclass logged before the clock went on belongs to this rollout too
-            super().log("step", self._clock, reduce_fx="max")
-            self._logged_clock = False
 
     def _counts_of(self, rollout: Rollout) -> dict[str, int]:
         """Return the counts that a rollout has, the same ones on every rank."""
@@ -163,3 +186,22 @@ class Reports(Updates):
         trainer.progress_bar_metrics.update({name: values[name] for name in _IN_PROGRESS_BAR if name in values})
         for logger in trainer.loggers:
             logger.log_metrics(values, step=self.env_steps)
+
+
+class StepMetric(Callback):
+    """Keeps the metric `step` at the environment steps; `OnPolicyAlgorithm` adds it to every Trainer.
+
+    A callback, because callbacks may log after the module, and `ModelCheckpoint` names files before its last hook.
+    """
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+        """Begin a rollout's updates."""
+        pl_module.begin_step()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:  # noqa: ANN401
+        """Set `step` before checkpoints are saved and loggers are written."""
+        pl_module.end_step()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:  # noqa: ANN401
+        """Set `step` before loggers are written."""
+        pl_module.end_epoch()

@@ -184,5 +184,5 @@ class EnvStepCheckpoint(ModelCheckpoint):
             self._due = False
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        # The logged "step" may be some rollouts old.
+        # Lightning casts "step" to 32 bits.
         return super()._monitor_candidates(trainer) | {"step": torch.tensor(_env_steps(trainer.lightning_module))}
