@@ -7,7 +7,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorWrapper
+
+from lightning_rl.environments.autoreset import autoreset_mode
 
 LIFE_LOST = "lightning_rl/life_lost"
 """Key of the `info` of a step in which a game that is played as one episode lost a life and went on."""
@@ -161,6 +163,53 @@ class NativeLives(VectorWrapper):
             infos["final_obs"][goes_on] = observations[goes_on]
         self._lives = infos["lives"].copy()
         return observations, rewards, terminated, truncated, infos
+
+
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class VectorGameScore(VectorWrapper):
+    """Put scores and lengths of finished games into `info` as `GameScore` does, where games come vectorised.
+
+    Args:
+        env: ale-py's own vector environment, with raw rewards, or EnvPool's, which has these in `info`.
+        clips_rewards: Return the sign of the rewards.
+    """
+
+    def __init__(self, env: Any, clips_rewards: bool) -> None:  # noqa: ANN401
+        super().__init__(env)
+        self._clips_rewards = clips_rewards
+        self._mode = autoreset_mode(env)
+        self._scores, self._lengths = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
+        self._lives = np.zeros(env.num_envs, np.int64)
+        self._resets_next = np.zeros(env.num_envs, bool)
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
+        """Begin games, everywhere or where `options["reset_mask"]` says."""
+        observations, infos = self.env.reset(seed=seed, options=options)
+        which = (options or {}).get("reset_mask", slice(None))
+        self._scores[which], self._lengths[which], self._resets_next[which] = 0.0, 0, False
+        self._lives = infos["lives"].copy()
+        return observations, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
+        """Step, and report the scores of the games that are over."""
+        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        plays = ~self._resets_next
+        self._scores += np.where(plays, infos.get("reward", rewards), 0)
+        self._lengths += plays
+        ended = terminated | truncated
+        if ended.any():
+            # EnvPool says which games are over. ale-py has begun another one there, with all its lives.
+            goes_on = infos["terminated"] == 0 if "terminated" in infos else infos["lives"] < self._lives
+            over = ended & (truncated | ~goes_on)
+            if over.any():
+                told = infos.setdefault("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else infos
+                told |= {"game_return": self._scores.copy(), "_game_return": over}
+                told |= {"game_length": self._lengths.copy(), "_game_length": over}
+                self._scores[over], self._lengths[over] = 0.0, 0
+        self._lives = infos["lives"].copy()
+        if self._mode is AutoresetMode.NEXT_STEP:
+            self._resets_next = ended
+        return observations, np.sign(rewards) if self._clips_rewards else rewards, terminated, truncated, infos
 
 
 class StackChannels(gymnasium.ObservationWrapper[Any, Any, Any]):

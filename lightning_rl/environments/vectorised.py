@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing
-from lightning_rl.environments.lives import NativeLives
+from lightning_rl.environments.lives import NativeLives, VectorGameScore
 from lightning_rl.environments.registry import missing_package, unknown_id
 from lightning_rl.environments.spec import EnvironmentSpec
 from lightning_rl.validation import ConfigurationError, check
@@ -35,11 +35,14 @@ def make_native(
         atari = atari.for_evaluation() if spec.evaluation else atari
         # SAME_STEP wastes no step on resets; the other native environments choose for themselves.
         kwargs = atari.native_kwargs(limit) | {"autoreset_mode": AutoresetMode.SAME_STEP}
+    kwargs |= spec.env_kwargs
+    if atari is not None:
+        clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need the raw ones
     with explained(spec, gym_spec):
-        env = gymnasium.make_vec(
-            gym_spec, num_envs, vectorization_mode="vector_entry_point", **(kwargs | spec.env_kwargs)
-        )
-        env = NativeLives(env) if atari is not None and atari.episodic_life else env
+        env = gymnasium.make_vec(gym_spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+    if atari is not None:
+        env = VectorGameScore(env, clips_rewards)
+        env = NativeLives(env) if atari.episodic_life else env
     return env, seeds[0] if atari is None else np.asarray(seeds)
 
 
@@ -71,7 +74,8 @@ def make_envpool(
     with explained(spec), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # EnvPool's own declarations
         env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
-        return _BatchedSpaces(env), atari
+        env = _BatchedSpaces(env)
+    return env if atari is None else VectorGameScore(env, clips_rewards=False), atari
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.

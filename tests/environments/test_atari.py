@@ -4,7 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, make_environments
+from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, WrapperOptions, make_environments
 from lightning_rl.environments.ale import SeededGame
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
@@ -346,6 +346,42 @@ def test_rewards_of_other_backends_are_clipped(backend):
     environments = batch(backend, "ALE/Asterix-v5", noop_max=1, repeat_action_probability=0.0)
     environments.reset()
     assert {float(environments.step(np.array([2])).rewards[0]) for _ in range(100)} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
+def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
+    """Learned from are lives and signs of rewards; Asterix gives points by 50, and a game has three lives."""
+    environments = batch(backend, "ALE/Asterix-v5", noop_max=1, repeat_action_probability=0.0, num_envs=2)
+    environments.reset()
+    rewards, lengths, lives = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
+    games = 0
+    while games < 3:
+        step = environments.step(np.array([2, 5]))
+        valid = np.ones(2, bool) if step.valid is None else step.valid
+        rewards, lengths = rewards + valid * step.rewards, lengths + valid
+        lives += step.terminated
+        found = [environments.info_values(step, key) for key in ("game_return", "game_length")]
+        over = lives == 3
+        # The no-ops after lost lives are steps of Gymnasium's preprocessing.
+        between = 2 if backend == "sync" else 0
+        assert found == [list(50 * rewards[over]), list(lengths[over] + between)]
+        games += int(over.sum())
+        rewards[over] = lengths[over] = lives[over] = 0
+
+
+@pytest.mark.parametrize("backend", ["native", "envpool"])
+def test_a_game_that_a_time_limit_ends_reports_its_score_too(backend):
+    atari = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
+    limit = WrapperOptions(max_episode_steps=40)
+    environments = make_environments(EnvironmentSpec("ALE/Asterix-v5", {}, (), backend, atari, options=limit), 1, [0])
+    environments.reset()
+    scores, lengths = [], []
+    for _ in range(85):
+        step = environments.step(np.array([2]))
+        scores += environments.info_values(step, "game_return")
+        lengths += environments.info_values(step, "game_length")
+    assert len(lengths) == 2 and lengths[0] == lengths[1] <= 40
+    assert all(score % 50 == 0 for score in scores)
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
