@@ -152,7 +152,7 @@ def end_with_message(error: BaseException) -> None:
     """End the process with one message and status 1; return where only a traceback would help."""
     if (message := error_message(error)) is not None:
         print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        raise SystemExit(1) from None
 
 
 def _place(failure: EnvironmentFailure) -> str:

@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 from lightning_rl.environments.atari import AtariPreprocessing, sign
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.camera import Camera, check_renders, prepare_rendering, steps_per_second
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.environments.mujoco_models import quiet_loading
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -158,7 +158,7 @@ def _make_wrapped(
     if spec.options.action_repeat > 1:
         env = ActionRepeat(env, spec.options.action_repeat)
     for wrapper in env_wrappers:
-        env = instantiate("wrappers", wrapper, env)
+        env = _wrapped(env, wrapper)
     if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
         env = LearnedActionRepeat(
@@ -217,5 +217,18 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
 
 def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
     for wrapper in wrappers:
-        env = instantiate("wrappers", wrapper, env)
+        env = _wrapped(env, wrapper)
     return env
+
+
+def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - of either kind
+    """Put a wrapper around an environment; one that ends the program is an error."""
+    try:
+        return instantiate("wrappers", wrapper, env)
+    except (SystemExit, KeyboardInterrupt) as error:
+        if not is_failure(error):
+            raise
+        raise ConfigurationError(
+            f"wrappers: {wrapper['class_path']} raised {summary(error)} with "
+            f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"
+        ) from error

@@ -143,8 +143,6 @@ class ProcessVectorEnv(AsyncVectorEnv):
             index, kind, value, trace = self.error_queue.get(timeout=self.timeout)
         except queue.Empty:
             raise EOFError from None  # it died before it could say why
-        if issubclass(kind, KeyboardInterrupt):
-            raise KeyboardInterrupt
         failure: Exception
         if issubclass(kind, EnvironmentFailure):
             failure = EnvironmentFailure(value)

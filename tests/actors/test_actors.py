@@ -222,6 +222,13 @@ def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
     assert note.startswith("In the process of the actor:") and 'raise ArithmeticError("the physics exploded")' in note
 
 
+@pytest.mark.parametrize("how", ["SystemExit", "KeyboardInterrupt"])
+def test_an_environment_that_would_end_its_actor_is_named(how):
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": how})
+    with pytest.raises(EnvironmentFailure, match=rf"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: {how}"):
+        make_trainer().fit(make(data), data)
+
+
 def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
     data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"at": 5}, on_env_failure="restart", rollout_length=4)
     seen = Versions()

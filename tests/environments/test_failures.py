@@ -1,5 +1,6 @@
 """Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
 
+import functools
 import os
 import re
 import signal
@@ -11,11 +12,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
@@ -88,6 +91,104 @@ def test_environment_that_raises_in_reset_is_named(backend):
     error, step, _ = run_until_failure(failing("raise", at=0, backend=backend))
     assert step == 5
     assert str(error).startswith(f"environment 2 (episode 1, seed {SEED}, step 0) raised in reset: ArithmeticError")
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(("how", "what"), [("SystemExit", "SystemExit: 0"), ("KeyboardInterrupt", "KeyboardInterrupt")])
+@pytest.mark.parametrize("at", [3, 0])
+def test_environment_that_would_end_the_program_is_a_failure(at, how, what, backend):
+    error, *_ = run_until_failure(failing(how, at, backend=backend))
+    where = "step" if at else "reset"
+    assert str(error) == f"environment 2 (episode 1, seed {SEED}, step {at}) raised in {where}: {what}"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("env_id", "backend", "cls"),
+    [("CartPole-v1", "native", CartPoleVectorEnv), (torch_environments.ID, "torch", torch_environments.Reach)],
+)
+def test_vectorized_environment_that_would_end_the_program_is_a_failure(env_id, backend, cls, error, monkeypatch):
+    def step(*_):
+        raise error
+
+    monkeypatch.setattr(cls, "step", step)
+    environments = make_batch(env_id, 2, backend=backend)
+    environments.reset()
+    seeds = ", ".join(map(str, seeds_of(2))) if backend == "native" else seeds_of(2)[0]
+    with pytest.raises(
+        EnvironmentFailure,
+        match=rf"^the environments raised in step: {type(error).__name__}.* \(step 1, seeds? {seeds}\)$",
+    ):
+        environments.step(torch.zeros(2, 1) if backend == "torch" else np.zeros(2, np.int64))
+    environments.close()
+
+
+class SendsSignal(gymnasium.Wrapper):
+    """Sends a signal to its own process in every step."""
+
+    def __init__(self, env, signum):
+        super().__init__(env)
+        self.signum = signum
+
+    def step(self, action):
+        signal.raise_signal(self.signum)
+        return self.env.step(action)
+
+
+class Leave:
+    """A signal handler of the user's."""
+
+    def __call__(self, signum, frame):
+        sys.exit(5)
+
+    def method(self, signum, frame):
+        sys.exit(5)
+
+
+@pytest.mark.parametrize("on_env_failure", ["raise", "restart"])
+@pytest.mark.parametrize(
+    ("signum", "handler", "error"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, lambda *_: sys.exit(5), SystemExit),
+        (signal.SIGTERM, Leave(), SystemExit),
+        (signal.SIGTERM, functools.partial(Leave().method), SystemExit),
+    ],
+)
+def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interrupts(
+    signum, handler, error, on_env_failure
+):
+    wrapper = {"class_path": f"{__name__}.SendsSignal", "init_args": {"signum": int(signum)}}
+    environments = make_batch("Probe/Counter-v0", wrappers=(wrapper,), on_env_failure=on_env_failure)
+    environments.reset()
+    before = signal.signal(signum, handler)
+    try:
+        with pytest.raises(error):
+            environments.step(np.zeros(1, np.int64))
+    finally:
+        signal.signal(signum, before)
+        environments.close()
+
+
+class EndsProgram(gymnasium.Wrapper):
+    """A wrapper that cannot be made."""
+
+    def __init__(self, env):
+        sys.exit(0)
+
+
+def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_path, monkeypatch):
+    (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
+    with pytest.raises(ConfigurationError, match=r"^wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"):
+        make_batch("Probe/Counter-v0", wrappers=(wrapper,))
+    with pytest.raises(ConfigurationError, match=r"^imports: module 'a_script' cannot be imported \(SystemExit: 0\)"):
+        make_batch("Probe/Counter-v0", imports=("a_script",))
+    gymnasium.register("Probe/Ends-v0", lambda: sys.exit(0))
+    with pytest.raises(ConfigurationError, match=r"^env_id='Probe/Ends-v0' cannot be made .*: SystemExit: 0$"):
+        make_batch("Probe/Ends-v0")
+    del gymnasium.registry["Probe/Ends-v0"]
 
 
 def test_traceback_of_a_worker_is_kept_as_a_note():
