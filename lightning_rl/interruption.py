@@ -29,7 +29,8 @@ Handler = Callable[[int, FrameType | None], Any]
 class InterruptionGuard(Callback):
     """Lets a run be interrupted at any moment; `OnPolicyAlgorithm` adds it to every Trainer by itself.
 
-    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish. The Trainer's
+    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish; a learner that waits for
+      asynchronous actors stops waiting. The Trainer's
       `LastCheckpoint` then saves, and `SystemExit` with status 130 or 143 leaves `Trainer.fit`. A second signal ends
       the process at once. With several ranks all stop after the same rollout, whichever got the signal.
     * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
@@ -75,6 +76,9 @@ class InterruptionGuard(Callback):
             if signum == self._requeue_signal and callable(requeue := signal.getsignal(signum)):
                 self._requeue = requeue
             signal.signal(signum, partial(self._receive, trainer))
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if (call_while_waiting := getattr(datamodule, "call_while_waiting", None)) is not None:
+            call_while_waiting(partial(self._stop_waiting, trainer))
 
     def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
         """Take note of a signal; end the process if it is the second."""
@@ -130,6 +134,21 @@ class InterruptionGuard(Callback):
         """Leave, if that was put off until the epoch before was over."""
         if self._leaving:
             self._leave(trainer, self._leaving)
+
+    def _stop_waiting(self, trainer: Trainer) -> None:
+        """Save and leave if this rank got a signal while no actor delivers a rollout.
+
+        With several ranks nothing is saved: the others may be anywhere, and a checkpoint needs all of them.
+        """
+        alone = trainer.world_size == 1
+        known = (self._requeue_signal, signal.SIGTERM, signal.SIGINT)
+        if not (received := [s for s in known if s in self._received and (alone or s != self._requeue_signal)]):
+            return
+        if alone:
+            self._save(trainer, received)
+        else:
+            rank_zero_warn("stopped by a signal while no actor delivered a rollout: go on from the last checkpoint")
+        self._leave(trainer, received)
 
     def _save(self, trainer: Trainer, received: list[int]) -> None:
         keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
