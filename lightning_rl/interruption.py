@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_rl.checkpoints import LastCheckpoint, write_atomically
 from lightning_rl.clock import ends_epoch, validates_now
+from lightning_rl.event_files import name_event_files
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
 _SAME = 0.2
@@ -36,7 +37,7 @@ class InterruptionGuard(Callback):
     * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
     * An exception in the middle of a rollout or its update is not saved by `ModelCheckpoint(save_on_exception=True)`,
       and `Trainer.save_checkpoint` raises there.
-    * Checkpoints are written by `AtomicCheckpointIO`.
+    * Checkpoints are written by `AtomicCheckpointIO`; a TensorBoard log on a full disk ends the run with one error.
 
     A signal that the program has a handler of its own for before `Trainer.fit` is left to that handler, and all of them
     where `Trainer.fit` does not run in the main thread.
@@ -52,6 +53,7 @@ class InterruptionGuard(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out which signals nobody handles, before Lightning does."""
+        name_event_files(trainer)
         if stage != "fit":
             return
         write_atomically(trainer)
