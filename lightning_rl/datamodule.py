@@ -26,6 +26,7 @@ from lightning_rl.actors import (
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
+    EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
     RewardClip,
@@ -270,7 +271,10 @@ class RolloutDataModule(EpisodesDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
-        self._close()
+        try:
+            self._close()
+        except EnvironmentFailure as error:  # what ended the run says more
+            rank_zero_warn(str(error))
 
     def _close(self) -> None:
         if self._source is not None:
@@ -278,8 +282,10 @@ class RolloutDataModule(EpisodesDataModule):
             self._source = None
         self._while_waiting = _nothing
         self._sampler.remember(in_between=not self.rollout_pending)
-        self._sampler.close()
-        self.close_evaluation()
+        try:
+            self._sampler.close()
+        finally:
+            self.close_evaluation()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""

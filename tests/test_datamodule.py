@@ -1,5 +1,6 @@
 """RolloutDataModule: contract 9 under the Trainer, seeds by role and rank, and what is refused."""
 
+import multiprocessing
 import os
 import re
 import sys
@@ -191,9 +192,9 @@ def test_evaluation_has_other_seeds_than_training(monkeypatch):
     made = []
     make = sampler.make_environments
 
-    def spy(spec, num_envs, seeds):
+    def spy(spec, num_envs, seeds, **options):
         made.append((spec.evaluation, tuple(seeds)))
-        return make(spec, num_envs, seeds)
+        return make(spec, num_envs, seeds, **options)
 
     for module in (sampler, evaluator):
         monkeypatch.setattr(module, "make_environments", spy)
@@ -302,9 +303,11 @@ def test_spaces_are_those_that_the_policy_sees():
     assert make_data(num_envs=3, rollout_length=5).rollout_shape == (5, 3)
 
 
-def test_asking_for_the_spaces_starts_no_process(monkeypatch):
+def test_asking_for_the_spaces_starts_no_workers_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.make.ProcessVectorEnv", None)  # cannot be called
+    before = multiprocessing.active_children()
     assert make_data("Probe/Counter-v0", backend="async").action_space.n == 3
+    assert multiprocessing.active_children() == before
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

@@ -279,8 +279,16 @@ class EnvironmentBatch:
             return restore(self.env, self._places, state["environments"])
 
     def close(self) -> None:
-        """Close the environments and end worker processes; may be called twice."""
-        self.env.close()
+        """Close the environments and end worker processes; may be called twice.
+
+        Raises:
+            EnvironmentFailure: An environment raised.
+        """
+        with self._named("close"):
+            try:
+                self.env.close()
+            finally:
+                self.env.closed = True  # or Gymnasium would try again when it is collected
 
     def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - those of `VectorEnv.reset`
         with self._named("reset"):

@@ -161,7 +161,10 @@ class TensorEnvironments:
     def close(self) -> None:
         """Close the environments."""
         with self._named("close"):
-            self.env.close()
+            try:
+                self.env.close()
+            finally:
+                self.env.closed = True  # or Gymnasium would try again when it is collected
 
     @contextlib.contextmanager
     def _named(self, where: str) -> Iterator[None]:
