@@ -282,10 +282,11 @@ class RolloutDataModule(EpisodesDataModule):
             self._source = None
         self._while_waiting = _nothing
         self._sampler.remember(in_between=not self.rollout_pending)
-        try:
-            self._sampler.close()
-        finally:
-            self.close_evaluation()
+        with self._rank_named():
+            try:
+                self._sampler.close()
+            finally:
+                self.close_evaluation()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -322,6 +323,13 @@ class RolloutDataModule(EpisodesDataModule):
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy, or take one that actors have collected with an earlier one."""
+        with self._rank_named():
+            rollout = self._collect()
+        self._look_for_infos(rollout)
+        self._tell_of(rollout.failures)
+        return rollout
+
+    def _collect(self) -> Rollout:
         policy, version, dtype, device = self._policy()
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**63
@@ -344,8 +352,6 @@ class RolloutDataModule(EpisodesDataModule):
             hint = self._bottleneck.look(rollout.parts_of_seconds["env"], time.perf_counter())
             if hint is not None:
                 rank_zero_info(hint)
-        self._look_for_infos(rollout)
-        self._tell_of(rollout.failures)
         return rollout
 
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.environments import EnvironmentSpec, FilmMaker, check_filmable, spaces_of
+from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, FilmMaker, check_filmable, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
@@ -143,7 +144,7 @@ class EpisodesDataModule(LightningDataModule):
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
         options = {"record": False, "deterministic": self.eval_deterministic} | options
-        with self.trainer.precision_plugin.forward_context():
+        with self._rank_named(), self.trainer.precision_plugin.forward_context():
             path = (seed, role, self._rank)
             episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
         self._tell_of(take_failures(evaluator.environments))
@@ -153,10 +154,26 @@ class EpisodesDataModule(LightningDataModule):
         """Tell of the first environment that was replaced."""
         if failures and not self._told_of_failure:
             self._told_of_failure = True
-            rank_zero_warn(
-                f"{failures[0]}. It was made anew and begins a new episode, as will others that fail "
-                "(on_env_failure='restart'); rollout/env_restarts counts them"
+            # Not `rank_zero_warn`: each rank has environments of its own.
+            warnings.warn(
+                f"{self._rank_prefix}{failures[0]}. It was made anew and begins a new episode, as will others that "
+                "fail (on_env_failure='restart'); rollout/env_restarts counts them",
+                stacklevel=2,
             )
+
+    @contextlib.contextmanager
+    def _rank_named(self) -> Iterator[None]:
+        """Name this rank, where there are several, in the failure of one of its environments."""
+        try:
+            yield
+        except EnvironmentFailure as error:
+            error.args = (f"{self._rank_prefix}{error}",)
+            raise
+
+    @property
+    def _rank_prefix(self) -> str:
+        several = self.trainer is not None and self.trainer.world_size > 1
+        return f"rank {self._rank}: " if several else ""
 
     @property
     def _rank(self) -> int:
