@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -41,6 +42,7 @@ from lightning_rl.cli_parts import (
 )
 from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.interruption import EarlyTermination, early_termination
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.quiet import filter_command_line_warnings
 from lightning_rl.rank_errors import end_all_ranks
@@ -177,6 +179,8 @@ class OnPolicyCLI(LightningCLI):
         """Refuse what cannot be trained, or does not fit the checkpoint, before anything is written."""
         with self._no_empty_run_dir():
             super().instantiate_classes()
+            if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
+                handler.watch(self.trainer)
             if self.subcommand == "fit":
                 self.model.check_run(self.trainer, self.datamodule.rollout_shape)
                 self.model.check_actors(self.datamodule.num_actors)
@@ -327,21 +331,22 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
     about = f"On-policy reinforcement learning for PyTorch Lightning. {overview()}"
     parser_options = {"prog": "lightning-rl", "description": about}
     try:
-        return OnPolicyCLI(
-            OnPolicyAlgorithm,
-            RolloutDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
-            parser_class=CommandParser,
-            parser_kwargs=parser_options,
-            save_config_callback=SaveConfig,
-            save_config_kwargs={"save_to_log_dir": False},
-            # A validation before training says nothing here; an epoch of rollouts is short.
-            trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
-            seed_everything_default=0,
-            auto_configure_optimizers=False,  # the algorithms make their own
-            args=args,
-        )
+        with early_termination():
+            return OnPolicyCLI(
+                OnPolicyAlgorithm,
+                RolloutDataModule,
+                subclass_mode_model=True,
+                subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
+                parser_class=CommandParser,
+                parser_kwargs=parser_options,
+                save_config_callback=SaveConfig,
+                save_config_kwargs={"save_to_log_dir": False},
+                # A validation before training says nothing here; an epoch of rollouts is short.
+                trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
+                seed_everything_default=0,
+                auto_configure_optimizers=False,  # the algorithms make their own
+                args=args,
+            )
     except Exception as error:
         end_with_message(error)
         raise

@@ -18,8 +18,9 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl import algorithms, callbacks, checkpoints, progress
 from lightning_rl.checkpoints import CheckpointFailure
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.event_files import LogFailure
 from lightning_rl.export import RoundTripError
-from lightning_rl.rank_errors import RankFailure
+from lightning_rl.rank_errors import RankFailure, causes
 from lightning_rl.schedules import OR_SCHEDULE
 from lightning_rl.validation import ConfigurationError, did_you_mean
 
@@ -28,6 +29,7 @@ _OURS = (
     ConfigurationError,
     EnvironmentFailure,
     FloatingPointError,
+    LogFailure,
     MisconfigurationException,
     RankFailure,
     RoundTripError,
@@ -138,11 +140,9 @@ def error_message(error: BaseException) -> str | None:
 
     The parser wraps what a class raises when it is made; the cause of the error says more.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, _OURS):
             return str(cause) + (_place(cause) if isinstance(cause, EnvironmentFailure) else "")
-        cause = cause.__cause__ or cause.__context__
     if isinstance(error, _NOT_USABLE) and error.filename is not None:
         return f"{error.strerror}: {str(error.filename)!r}"
     return _brief(str(error)) if _UNION in str(error) else None
@@ -152,7 +152,7 @@ def end_with_message(error: BaseException) -> None:
     """End the process with one message and status 1; return where only a traceback would help."""
     if (message := error_message(error)) is not None:
         print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        raise SystemExit(1) from None
 
 
 def _place(failure: EnvironmentFailure) -> str:

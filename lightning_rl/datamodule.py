@@ -26,6 +26,7 @@ from lightning_rl.actors import (
 from lightning_rl.environments import (
     AtariPreprocessing,
     Backend,
+    EnvironmentFailure,
     EnvironmentSpec,
     OnEnvFailure,
     RewardClip,
@@ -222,6 +223,7 @@ class RolloutDataModule(EpisodesDataModule):
         self._missing_infos: set[str] | None = set(self.info_keys) or None
         self._rollouts = 0
         self._collected_version: int | None = None
+        self._while_waiting: Callable[[], None] = _nothing
 
     @property
     def observation_space(self) -> spaces.Space[Any]:
@@ -269,15 +271,22 @@ class RolloutDataModule(EpisodesDataModule):
 
     def on_exception(self, exception: BaseException) -> None:
         """Close the environments when the Trainer fails or is interrupted."""
-        self._close()
+        try:
+            self._close()
+        except EnvironmentFailure as error:  # what ended the run says more
+            rank_zero_warn(str(error))
 
     def _close(self) -> None:
         if self._source is not None:
             self._source.close()
             self._source = None
+        self._while_waiting = _nothing
         self._sampler.remember(in_between=not self.rollout_pending)
-        self._sampler.close()
-        self.close_evaluation()
+        with self._rank_named():
+            try:
+                self._sampler.close()
+            finally:
+                self.close_evaluation()
 
     def train_dataloader(self) -> OnDemandLoader[Rollout]:
         """Return the loader of rollouts."""
@@ -314,15 +323,24 @@ class RolloutDataModule(EpisodesDataModule):
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy, or take one that actors have collected with an earlier one."""
+        with self._rank_named():
+            rollout = self._collect()
+        self._look_for_infos(rollout)
+        self._tell_of(rollout.failures)
+        return rollout
+
+    def _collect(self) -> Rollout:
         policy, version, dtype, device = self._policy()
-        self._collected_version = version
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**63
         if self.num_actors:
             if self._source is None:
                 self._source = self._start_actors(policy, version, self.seed)
-            rollout = self._source.take()
+            # Until it arrives a checkpoint may be saved: all that the learner has, it has learned from.
+            rollout = self._source.take(self._while_waiting)
+            self._collected_version = version
         else:
+            self._collected_version = version
             if not self._sampler.started:
                 self._sampler.start(self._probe(), self.seed, self._rank, device, dtype)
             assert self.trainer is not None
@@ -334,8 +352,6 @@ class RolloutDataModule(EpisodesDataModule):
             hint = self._bottleneck.look(rollout.parts_of_seconds["env"], time.perf_counter())
             if hint is not None:
                 rank_zero_info(hint)
-        self._look_for_infos(rollout)
-        self._tell_of(rollout.failures)
         return rollout
 
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
@@ -357,6 +373,14 @@ class RolloutDataModule(EpisodesDataModule):
         start: Callable[..., RolloutSource] = RayActors if self.actors.backend == "ray" else ProcessActors
         source = start(self.actors, setup, cast(nn.Module, policy), version)
         return BoundedLag(source, self.actors.max_policy_lag, version)
+
+    def call_while_waiting(self, function: Callable[[], None]) -> None:
+        """Call a function about twice a second while no actor delivers a rollout; what it raises ends the wait.
+
+        Args:
+            function: Called in the main thread until the environments are closed, at the end of a run.
+        """
+        self._while_waiting = function
 
     def publish_policy(self) -> None:
         """Let asynchronous actors act with the policy as it is now; the algorithm calls it after each update."""
@@ -380,3 +404,7 @@ class RolloutDataModule(EpisodesDataModule):
                     f"{', '.join(known) or 'no keys'}{did_you_mean(key, known)}"
                 )
             self._missing_infos = None
+
+
+def _nothing() -> None:
+    """Do nothing while the learner waits."""

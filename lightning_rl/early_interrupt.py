@@ -40,6 +40,9 @@ def over() -> None:
 
 def led_to(error: BaseException | None) -> bool:
     """Whether an error is a KeyboardInterrupt, or was raised because of one: Lightning makes `SystemExit(1)` of it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+    seen: set[int] = set()  # one that is raised twice may be its own cause
+    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
+        seen.add(id(error))
+        # One that an environment raised has ended in a message, and in an exit `from None`.
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return isinstance(error, KeyboardInterrupt)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
@@ -11,11 +13,10 @@ import torch
 from gymnasium import spaces
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoint_format import constructor_options
 from lightning_rl.checkpoints import read_data
-from lightning_rl.environments import EnvironmentSpec, FilmMaker, check_filmable, spaces_of
+from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, FilmMaker, check_filmable, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluation import Episode
 from lightning_rl.evaluator import Evaluator
@@ -190,7 +191,7 @@ class EpisodesDataModule(LightningDataModule):
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
         options = {"record": False, "deterministic": self.eval_deterministic} | options
-        with self.trainer.precision_plugin.forward_context():
+        with self._rank_named(), self.trainer.precision_plugin.forward_context():
             path = (seed, role, self._rank)
             episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
         self._tell_of(take_failures(evaluator.environments))
@@ -200,10 +201,26 @@ class EpisodesDataModule(LightningDataModule):
         """Tell of the first environment that was replaced."""
         if failures and not self._told_of_failure:
             self._told_of_failure = True
-            rank_zero_warn(
-                f"{failures[0]}. It was made anew and begins a new episode, as will others that fail "
-                "(on_env_failure='restart'); rollout/env_restarts counts them"
+            # Not `rank_zero_warn`: each rank has environments of its own.
+            warnings.warn(
+                f"{self._rank_prefix}{failures[0]}. It was made anew and begins a new episode, as will others that "
+                "fail (on_env_failure='restart'); rollout/env_restarts counts them",
+                stacklevel=2,
             )
+
+    @contextlib.contextmanager
+    def _rank_named(self) -> Iterator[None]:
+        """Name this rank, where there are several, in the failure of one of its environments."""
+        try:
+            yield
+        except EnvironmentFailure as error:
+            error.args = (f"{self._rank_prefix}{error}",)
+            raise
+
+    @property
+    def _rank_prefix(self) -> str:
+        several = self.trainer is not None and self.trainer.world_size > 1
+        return f"rank {self._rank}: " if several else ""
 
     @property
     def _rank(self) -> int:

@@ -85,6 +85,6 @@ class Evaluator:
 
     def close(self) -> None:
         """Close the environments, if there are any."""
-        if self.environments is not None:
-            self.environments.close()
-        self.environments = None
+        environments, self.environments = self.environments, None
+        if environments is not None:
+            environments.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -15,10 +16,15 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
 
 from lightning_rl.checkpoints import LastCheckpoint, write_atomically
 from lightning_rl.clock import ends_epoch, validates_now
+from lightning_rl.event_files import name_event_files
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
 _SAME = 0.2
@@ -29,13 +35,15 @@ Handler = Callable[[int, FrameType | None], Any]
 class InterruptionGuard(Callback):
     """Lets a run be interrupted at any moment; `OnPolicyAlgorithm` adds it to every Trainer by itself.
 
-    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish. The Trainer's
+    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish; a learner that waits for
+      asynchronous actors stops waiting. The Trainer's
       `LastCheckpoint` then saves, and `SystemExit` with status 130 or 143 leaves `Trainer.fit`. A second signal ends
       the process at once. With several ranks all stop after the same rollout, whichever got the signal.
     * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
     * An exception in the middle of a rollout or its update is not saved by `ModelCheckpoint(save_on_exception=True)`,
       and `Trainer.save_checkpoint` raises there.
-    * Checkpoints are written and read by `AtomicCheckpointIO`.
+    * Checkpoints are written and read by `AtomicCheckpointIO`; a TensorBoard log on a full disk ends the run with one
+      error.
 
     A signal that the program has a handler of its own for before `Trainer.fit` is left to that handler, and all of them
     where `Trainer.fit` does not run in the main thread.
@@ -52,6 +60,7 @@ class InterruptionGuard(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find out which signals nobody handles, before Lightning does."""
         write_atomically(trainer)
+        name_event_files(trainer)
         if stage != "fit":
             return
         environment = trainer._accelerator_connector.cluster_environment
@@ -59,9 +68,8 @@ class InterruptionGuard(Callback):
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue_signal = environment.requeue_signal
         wanted = {signal.SIGINT, signal.SIGTERM} | ({self._requeue_signal} if self._requeue_signal else set())
-        defaults = (signal.SIG_DFL, signal.default_int_handler)
         is_main = threading.current_thread() is threading.main_thread()
-        self._free = {signum for signum in wanted if signal.getsignal(signum) in defaults} if is_main else set()
+        self._free = {signum for signum in wanted if _is_free(signal.getsignal(signum))} if is_main else set()
         self._received, self._leaving = {}, []
         for callback in self._silenced:
             callback.save_on_exception = True
@@ -70,11 +78,16 @@ class InterruptionGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals over from Lightning, which gives them back when the fit is over."""
         if trainer.received_sigterm:  # since the Trainer was set up
-            self._received[signal.SIGTERM] = time.monotonic()
+            # Or Lightning ends the run after this rollout: unsaved, and with status 0. No public way; Lightning 2.6.
+            trainer._signal_connector.received_sigterm = False
+            self._receive(trainer, signal.SIGTERM, None)
         for signum in self._free:
             if signum == self._requeue_signal and callable(requeue := signal.getsignal(signum)):
                 self._requeue = requeue
             signal.signal(signum, partial(self._receive, trainer))
+        datamodule = trainer.datamodule  # type: ignore[attr-defined]
+        if (call_while_waiting := getattr(datamodule, "call_while_waiting", None)) is not None:
+            call_while_waiting(partial(self._stop_waiting, trainer))
 
     def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
         """Take note of a signal; end the process if it is the second."""
@@ -131,6 +144,21 @@ class InterruptionGuard(Callback):
         if self._leaving:
             self._leave(trainer, self._leaving)
 
+    def _stop_waiting(self, trainer: Trainer) -> None:
+        """Save and leave if this rank got a signal while no actor delivers a rollout.
+
+        With several ranks nothing is saved: the others may be anywhere, and a checkpoint needs all of them.
+        """
+        alone = trainer.world_size == 1
+        known = (self._requeue_signal, signal.SIGTERM, signal.SIGINT)
+        if not (received := [s for s in known if s in self._received and (alone or s != self._requeue_signal)]):
+            return
+        if alone:
+            self._save(trainer, received)
+        else:
+            rank_zero_warn("stopped by a signal while no actor delivered a rollout: go on from the last checkpoint")
+        self._leave(trainer, received)
+
     def _save(self, trainer: Trainer, received: list[int]) -> None:
         keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
         for keeper in keepers:
@@ -177,6 +205,61 @@ class InterruptionGuard(Callback):
                     f"save_on_exception: {type(exception).__name__} came in the middle of a rollout or its update, so "
                     "nothing was saved; go on from the last checkpoint"
                 )
+
+
+class EarlyTermination:
+    """Handler of SIGTERM in a program that is about to train: it cleans up and ends, with status 143.
+
+    `InterruptionGuard` takes the signal over when training begins. A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self._process, self._received = os.getpid(), 0.0
+        self._trainer: Trainer | None = None
+
+    def watch(self, trainer: Trainer) -> None:
+        """End the ranks that a Trainer has started, too."""
+        self._trainer = trainer
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        """End the program.
+
+        Raises:
+            SystemExit: The first time.
+        """
+        now = time.monotonic()
+        if os.getpid() != self._process or (self._received and now - self._received > _SAME):
+            os._exit(128 + signum)  # a process that was forked has nothing to clean up
+        if self._received:
+            return
+        self._received = now
+        if self._trainer is not None and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        is_first = getattr(rank_zero_only, "rank", 0) == 0
+        if is_first:
+            _write(f"\n{signal.Signals(signum).name}: stopping; a second signal stops at once\n")
+        # A rank that Lightning started and that ends with another status would have the first one killed.
+        raise SystemExit(128 + signum if is_first else 0)
+
+
+@contextlib.contextmanager
+def early_termination() -> Iterator[EarlyTermination | None]:
+    """Have `EarlyTermination` handle SIGTERM within, unless the program has a handler of its own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield None
+        return
+    handler = EarlyTermination()
+    signal.signal(signal.SIGTERM, handler)
+    try:
+        yield handler
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_free(handler: object) -> bool:
+    """Whether a signal has no handler of the program's own."""
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, EarlyTermination)
 
 
 def _ends_now(trainer: Trainer) -> bool:

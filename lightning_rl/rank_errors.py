@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,10 +56,18 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
     raise RankFailure(_what_happened(codes)) from error
 
 
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that led to it, each once: one that is raised twice may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
 def _is_connection_lost(error: BaseException) -> bool:
     """Whether everything began with the connection to another rank."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
+    *_, error = causes(error)
     known = isinstance(error, torch.distributed.DistError)
     return known or (isinstance(error, RuntimeError) and _CONNECTION_LOST.search(str(error)) is not None)
 

@@ -76,7 +76,7 @@ class Sampler:
         generator = BlockGenerator(device).manual_seed(derive_seed(seed, SAMPLING, rank, self.starts))
         self.starts += 1
         self._last_state = None
-        self.environments = make_environments(self.spec, self.num_envs, seeds)
+        self.environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
         options = (*space_pair, self.rollout_length, generator, dtype, self.info_keys)
         if isinstance(self.environments, TensorEnvironments):
             self._collector = TensorCollector(self.environments, *options)
@@ -121,9 +121,9 @@ class Sampler:
 
     def close(self) -> None:
         """Close the environments, if there are any."""
-        if self.environments is not None:
-            self.environments.close()
-        self.environments = self._collector = None
+        environments, self.environments, self._collector = self.environments, None, None
+        if environments is not None:
+            environments.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, of all ranks on rank 0 alone; a collective call."""

@@ -6,6 +6,7 @@ can leak from one episode into another unseen.
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -121,7 +122,8 @@ class Failing(Counter):
     """A counter that fails in one episode.
 
     Args:
-        how: `raise`, `hang`, `exit`, `kill` (its own process), or a value and its place (`nan observation`, …): a
+        how: `raise`, `hang`, `exit`, `kill` (its own process), `SystemExit`, `KeyboardInterrupt`, or a
+            value and its place (`nan observation`, …): a
             number, `none`, `text`, or an array with `few` or `many` entries.
         episode_seed: Fails in the episode that is reset with this seed; None: in each.
         at: At which step; 0 is its reset.
@@ -159,6 +161,10 @@ class Failing(Counter):
             time.sleep(1000)
         if self.how == "exit":
             os._exit(3)
+        if self.how == "SystemExit":
+            sys.exit(0)
+        if self.how == "KeyboardInterrupt":
+            raise KeyboardInterrupt
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         value, _, where = self.how.partition(" ")

@@ -1,5 +1,6 @@
 """RolloutDataModule: contract 9 under the Trainer, seeds by role and rank, and what is refused."""
 
+import multiprocessing
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_rl import PPO, RolloutDataModule, evaluator, sampler
-from lightning_rl.environments import AtariPreprocessing
+from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
 from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.validation import ConfigurationError
@@ -187,13 +188,35 @@ def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwa
     assert not [warning for warning in recwarn if "info_keys" in str(warning.message)]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
+    failing = {"env_kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "num_envs": 1}
+    for play, role in (("collect", ""), ("play", "evaluation ")):
+        data = attach(make_data("Probe/Failing-v0", **failing), rank, 2)
+        with pytest.raises(
+            EnvironmentFailure, match=rf"^rank {rank}: {role}environment 0 \(episode 0, .* raised in step"
+        ):
+            getattr(data, play)()
+        alone = attach(make_data("Probe/Failing-v0", **failing))
+        with pytest.raises(EnvironmentFailure, match=rf"^{role}environment 0 "):
+            getattr(alone, play)()
+
+
+def test_each_rank_tells_of_the_first_environment_that_it_replaced():
+    failing = {"env_kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "on_env_failure": "restart"}
+    data = attach(make_data("Probe/Failing-v0", **failing), 1, 2)
+    with pytest.warns(UserWarning, match=r"^rank 1: environment 0 .* raised in step: .* was made anew"):
+        data.collect()
+    data.teardown("fit")
+
+
 def test_evaluation_has_other_seeds_than_training(monkeypatch):
     made = []
     make = sampler.make_environments
 
-    def spy(spec, num_envs, seeds):
+    def spy(spec, num_envs, seeds, **options):
         made.append((spec.evaluation, tuple(seeds)))
-        return make(spec, num_envs, seeds)
+        return make(spec, num_envs, seeds, **options)
 
     for module in (sampler, evaluator):
         monkeypatch.setattr(module, "make_environments", spy)
@@ -302,9 +325,11 @@ def test_spaces_are_those_that_the_policy_sees():
     assert make_data(num_envs=3, rollout_length=5).rollout_shape == (5, 3)
 
 
-def test_asking_for_the_spaces_starts_no_process(monkeypatch):
+def test_asking_for_the_spaces_starts_no_workers_and_leaves_no_process(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.make.ProcessVectorEnv", None)  # cannot be called
+    before = multiprocessing.active_children()
     assert make_data("Probe/Counter-v0", backend="async").action_space.n == 3
+    assert multiprocessing.active_children() == before
 
 
 # -------------------------------------------------------------------------------------------------------------- refused

@@ -41,6 +41,9 @@ class Slow(gymnasium.Wrapper):
 class SlowSetup(lightning.pytorch.Callback):
     def setup(self, trainer, pl_module, stage):
         wait()
+class SlowFitStart(lightning.pytorch.Callback):
+    def on_fit_start(self, trainer, pl_module):
+        wait()
 """
 COMMAND_LINES = [["-m", "lightning_rl"], ["-mlightning_rl"], ["-m", "lightning_rl.__main__"], ["lightning-rl"]]
 
@@ -56,8 +59,8 @@ def in_folder(in_tmp_path, monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted(start: Callable[..., subprocess.Popen[str]]) -> tuple[int, str, str]:
-    """Exit status and output of a program that gets SIGINT, with its workers, when it has reached a place."""
+def interrupted(start: Callable[..., subprocess.Popen[str]], signum: int = signal.SIGINT) -> tuple[int, str, str]:
+    """Exit status and output of a program that gets a signal, with its workers, when it has reached a place."""
     process = start()
     try:
         deadline = time.monotonic() + 100
@@ -66,7 +69,7 @@ def interrupted(start: Callable[..., subprocess.Popen[str]]) -> tuple[int, str, 
             assert time.monotonic() < deadline
             time.sleep(0.02)
         time.sleep(0.1)  # it is about to sleep
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, signum)
         out, err = process.communicate(timeout=50)
         return process.returncode, out, err
     finally:
@@ -120,6 +123,17 @@ def test_until_training_takes_the_signal_over_the_status_is_that_of_an_interrupt
     )
     assert status == 130
     assert "Traceback" not in err
+
+
+# The second one is there after the model summary, before Lightning and this package handle signals.
+@pytest.mark.parametrize("slow", ["--data.wrappers=[slow.Slow]", "--trainer.callbacks=slow.SlowFitStart"])
+def test_sigterm_before_training_ends_the_command_line_with_its_message_and_status(slow):
+    command = ["fit", *SMALL, slow]
+    status, out, err = interrupted(lambda: Program("-m", "lightning_rl", *command), signal.SIGTERM)
+    assert status == 143
+    assert "SIGTERM: stopping; a second signal stops at once" in err and "Traceback" not in err
+    assert out == ""
+    assert bool(list(Path("runs").rglob("version_*"))) == ("SlowFitStart" in slow)
 
 
 @pytest.mark.parametrize(

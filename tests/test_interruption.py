@@ -16,7 +16,8 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
-from lightning_rl.interruption import InterruptionGuard
+from lightning_rl.interruption import InterruptionGuard, early_termination
+from tests.helpers import make_data, make_model, make_trainer
 from tests.test_resume import differences, run_state
 
 ROLLOUTS = 6
@@ -175,6 +176,35 @@ def test_a_stop_in_an_epochs_last_rollout_neither_adds_nor_drops_an_epoch(interr
 def test_a_signal_in_the_last_rollout_of_all_lets_the_run_end(interrupt, whole, tmp_path):
     assert run(tmp_path, *interrupt("update", send(signal.SIGTERM), ROLLOUTS - 1)).policy_version == ROLLOUTS
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
+
+
+def test_a_signal_in_the_moment_before_training_stops_after_the_first_rollout(tmp_path, capfd):
+    """When Lightning has noted it: where an epoch has one rollout, that ended the run unsaved and with status 0."""
+
+    class Sends(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: PPO) -> None:
+            send(signal.SIGTERM)()
+
+    data = make_data(rollouts_per_epoch=1)
+    trainer = make_trainer(max_epochs=5, callbacks=[Sends(), LastCheckpoint(tmp_path)], enable_checkpointing=True)
+    with pytest.raises(SystemExit) as exit_:
+        trainer.fit(make_model(data), data)
+    assert exit_.value.code == 143
+    assert "SIGTERM: stopping after the update" in capfd.readouterr().err
+    assert stored(tmp_path / "last.ckpt") == 1
+
+
+def test_early_termination_leaves_handlers_of_the_program_alone_and_gives_the_signal_back():
+    with early_termination() as handler:
+        assert signal.getsignal(signal.SIGTERM) is handler
+        with pytest.raises(SystemExit) as exit_:
+            send(signal.SIGTERM)()
+        assert exit_.value.code == 143
+        send(signal.SIGTERM)()  # `timeout` sends it twice at once, which is one
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with early_termination() as handler:
+        assert handler is None and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(interrupt, tmp_path):

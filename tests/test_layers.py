@@ -42,6 +42,7 @@ LAYERS = [
         "schedules",
         "strategies",
         "notebook_line",
+        "event_files",
         "progress_text",
     },
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},

@@ -48,7 +48,7 @@ def ended_within(seconds: float, group: int) -> bool:
 def test_an_environment_that_fails_on_one_rank_is_told_once(tmp_path, rank):
     status, lines = run(tmp_path, "environment", rank)
     assert status == 1
-    assert re.match(r"lightning-rl: error: environment [01] .*the physics exploded", lines[0]), lines
+    assert re.match(rf"lightning-rl: error: rank {rank}: environment [01] .*the physics exploded", lines[0]), lines
     assert re.match(r"  at .*failing_ranks.py:\d+ in step$", lines[1])
     assert len(lines) == 2
 

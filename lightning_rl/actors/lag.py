@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from torch import nn
 
@@ -30,11 +31,11 @@ class BoundedLag:
             self.source.publish(policy, version)
             self._version = version
 
-    def take(self) -> Rollout:
+    def take(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for a rollout that is young enough; what happened to environments in those before it is in it too."""
         begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
         while True:
-            rollout = self.source.take()
+            rollout = self.source.take(while_waiting)
             failures += rollout.failures or []
             lost += rollout.actors_lost or 0
             if self.max_policy_lag is None or self._version - rollout.policy_version <= self.max_policy_lag:

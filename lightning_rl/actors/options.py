@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -117,8 +117,11 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def take(self) -> Rollout:
+    def take(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout that nobody has taken yet; `actor` and `policy_version` say whose it is.
+
+        Args:
+            while_waiting: Called about twice a second until a rollout arrives; what it raises ends the wait.
 
         Raises:
             EnvironmentFailure: An actor failed, died or hung, and was not replaced.

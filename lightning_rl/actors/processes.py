@@ -10,7 +10,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -29,8 +29,9 @@ from lightning_rl.validation import ConfigurationError
 
 # Seconds after which the learner, while it waits, looks whether its actors are still there.
 _LOOK_EVERY = 0.5
-# Seconds that all actors together get to notice that they are no longer needed.
-_GRACE = 5.0
+# Seconds that all actors together get to notice that they are no longer needed: some may be stopped, and an interrupted
+# learner has to end within five.
+_GRACE = 2.0
 
 
 class ProcessActors:
@@ -101,7 +102,7 @@ class ProcessActors:
             self._look()
             raise EnvironmentFailure(f"{error}: an actor holds the lock") from error
 
-    def take(self) -> Rollout:
+    def take(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout; see `RolloutSource`."""
         assert self._iterator is not None
         while True:
@@ -110,6 +111,7 @@ class ProcessActors:
                 got = next(self._iterator)
             except RuntimeError as error:
                 if "timed out" in str(error):
+                    while_waiting()
                     continue
                 self._look()  # which knows more
                 raise
@@ -133,9 +135,18 @@ class ProcessActors:
         if not _is_free(iterator._workers_done_event):
             kill(self._processes)
             iterator._workers_done_event = threading.Event()  # nobody is left to be told
+        # PyTorch gives each process that does not answer five seconds more.
+        force = threading.Timer(max(1.0, deadline - time.monotonic()), self._kill_at_once)
+        force.start()
         iterator._shutdown_workers()
+        force.cancel()
         kill(self._processes)
         atexit.unregister(self._at_exit)
+
+    def _kill_at_once(self) -> None:
+        """Kill the processes without waiting for their end, which is up to the main thread."""
+        for process in self._processes:
+            process.kill()
 
     def _busy(self) -> list[int]:
         """Return which actors are alive and in the middle of a rollout."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -118,7 +119,7 @@ class RayActors:
         """Make a policy the one to collect with; see `RolloutSource`."""
         self._weights = self._ray.put(self._gathered.take(policy).numpy()), version
 
-    def take(self) -> Rollout:
+    def take(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout; see `RolloutSource`."""
         try:
             while True:
@@ -129,6 +130,7 @@ class RayActors:
                     rollout.actors_lost, self._losses = self._losses, 0
                     return rollout
                 self._look()
+                while_waiting()
         except Exception:
             self.close()
             raise

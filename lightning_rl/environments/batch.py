@@ -13,7 +13,7 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl.environments.autoreset import autoreset_mode
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
 from lightning_rl.environments.native import cartpole_state, load_cartpole_state
 from lightning_rl.environments.places import Places
@@ -132,7 +132,7 @@ class EnvironmentBatch:
         self._places.clock += 1
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        except Exception as error:  # not `_named`, which would cost every step a microsecond
+        except BaseException as error:  # not `_named`, which would cost every step a microsecond
             self._raise_named(error, "step")
         lost = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
@@ -279,8 +279,16 @@ class EnvironmentBatch:
             return restore(self.env, self._places, state["environments"])
 
     def close(self) -> None:
-        """Close the environments and end worker processes; may be called twice."""
-        self.env.close()
+        """Close the environments and end worker processes; may be called twice.
+
+        Raises:
+            EnvironmentFailure: An environment raised.
+        """
+        with self._named("close"):
+            try:
+                self.env.close()
+            finally:
+                self.env.closed = True  # or Gymnasium would try again when it is collected
 
     def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - those of `VectorEnv.reset`
         with self._named("reset"):
@@ -294,14 +302,14 @@ class EnvironmentBatch:
         """Make an error that says which environment failed of whatever is raised."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self._raise_named(error, where)
 
-    def _raise_named(self, error: Exception, where: str) -> NoReturn:
-        if isinstance(error, EnvironmentFailure):
+    def _raise_named(self, error: BaseException, where: str) -> NoReturn:
+        if isinstance(error, EnvironmentFailure) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):
-            what = f"{type(error).__name__}: {error}"
+            what = f"{summary(error)} ({self._places.together()})"
             raise EnvironmentFailure(f"the {self._role}environments raised in {where}: {what}") from error
         failure = EnvironmentFailure(f"{self._places.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process

@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
+from lightning_rl.environments.errors import is_failure
 from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
@@ -146,7 +147,9 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
         yield
     except ConfigurationError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         if isinstance(error, gymnasium.error.DependencyNotInstalled | ImportError) and "pygame" in str(error):
             raise ConfigurationError(
                 f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"

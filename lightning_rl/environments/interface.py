@@ -45,7 +45,7 @@ def older_interface(method: str, name: str, why: object) -> str:
     )
 
 
-def tells_of_older_interface(error: Exception) -> bool:
+def tells_of_older_interface(error: BaseException) -> bool:
     """Whether an error comes from calling an environment, or from taking apart what it returned, as of today."""
     if isinstance(error, TypeError) and _NO_KEYWORD.search(str(error)):
         return True

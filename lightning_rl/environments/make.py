@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -15,7 +14,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrap
 from lightning_rl.environments.atari import AtariPreprocessing, sign
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.camera import Camera, check_renders, prepare_rendering, steps_per_second
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.description import Described, describe
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.environments.registry import (
     check_envpool,
     find_spec,
@@ -30,11 +30,14 @@ from lightning_rl.environments.seeding import SeededEpisodes, role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensors import AsArrays, TensorEnvironments
 from lightning_rl.environments.vectorised import explained, limited, make_envpool, make_native
-from lightning_rl.environments.workers import ProcessVectorEnv, WorkerFailure
+from lightning_rl.environments.workers import Factory, ProcessVectorEnv, WorkerFailure
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
 # Far longer than any step should take; long enough for an environment that loads a world in its first reset.
 DEFAULT_STEP_TIMEOUT = 120.0
+
+Spaces = tuple[spaces.Space[Any], spaces.Space[Any]]
+"""Observation and action space of one environment."""
 
 
 def make_environments(
@@ -42,6 +45,7 @@ def make_environments(
     num_envs: int,
     seeds: list[int],
     autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+    space_pair: Spaces | None = None,
 ) -> EnvironmentBatch | TensorEnvironments:
     """Make `num_envs` environments.
 
@@ -53,10 +57,12 @@ def make_environments(
         seeds: A seed for each: of its stream of episodes, whatever the others are. Environments that come vectorised
             with one random generator for all (`native` other than Atari, `torch`) are seeded by the first.
         autoreset_mode: For the backends `sync` and `async`; failures restart environments in `SAME_STEP` mode only.
+        space_pair: What `spaces_of` returned, if it is known: `async` reads the spaces again without it.
 
     Raises:
         ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
-        EnvironmentFailure: A worker process did not get so far as to make its environment.
+        EnvironmentFailure: A worker process did not get so far as to make its environment, or it failed where its
+            spaces are read.
     """
     import_modules(spec.imports)
     if spec.backend == "envpool":
@@ -76,8 +82,11 @@ def make_environments(
         env = SyncVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
     else:
         kind = RestartingProcesses if spec.on_env_failure == "restart" else ProcessVectorEnv
+        # Vector wrappers may have other spaces than what they wrap.
+        known = space_pair is not None and not vector_wrappers
+        described = Described(*space_pair) if space_pair is not None and known else _describe(spec, factories[0])
         try:
-            env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT)
+            env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     repeats = spec.options.learned_action_repeat is not None
@@ -103,17 +112,37 @@ def _vectorised(
     return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari), evaluation=spec.evaluation)
 
 
-def spaces_of(spec: EnvironmentSpec) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+def spaces_of(spec: EnvironmentSpec) -> Spaces:
     """Return the observation and the action space of one environment.
+
+    Those of `async` are read in a process that is gone afterwards, with `step_timeout` for a reset and for `close`.
 
     Raises:
         ConfigurationError: As `make_environments`.
+        EnvironmentFailure: The environment failed, in `close` for one.
     """
-    # A worker process would say the same, later.
-    spec = replace(spec, backend="sync", step_timeout=None) if spec.backend == "async" else spec
+    if spec.backend == "async":
+        import_modules(spec.imports)
+        env_wrappers, vector_wrappers = _split_wrappers(spec)
+        if not vector_wrappers:
+            described = _describe(spec, functools.partial(make_single, spec, find_spec(spec.env_id), env_wrappers))
+            return described.observation_space, described.action_space
     environment = make_environments(spec, 1, [0])
-    environment.close()
+    try:
+        environment.close()
+    except EnvironmentFailure as error:
+        cause = error.__cause__ or error
+        raise EnvironmentFailure(f"{_reader(spec)} raised in close: {summary(cause)}") from cause
     return environment.single_observation_space, environment.single_action_space
+
+
+def _describe(spec: EnvironmentSpec, make: Factory) -> Described:
+    """Read the spaces of an environment of worker processes in a process, with their time limit."""
+    return describe(make, _reader(spec), spec.step_timeout or DEFAULT_STEP_TIMEOUT)
+
+
+def _reader(spec: EnvironmentSpec) -> str:
+    return f"the {role_prefix(spec.evaluation)}environment that reads the spaces of {spec.env_id}"
 
 
 def make_single(
@@ -157,7 +186,7 @@ def _make_wrapped(
     if spec.options.action_repeat > 1:
         env = ActionRepeat(env, spec.options.action_repeat)
     for wrapper in env_wrappers:
-        env = instantiate("wrappers", wrapper, WRAPPERS, env)
+        env = _wrapped(env, wrapper)
     if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
         env = LearnedActionRepeat(
@@ -216,5 +245,18 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
 
 def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...]) -> VectorEnv[Any, Any, Any]:
     for wrapper in wrappers:
-        env = instantiate("wrappers", wrapper, WRAPPERS, env)
+        env = _wrapped(env, wrapper)
     return env
+
+
+def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - of either kind
+    """Put a wrapper around an environment; one that ends the program is an error."""
+    try:
+        return instantiate("wrappers", wrapper, WRAPPERS, env)
+    except (SystemExit, KeyboardInterrupt) as error:
+        if not is_failure(error):
+            raise
+        raise ConfigurationError(
+            f"wrappers: {wrapper['class_path']} raised {summary(error)} with "
+            f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"
+        ) from error

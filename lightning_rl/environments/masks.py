@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import Nested, join, map_leaves, map_space, nested_paths, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check
@@ -238,8 +238,10 @@ def first_info(env: Any) -> dict[str, Any]:  # noqa: ANN401 - of either kind
     """
     try:
         return env.reset()[1]  # type: ignore[no-any-return]
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        what = summary(error)
         raise EnvironmentFailure(f"an environment raised in the reset that shows its action masks: {what}") from error
 
 

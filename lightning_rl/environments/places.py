@@ -73,6 +73,11 @@ class Places:
         """Say where some environments are."""
         return ", ".join(map(self.label, indices)) or f"an {role_prefix(self._evaluation)}environment"
 
+    def together(self) -> str:
+        """Return the step and the first seeds, for failures of a vectorized environment that name no environment."""
+        shown = ", ".join(map(str, self.streams[:4])) + (", …" if len(self.streams) > 4 else "")
+        return f"step {self.clock}, seeds {shown}"
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as tensors and plain values."""
         counts = {"began": torch.from_numpy(self.began.copy()), "episodes": torch.from_numpy(self.episodes.copy())}

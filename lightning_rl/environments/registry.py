@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
+from lightning_rl.environments.errors import is_failure, summary
 from lightning_rl.extras import how_to_install
 from lightning_rl.validation import ConfigurationError
 
@@ -63,8 +64,10 @@ def import_modules(names: Iterable[str]) -> None:
 def _import(module: str, field: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        what = summary(error)
         raise ConfigurationError(
             f"{field}: module {module!r} cannot be imported ({what}): expected a module in the current folder, on "
             "PYTHONPATH or installed"

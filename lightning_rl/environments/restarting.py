@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
 
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure
 from lightning_rl.environments.finite import complaint
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.nested import map_leaves
@@ -89,17 +88,26 @@ class RestartingEpisodes(SeededEpisodes):
             self._restarts_in_a_row += 1
             if self._restarts_in_a_row > MAX_RESTARTS_IN_A_ROW:
                 give_up(failure)
-            with contextlib.suppress(Exception):
-                self.env.close()
+            self._close_failed()
             try:
                 self.env = self._make()
                 observation, info = self._checked_reset(None, self.first_options)
             except EnvironmentFailure as error:
                 failure = error
-            except Exception as error:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 failure = self._failure("the making of a new environment", error)
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
+
+    def _close_failed(self) -> None:
+        """Close an environment that failed; a failure in its `close` says nothing new."""
+        try:
+            self.env.close()
+        except BaseException as error:
+            if not is_failure(error):
+                raise
 
     def _check_observation(self, observation: Any) -> None:  # noqa: ANN401
         check = self._check_finite

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import _async_worker
@@ -32,6 +33,7 @@ class RestartingProcesses(ProcessVectorEnv):
         factories: One for each environment.
         autoreset_mode: As in `AsyncVectorEnv`.
         timeout: Seconds that the workers may take to make an environment, for a step or a reset.
+        described: Has the spaces of each environment.
 
     Attributes:
         places: Where every environment is: a lost process cannot say.
@@ -39,10 +41,16 @@ class RestartingProcesses(ProcessVectorEnv):
 
     places: Places
 
-    def __init__(self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float) -> None:
+    def __init__(
+        self,
+        factories: Sequence[Factory],
+        autoreset_mode: AutoresetMode,
+        timeout: float,
+        described: gymnasium.Env[Any, Any],
+    ) -> None:
         self._lost: dict[int, str] = {}
         self._losses_in_a_row = [0] * len(factories)
-        super().__init__(factories, autoreset_mode, timeout, shared_memory=False)
+        super().__init__(factories, autoreset_mode, timeout, described, shared_memory=False)
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
         """Step every environment, or begin an episode in a new process.

@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.environments.interface import (
     ObservationForm,
     Unexpected,
@@ -133,7 +133,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count = 0
         try:
             result = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self._failure("reset", error) from error
         if type(result) is not tuple or len(result) != 2:
             raise self._complain(older_interface("reset", self._name, f"reset returned {type(result).__name__}"))
@@ -166,7 +168,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             raise self._failure("step", error) from error
         if type(reward) is not float:
             reward = self._held_to(to_number, reward)
@@ -303,10 +307,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     def _name(self) -> str:
         return self.spec.id if self.spec is not None else type(self.unwrapped).__name__
 
-    def _failure(self, where: str, error: Exception) -> EnvironmentFailure:
+    def _failure(self, where: str, error: BaseException) -> EnvironmentFailure:
         if tells_of_older_interface(error):
             return self._complain(older_interface(where, self._name, error))
-        return self._complain(f"raised in {where}: {type(error).__name__}: {error}")
+        return self._complain(f"raised in {where}: {summary(error)}")
 
     def _complain(self, what: str) -> EnvironmentFailure:
         seed = derive_seed(self.stream_seed, self.episode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
 from lightning_rl.environments.autoreset import autoreset_mode
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
 from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.validation import check
 
@@ -64,14 +66,18 @@ class TensorEnvironments:
         """Of its tensors, known since the first reset."""
         self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
+        self._steps = 0
 
     def reset(self) -> Nested:
         """Begin again with the seed, and return the first observations `[B, ...]`.
 
         Raises:
             ConfigurationError: They are no tensors.
+            EnvironmentFailure: The environments raised.
         """
-        observations, _ = self.env.reset(seed=self.seed)
+        self._steps = 0
+        with self._named("reset"):
+            observations, _ = self.env.reset(seed=self.seed)
         first = next(leaves(observations))
         expected = f"'native', since {self.env} returns {type(first).__name__}, no tensors"
         check(isinstance(first, Tensor), "backend", "torch", expected)
@@ -81,8 +87,14 @@ class TensorEnvironments:
         return observations
 
     def step(self, actions: Nested) -> TensorStep:
-        """Step every environment once."""
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
+        """Step every environment once.
+
+        Raises:
+            EnvironmentFailure: The environments raised.
+        """
+        self._steps += 1
+        with self._named("step"):
+            observations, rewards, terminated, truncated, infos = self.env.step(actions)
         terminated, truncated = terminated.bool(), truncated.bool()
         ended = terminated | truncated
         valid: Tensor | None = None
@@ -96,7 +108,8 @@ class TensorEnvironments:
             reached = map_leaves(torch.clone, observations)
             # They may be the environment's own tensors, which its reset clears.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
-            observations, _ = self.env.reset(options={"reset_mask": ended})
+            with self._named("reset"):
+                observations, _ = self.env.reset(options={"reset_mask": ended})
         self._watch(observations, rewards)
         return TensorStep(observations, rewards, terminated, truncated, valid, reached, infos)
 
@@ -147,7 +160,22 @@ class TensorEnvironments:
 
     def close(self) -> None:
         """Close the environments."""
-        self.env.close()
+        with self._named("close"):
+            try:
+                self.env.close()
+            finally:
+                self.env.closed = True  # or Gymnasium would try again when it is collected
+
+    @contextlib.contextmanager
+    def _named(self, where: str) -> Iterator[None]:
+        """Raise an error that names the place, whatever the environments raise."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, EnvironmentFailure) or not is_failure(error):
+                raise
+            what = f"{summary(error)} (step {self._steps}, seed {self.seed})"
+            raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
 
 
 def _rows_not_finite(x: Tensor) -> Tensor:

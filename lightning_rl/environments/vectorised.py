@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing
+from lightning_rl.environments.errors import is_failure, summary
 from lightning_rl.environments.lives import NativeLives, VectorGameScore
 from lightning_rl.environments.registry import missing_package, unknown_id
 from lightning_rl.environments.spec import EnvironmentSpec
@@ -106,8 +107,9 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
                 f"env_id={spec.env_id!r} needs something that is not installed: {error}"
             ) from error
         raise missing_package(gym_spec, error) from error
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         raise ConfigurationError(
-            f"env_id={spec.env_id!r} cannot be made with env_kwargs={spec.env_kwargs!r}: "
-            f"{type(error).__name__}: {error}"
+            f"env_id={spec.env_id!r} cannot be made with env_kwargs={spec.env_kwargs!r}: {summary(error)}"
         ) from error

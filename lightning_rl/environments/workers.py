@@ -46,14 +46,20 @@ class ProcessVectorEnv(AsyncVectorEnv):
         factories: One for each environment.
         autoreset_mode: As in `AsyncVectorEnv`.
         timeout: Seconds that the workers may take to make an environment, for a step or a reset.
+        described: Has the spaces of each environment: none is made in this process.
         shared_memory: Pass observations through shared memory.
     """
 
     def __init__(
-        self, factories: Sequence[Factory], autoreset_mode: AutoresetMode, timeout: float, shared_memory: bool = True
+        self,
+        factories: Sequence[Factory],
+        autoreset_mode: AutoresetMode,
+        timeout: float,
+        described: gymnasium.Env[Any, Any],
+        shared_memory: bool = True,
     ) -> None:
         self.timeout = timeout
-        in_workers = [functools.partial(_make_in_worker, os.getpid(), factory) for factory in factories]
+        in_workers = [functools.partial(_make_in_worker, os.getpid(), described, factory) for factory in factories]
         with none_left_on_failure():
             super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
         # Before multiprocessing asks them to end, which they do not hear, and waits.
@@ -143,8 +149,6 @@ class ProcessVectorEnv(AsyncVectorEnv):
             index, kind, value, trace = self.error_queue.get(timeout=self.timeout)
         except queue.Empty:
             raise EOFError from None  # it died before it could say why
-        if issubclass(kind, KeyboardInterrupt):
-            raise KeyboardInterrupt
         failure: Exception
         if issubclass(kind, EnvironmentFailure):
             failure = EnvironmentFailure(value)
@@ -154,10 +158,11 @@ class ProcessVectorEnv(AsyncVectorEnv):
         raise failure
 
 
-def _make_in_worker(parent_pid: int, factory: Factory) -> gymnasium.Env[Any, Any]:
-    """Make an environment, in a worker process that lives as long as its parent."""
-    if os.getpid() != parent_pid:
-        live_with_parent()
+def _make_in_worker(parent_pid: int, described: gymnasium.Env[Any, Any], factory: Factory) -> gymnasium.Env[Any, Any]:
+    """Make an environment, in a worker process that lives as long as its parent; there return its description."""
+    if os.getpid() == parent_pid:
+        return described
+    live_with_parent()
     return factory()
 
 

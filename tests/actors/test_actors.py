@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import dataloader
 
-from lightning_rl import CLEAR, IMPALA, PPO
+from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint
 from lightning_rl.actors import worker
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
@@ -222,6 +222,13 @@ def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
     assert note.startswith("In the process of the actor:") and 'raise ArithmeticError("the physics exploded")' in note
 
 
+@pytest.mark.parametrize("how", ["SystemExit", "KeyboardInterrupt"])
+def test_an_environment_that_would_end_its_actor_is_named(how):
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": how})
+    with pytest.raises(EnvironmentFailure, match=rf"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: {how}"):
+        make_trainer().fit(make(data), data)
+
+
 def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
     data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"at": 5}, on_env_failure="restart", rollout_length=4)
     seen = Versions()
@@ -257,6 +264,64 @@ def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     with pytest.raises(EnvironmentFailure, match=r"actor 1, .* is gone: its process \d+ was killed by SIGKILL"):
         make_trainer(callbacks=[Kill()]).fit(model, data)
     assert updating == [False] and model.policy_version == 2
+
+
+@pytest.fixture
+def usual_handlers():
+    """Those of a program that was started in a terminal."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def interrupted_after(seconds, signum, fit):
+    """Exit status of a fit that gets a signal after some seconds, and the seconds from the signal to the end."""
+    sent = []
+
+    def send():
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signum)
+
+    timer = threading.Timer(seconds, send)
+    timer.start()
+    with pytest.raises(SystemExit) as ended:
+        fit()
+    timer.join()
+    return ended.value.code, time.monotonic() - sent[0]
+
+
+def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(usual_handlers, tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if pl_module.policy_version == 2:
+                for process in data._source.source._processes:
+                    os.kill(process.pid, signal.SIGSTOP)
+
+    data = make_actors(num_actors=2, rollouts_per_epoch=1000)
+    model = make(data)
+    trainer = make_trainer(callbacks=[Stop(), LastCheckpoint(tmp_path)], enable_checkpointing=True)
+    status, seconds = interrupted_after(1.5, signal.SIGTERM, lambda: trainer.fit(model, data))
+    assert status == 128 + signal.SIGTERM and seconds < 5
+    # What was learned from the rollouts that had arrived is saved, and a run goes on from there.
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert saved["lightning_rl"]["policy_version"] == model.policy_version >= 2
+    assert all(torch.equal(x, saved["state_dict"][name]) for name, x in model.state_dict().items())
+    again = make_actors(rollouts_per_epoch=model.policy_version + 2)
+    resumed = make(again)
+    make_trainer().fit(resumed, again, ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.policy_version == model.policy_version + 2
+
+
+def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatch):
+    monkeypatch.setattr("lightning_rl.actors.processes._GRACE", 0.1)
+    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": "hang"})
+    model = make(data)
+    with pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"):
+        status, seconds = interrupted_after(1.0, signal.SIGINT, lambda: make_trainer().fit(model, data))
+    assert status == 128 + signal.SIGINT and seconds < 5
+    assert model.policy_version == 0
 
 
 @pytest.mark.parametrize(("prepared", "found"), [(False, "SigBlk"), (True, "SigIgn")])

@@ -162,9 +162,26 @@ def test_actors_that_are_not_started_or_hang_end_the_run(ray, joined, message):
         make_trainer().fit(make(data), data)
 
 
+def test_a_signal_is_honored_while_no_actor_finds_a_place(ray):
+    data = make_actors(num_actors=1)
+
+    def look():
+        ray.handles[0].has_place = False
+        signal.raise_signal(signal.SIGTERM)
+
+    ray.on_wait = look
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.warns(UserWarning, match="nothing was saved"), pytest.raises(SystemExit) as ended:
+            make_trainer().fit(make(data), data)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 def test_losses_before_rollouts_that_are_dropped_count_too():
     class Source:
-        def take(self):
+        def take(self, while_waiting):
             rollout = next(rollouts)
             rollout.actors_lost = 1
             return rollout

@@ -1,5 +1,7 @@
 """Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
 
+import dataclasses
+import functools
 import os
 import re
 import signal
@@ -11,11 +13,13 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
@@ -90,6 +94,190 @@ def test_environment_that_raises_in_reset_is_named(backend):
     assert str(error).startswith(f"environment 2 (episode 1, seed {SEED}, step 0) raised in reset: ArithmeticError")
 
 
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(("how", "what"), [("SystemExit", "SystemExit: 0"), ("KeyboardInterrupt", "KeyboardInterrupt")])
+@pytest.mark.parametrize("at", [3, 0])
+def test_environment_that_would_end_the_program_is_a_failure(at, how, what, backend):
+    error, *_ = run_until_failure(failing(how, at, backend=backend))
+    where = "step" if at else "reset"
+    assert str(error) == f"environment 2 (episode 1, seed {SEED}, step {at}) raised in {where}: {what}"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    ("env_id", "backend", "cls"),
+    [("CartPole-v1", "native", CartPoleVectorEnv), (torch_environments.ID, "torch", torch_environments.Reach)],
+)
+def test_vectorized_environment_that_would_end_the_program_is_a_failure(env_id, backend, cls, error, monkeypatch):
+    def step(*_):
+        raise error
+
+    monkeypatch.setattr(cls, "step", step)
+    environments = make_batch(env_id, 2, backend=backend)
+    environments.reset()
+    seeds = ", ".join(map(str, seeds_of(2))) if backend == "native" else seeds_of(2)[0]
+    with pytest.raises(
+        EnvironmentFailure,
+        match=rf"^the environments raised in step: {type(error).__name__}.* \(step 1, seeds? {seeds}\)$",
+    ):
+        environments.step(torch.zeros(2, 1) if backend == "torch" else np.zeros(2, np.int64))
+    environments.close()
+
+
+class SendsSignal(gymnasium.Wrapper):
+    """Sends a signal to its own process in every step."""
+
+    def __init__(self, env, signum):
+        super().__init__(env)
+        self.signum = signum
+
+    def step(self, action):
+        signal.raise_signal(self.signum)
+        return self.env.step(action)
+
+
+class Leave:
+    """A signal handler of the user's."""
+
+    def __call__(self, signum, frame):
+        sys.exit(5)
+
+    def method(self, signum, frame):
+        sys.exit(5)
+
+
+@pytest.mark.parametrize("on_env_failure", ["raise", "restart"])
+@pytest.mark.parametrize(
+    ("signum", "handler", "error"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, lambda *_: sys.exit(5), SystemExit),
+        (signal.SIGTERM, Leave(), SystemExit),
+        (signal.SIGTERM, functools.partial(Leave().method), SystemExit),
+    ],
+)
+def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interrupts(
+    signum, handler, error, on_env_failure
+):
+    wrapper = {"class_path": f"{__name__}.SendsSignal", "init_args": {"signum": int(signum)}}
+    environments = make_batch("Probe/Counter-v0", wrappers=(wrapper,), on_env_failure=on_env_failure)
+    environments.reset()
+    before = signal.signal(signum, handler)
+    try:
+        with pytest.raises(error):
+            environments.step(np.zeros(1, np.int64))
+    finally:
+        signal.signal(signum, before)
+        environments.close()
+
+
+class EndsProgram(gymnasium.Wrapper):
+    """A wrapper that cannot be made."""
+
+    def __init__(self, env):
+        sys.exit(0)
+
+
+def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_path, monkeypatch):
+    (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
+    with pytest.raises(ConfigurationError, match=r"^wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"):
+        make_batch("Probe/Counter-v0", wrappers=(wrapper,))
+    with pytest.raises(ConfigurationError, match=r"^imports: module 'a_script' cannot be imported \(SystemExit: 0\)"):
+        make_batch("Probe/Counter-v0", imports=("a_script",))
+    gymnasium.register("Probe/Ends-v0", lambda: sys.exit(0))
+    with pytest.raises(ConfigurationError, match=r"^env_id='Probe/Ends-v0' cannot be made .*: SystemExit: 0$"):
+        make_batch("Probe/Ends-v0")
+    del gymnasium.registry["Probe/Ends-v0"]
+
+
+class FailsToClose(gymnasium.Wrapper):
+    """Fails in its first reset or when it is closed, where and how it is told to.
+
+    Args:
+        how: `raise`, `SystemExit`, `hang` or `die`.
+        where: `reset` or `close`.
+    """
+
+    def __init__(self, env, how, where="close"):
+        super().__init__(env)
+        self.how, self.where = how, where
+
+    def reset(self, **kwargs):
+        if self.where == "reset":
+            self.fail()
+        observation, info = self.env.reset(**kwargs)
+        return observation, info | {"mask": np.ones(3, np.int8)}
+
+    def close(self):
+        if self.where == "close":
+            self.fail()
+
+    def fail(self):
+        if self.how == "raise":
+            raise OSError("the port is taken")
+        if self.how == "SystemExit":
+            sys.exit(0)
+        if self.how == "hang":
+            time.sleep(1000)
+        os._exit(9)
+
+
+READS = "the environment that reads the spaces of Probe/Counter-v0"
+
+
+@linux
+@pytest.mark.parametrize(
+    ("backend", "how", "where", "message"),
+    [
+        ("sync", "raise", "close", f"{READS} raised in close: OSError: the port is taken"),
+        ("sync", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
+        ("async", "raise", "close", f"{READS} raised in close: OSError: the port is taken"),
+        ("async", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
+        ("async", "hang", "close", f"{READS} did not close within step_timeout=0.5 seconds"),
+        ("async", "hang", "reset", f"{READS} was not made within step_timeout=0.5 seconds"),
+        ("async", "die", "close", f"{READS} is gone: its process died with exit code 9"),
+    ],
+)
+def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(backend, how, where, message):
+    wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how, "where": where}}
+    timeout, mask = 0.5 if backend == "async" else None, "info.mask" if where == "reset" else None
+    data = RolloutDataModule(
+        "Probe/Counter-v0", backend=backend, wrappers=[wrapper], step_timeout=timeout, action_mask=mask
+    )
+    start = time.perf_counter()
+    with pytest.raises(EnvironmentFailure) as caught:
+        _ = data.observation_space
+    assert str(caught.value) == message and time.perf_counter() - start < 5
+    assert not children_of(os.getpid())
+
+
+def test_spaces_that_vector_wrappers_change_are_read_within_the_time_limit_too():
+    wrappers = ["tests.probes.DoubleVectorReward"]
+    data = RolloutDataModule("Probe/Counter-v0", backend="async", wrappers=wrappers, step_timeout=20.0)
+    assert data.action_space.n == 3
+
+
+def test_environments_that_cannot_be_closed_are_named_after_training():
+    data = RolloutDataModule("Probe/Counter-v0", 2, 6, 1, seed=0)
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    data._sampler.spec = dataclasses.replace(
+        data.spec, wrappers=({"class_path": f"{__name__}.FailsToClose", "init_args": {"how": "SystemExit"}},)
+    )
+    with pytest.raises(EnvironmentFailure, match=r"^the environments raised in close: SystemExit: 0 \(step 6, seeds "):
+        make_trainer().fit(model, data)
+
+
+def test_what_ended_a_run_is_raised_though_the_environments_cannot_be_closed():
+    wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": "raise"}}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 1, env_kwargs={"how": "raise", "at": 2, "episode_seed": None})
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1)
+    data._sampler.spec = dataclasses.replace(data.spec, wrappers=(wrapper,))
+    with pytest.warns(UserWarning, match="raised in close: OSError"), pytest.raises(EnvironmentFailure, match="step 2"):
+        make_trainer().fit(model, data)
+
+
 def test_traceback_of_a_worker_is_kept_as_a_note():
     error, *_ = run_until_failure(failing("raise", backend="async"))
     assert "in fail" in "".join(error.__notes__) and "the physics exploded" in "".join(error.__notes__)
@@ -122,10 +310,15 @@ def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
 @pytest.mark.parametrize("role", ["", "evaluation "])
 def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang(role):
     wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
+    spec = EnvironmentSpec("Probe/Counter-v0", backend="async", wrappers=(wrapper,), evaluation=bool(role))
+    with pytest.raises(
+        EnvironmentFailure, match=rf"^the {role}environment that reads the spaces .* died with exit code 7$"
+    ):
+        make_environments(spec, 2, [0, 1])
     with pytest.raises(
         EnvironmentFailure, match=rf"^{role}environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
     ):
-        make_batch("Probe/Counter-v0", 2, backend="async", wrappers=(wrapper,), evaluation=bool(role))
+        make_environments(spec, 2, [0, 1], space_pair=spaces_of(dataclasses.replace(spec, wrappers=())))
 
 
 def test_worker_killed_from_outside_between_two_steps_is_named():
