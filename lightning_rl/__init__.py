@@ -1,9 +1,5 @@
 """On-policy reinforcement learning for PyTorch Lightning."""
 
-# Before all others, which take seconds.
-from lightning_rl import early_interrupt as early_interrupt
-
-# isort: split
 from lightning_rl import functional
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import (

@@ -6,7 +6,6 @@ import sys
 
 import torch
 
-from lightning_rl import early_interrupt
 from lightning_rl.cli import main
 from lightning_rl.commands import run_command
 
@@ -20,13 +19,23 @@ def run() -> None:
         if not run_command(sys.argv[1:]):
             main()
     except BaseException as error:
-        if early_interrupt.led_to(error):
+        if _is_interrupt(error):
             sys.exit(128 + signal.SIGINT)
         raise
     finally:
         # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether an error is a KeyboardInterrupt or was raised because of one, as Lightning's `SystemExit(1)`."""
+    seen: set[int] = set()  # an exception that is raised twice may be its own cause
+    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
+        seen.add(id(error))
+        # The KeyboardInterrupt of an environment ends in an exit `from None`.
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return isinstance(error, KeyboardInterrupt)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_rl import early_interrupt
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits, check_resumable
 from lightning_rl.algorithms.warm_start import Part
@@ -170,7 +169,6 @@ class OnPolicyCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads before anything is computed."""
-        early_interrupt.over()
         if (num_threads := self._get(self.config, "num_threads")) is not None:
             check_positive_int("num_threads", num_threads)
             torch.set_num_threads(num_threads)

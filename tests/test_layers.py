@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"watching", "early_interrupt", "trust"},
+    {"watching", "trust"},
     {"fast_layers"},
     {
         "__about__",
@@ -22,6 +22,7 @@ LAYERS = [
         "profiling",
         "diagnostics",
         "extras",
+        "event_files",
         "random_state",
         "ranks",
         "rank_errors",

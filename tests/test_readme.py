@@ -30,6 +30,7 @@ from lightning_rl import (
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli import main
 from lightning_rl.commands import COMMANDS as OWN_COMMANDS
+from lightning_rl.commands import MODULES
 from tests import programs
 from tests.helpers import make_data, make_trainer, parameters_of
 from tests.vectors.load import load
@@ -222,8 +223,8 @@ def test_own_algorithm_learns_values_in_the_units_of_the_value_head():
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
     if command[0] in OWN_COMMANDS:
-        module = importlib.import_module(f"lightning_rl.commands.{command[0]}")
-        assert module.parser().parse_args(command[1:])
+        module = importlib.import_module(f"lightning_rl.commands.{MODULES[command[0]]}")
+        assert getattr(module, f"{command[0]}_parser")().parse_args(command[1:])
         return
     asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]
     with pytest.raises(SystemExit) as exit_:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-from lightning_rl import early_interrupt
 from lightning_rl.cli_errors import end_with_message
 from lightning_rl.quiet import filter_command_line_warnings
 
@@ -14,7 +13,9 @@ COMMANDS = {
     "pull": "Fetch a checkpoint from the Hugging Face Hub.",
     "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
 }
-"""What each command is for. Its module is called as it is, and has a `parser()` and a `run(arguments)`."""
+"""Summary of each command. `MODULES` names its module, which has `<command>(arguments)` and `<command>_parser()`."""
+
+MODULES = {"export": "export", "plot": "plot", "pull": "hub", "push": "hub"}
 
 CKPT_PATH_HELP = (
     "The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs; with --config, "
@@ -31,9 +32,8 @@ def run_command(arguments: list[str]) -> bool:
     if not arguments or arguments[0] not in COMMANDS:
         return False
     filter_command_line_warnings()
-    early_interrupt.over()
     try:
-        importlib.import_module(f"{__name__}.{arguments[0]}").run(arguments[1:])
+        getattr(importlib.import_module(f"{__name__}.{MODULES[arguments[0]]}"), arguments[0])(arguments[1:])
     except Exception as error:
         end_with_message(error)
         raise

@@ -12,7 +12,7 @@ from lightning_rl.export.folder import check_folder, check_options
 from lightning_rl.trained import find_trained, load_algorithm, load_data, modules_named_in, play_episodes
 
 
-def parser() -> OneErrorParser:
+def export_parser() -> OneErrorParser:
     """Return what reads the arguments."""
     made = OneErrorParser(prog="lightning-rl export", description=COMMANDS["export"])
     made.add_argument("--ckpt_path", type=str, required=True, help=CKPT_PATH_HELP)
@@ -42,9 +42,9 @@ def parser() -> OneErrorParser:
     return made
 
 
-def run(arguments: list[str]) -> None:
+def export(arguments: list[str]) -> None:
     """Play some episodes, write the programs, and hold them to the policy on what was seen there."""
-    options = parser().parse_args(arguments)
+    options = export_parser().parse_args(arguments)
     programs = as_list(options.programs)
     check_options(options.format, programs)
     path = find_trained(options.ckpt_path, options.config)

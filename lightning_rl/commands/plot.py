@@ -16,14 +16,14 @@ _STAGES = {"rollout": "training", "val": "validation", "test": "test"}
 _SUFFIXES = (".png", ".svg")
 
 
-def run(args: list[str]) -> None:
+def plot(args: list[str]) -> None:
     """Draw the runs that are named in the arguments.
 
     Raises:
         ConfigurationError: There are no such logs, nothing in them is called so, or matplotlib is not installed.
         SystemExit: The arguments cannot be understood.
     """
-    options = parser().parse_args(args)
+    options = plot_parser().parse_args(args)
     paths = _files(options.out)  # before logs are read, which takes a while
     experiments = _experiments(options.runs)
     _warn_of_same_seeds(experiments)
@@ -32,7 +32,7 @@ def run(args: list[str]) -> None:
     print("\n".join(map(str, paths)), flush=True)
 
 
-def parser() -> argparse.ArgumentParser:
+def plot_parser() -> argparse.ArgumentParser:
     """Return the parser of its arguments."""
     result = argparse.ArgumentParser(
         "lightning-rl plot", description="Draw learning curves of runs from their TensorBoard or CSV logs."

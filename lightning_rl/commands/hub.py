@@ -1,15 +1,15 @@
-"""`lightning-rl push`: a checkpoint onto the Hugging Face Hub."""
+"""`lightning-rl push` and `lightning-rl pull`: checkpoints on the Hugging Face Hub."""
 
 from __future__ import annotations
 
 from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import as_list, relative, say
 from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
-from lightning_rl.hub import push_to_hub
-from lightning_rl.trained import find_trained
+from lightning_rl.hub import pull_from_hub, push_to_hub
+from lightning_rl.trained import config_of, find_trained
 
 
-def parser() -> OneErrorParser:
+def push_parser() -> OneErrorParser:
     """Return what reads the arguments."""
     made = OneErrorParser(prog="lightning-rl push", description=COMMANDS["push"])
     made.add_argument("repo_id", type=str, help="The repository, owner/name; made if there is none.")
@@ -27,9 +27,9 @@ def parser() -> OneErrorParser:
     return made
 
 
-def run(arguments: list[str]) -> None:
-    """Put it there, and say where."""
-    options = parser().parse_args(arguments)
+def push(arguments: list[str]) -> None:
+    """Upload a checkpoint and print its address."""
+    options = push_parser().parse_args(arguments)
     path = find_trained(options.ckpt_path, options.config)
     address = push_to_hub(
         options.repo_id,
@@ -42,3 +42,22 @@ def run(arguments: list[str]) -> None:
     )
     say(f"Done: {address}")
     say(f"  checkpoint: {relative(path)}")
+
+
+def pull_parser() -> OneErrorParser:
+    """Return what reads the arguments."""
+    made = OneErrorParser(prog="lightning-rl pull", description=COMMANDS["pull"])
+    made.add_argument("repo_id", type=str, help="The repository, owner/name.")
+    made.add_argument("--revision", type=str | None, default=None, help="A branch, tag or commit.")
+    made.add_argument("--folder", type=str | None, default=None, help="Where to; by default the cache of the Hub.")
+    return made
+
+
+def pull(arguments: list[str]) -> None:
+    """Download a checkpoint and print how to use it."""
+    options = pull_parser().parse_args(arguments)
+    path = pull_from_hub(options.repo_id, revision=options.revision, folder=options.folder)
+    config = config_of(path)
+    say(f"Done: {relative(path)}")
+    if config is not None:
+        say(f"  next: lightning-rl test --config {relative(config)} --ckpt_path {relative(path)}")
