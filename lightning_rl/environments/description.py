@@ -1,4 +1,4 @@
-"""The spaces of an environment, read in a process of its own: one that hangs or dies there keeps nobody waiting."""
+"""Reads the spaces of an environment in another process, which is killed where the environment hangs."""
 
 from __future__ import annotations
 
