@@ -247,12 +247,12 @@ def is_running(root: Path) -> bool:
 def pause(root: Path) -> None:
     """Stop all workers, and return when they are stopped."""
     paused_file(root).touch()
-    deadline = time.monotonic() + 10
+    stopped, deadline = "", time.monotonic() + 10
     while is_running(root) and not (stopped := _read(paused_file(root))):
         if time.monotonic() > deadline:
             raise TimeoutError(f"root={str(root)!r}: the queue did not stop its workers within 10 s")
         time.sleep(0.02)
-    print(f"paused, {stopped} workers stopped" if is_running(root) else "paused; no queue is running")
+    print(f"paused, {stopped} workers stopped" if stopped else "paused; no queue is running")
 
 
 def _read(path: Path) -> str:
