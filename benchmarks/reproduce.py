@@ -6,6 +6,9 @@ trains as `lightning-rl fit --config … --seed_everything 0` does, then plays 1
 policy, not of the best one, once. The result goes to `benchmarks/results/<algorithm>/<configuration>/seed<n>.json`.
 What begins with the episodes or the checkpoint of another run has that made first, by `recipes.py`, with the same seed.
 All of it runs in a folder of its own, so that files among further arguments are then to be named in full.
+`--folder` keeps the run there, saves it every minute, and continues it after any kill with the weights of an
+uninterrupted run; its result has the commit of each start and all interruptions. The queue of long runs
+(`training_queue.py`) uses it.
 `--minutes` ends training early, for configurations that take days: the result is then called `stopped_seed<n>.json`,
 since it says where the run was by then and how fast it went, not what the configuration reaches.
 Arguments that are not known here are passed on to `lightning-rl fit`, for trials; since the result is then not that of
@@ -16,21 +19,24 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import chdir, contextmanager
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import kept_run
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from recipes import RECIPES, Recipe
 from record import RESULTS, hardware, source, versions, write_json
+from run_files import history, interruptions
 
 from lightning_rl.cli import OnPolicyCLI, main
 from lightning_rl.evaluation import Episode
@@ -83,7 +89,13 @@ def made_before(recipe: Recipe, folder: str, result: dict[str, Any]) -> Iterator
 
 
 def reproduce(
-    config: Path, seed: int, out: Path, overrides: list[str], episodes: int = EPISODES, minutes: int | None = None
+    config: Path,
+    seed: int,
+    out: Path,
+    overrides: list[str],
+    episodes: int = EPISODES,
+    minutes: int | None = None,
+    folder: Path | None = None,
 ) -> Path:
     """Train, evaluate and write the result; return its path.
 
@@ -94,30 +106,45 @@ def reproduce(
         overrides: Further arguments of `lightning-rl fit`.
         episodes: To be played by the final policy.
         minutes: Training ends after so many of them if it has not before.
+        folder: Where the run is kept, and continued if it was interrupted; None trains in a temporary folder.
 
     Raises:
-        ValueError: The configuration uses more than one process, each of which would see only some of the episodes.
+        ValueError: The configuration uses more than one process, each of which would see only some of the episodes; or
+            `folder` is given for one that begins with other runs.
     """
     provenance = source()  # of the code as it is imported, not as it is when training ends
     result: dict[str, Any] = {"algorithm": config.parent.name, "configuration": config.stem, "seed": seed}
     config, recipe = config.resolve(), RECIPES.get(f"{config.parent.name}/{config.stem}", Recipe())
-    with tempfile.TemporaryDirectory() as scratch, made_before(recipe, scratch, result):
-        logger = {"save_dir": scratch, "name": "log", "version": "run"}
+    if folder is not None and recipe.before:
+        raise ValueError(f"folder={str(folder)!r}: expected None for {config.stem}, which begins with other runs")
+    place = tempfile.TemporaryDirectory() if folder is None else nullcontext(str(folder.resolve()))
+    with place as scratch, made_before(recipe, scratch, result):
+        logger, more = {"save_dir": scratch, "name": "log", "version": "run"}, []
+        if folder is not None:
+            kept_run.claim(Path(scratch), config, overrides)
+            logger["version"], more = kept_run.new_log(Path(scratch)), kept_run.arguments(Path(scratch))
         limit = [] if minutes is None else ["--trainer.max_time", f"00:{minutes // 60:02}:{minutes % 60:02}:00"]
         with timed("training", result):
             cli = main(
                 ["fit", "--config", str(config), "--seed_everything", str(seed), *recipe.arguments, *overrides, *limit]
                 + ["--trainer.default_root_dir", scratch, "--trainer.logger", "lightning.pytorch.loggers.CSVLogger"]
                 + [f"--trainer.logger.init_args.{name}={value}" for name, value in logger.items()]
+                + more
             )
         if cli.trainer.world_size != 1:
             raise ValueError(f"devices={cli.trainer.world_size}: expected one process")
         assert cli.run_dir is not None
-        curve = read_curve(Path(scratch, "log", "run", "metrics.csv"), recipe.logged)
-        result |= {"env_steps": cli.model.env_steps, "curve": curve}
+        logs = [(Path(scratch, "log", "run", "metrics.csv"), math.inf)]
+        if folder is not None:
+            logs = kept_run.logs(Path(scratch))
+            result["training_seconds"] = kept_run.training_seconds(cli.trainer)
+        result |= {"env_steps": cli.model.env_steps, "curve": read_curve(logs, recipe.logged)}
         settings = shared_settings(cli.run_dir / "config.yaml")
         with timed("evaluation", result):
             played = evaluate(cli, Path(scratch, "final.ckpt"), episodes)
+        if folder is not None:
+            events = history(Path(scratch))
+            result |= {"interruptions": interruptions(events), "history": events}
     result["evaluation"] = {
         "policy": "mode",
         "episodes": len(played.returns),
@@ -146,22 +173,30 @@ def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisode
     return played
 
 
-def read_curve(metrics: Path, also: Collection[str] = ()) -> dict[str, list[list[float]]]:
-    """Return `[environment steps, value]` pairs of every logged mean return, and of what is named, by name."""
+def read_curve(logs: Iterable[tuple[Path, float]], also: Collection[str] = ()) -> dict[str, list[list[float]]]:
+    """Return `[environment steps, value]` pairs of every logged mean return, and of what is named, by name.
+
+    Args:
+        logs: The log of each start of the run, and the environment steps up to which it counts.
+        also: Further names.
+    """
     curve: dict[str, dict[int, float]] = {}
-    with metrics.open() as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if (name.endswith("_return") or name in also) and value:
-                    # By step: Lightning writes its last row of training once more when training stops.
-                    curve.setdefault(name, {})[int(float(row["step"]))] = float(value)
+    for metrics, end in logs:
+        if not metrics.is_file():  # killed before it logged anything
+            continue
+        with metrics.open() as file:
+            for row in csv.DictReader(file):
+                for name, value in row.items():
+                    if (name.endswith("_return") or name in also) and value and float(row["step"]) <= end:
+                        # By step: Lightning writes its last row of training once more when training stops.
+                        curve.setdefault(name, {})[int(float(row["step"]))] = float(value)
     return {name: [[step, value] for step, value in points.items()] for name, points in curve.items()}
 
 
 def shared_settings(config: Path) -> dict[str, Any]:
-    """Return the resolved configuration without what only this run had: folders and logger."""
+    """Return the resolved configuration without what only this run had: folders, logger and callbacks."""
     settings: dict[str, Any] = yaml.safe_load(config.read_text())
-    for name in ("logger", "default_root_dir"):
+    for name in ("logger", "default_root_dir", "callbacks"):
         settings["trainer"].pop(name)
     settings.pop("ckpt_path", None)
     return settings
@@ -174,6 +209,7 @@ def parse(args: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--episodes", type=int, default=EPISODES, help="evaluation episodes")
     parser.add_argument("--minutes", type=int, help="end training after so many of them")
+    parser.add_argument("--folder", type=Path, help="keep the run there, and continue it if it was interrupted")
     known, overrides = parser.parse_known_args(args)
     if not known.config.is_file():
         parser.error(f"config={str(known.config)!r}: expected a file")
@@ -187,5 +223,5 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "LightningCLI's args parameter")
     arguments, unknown = parse()
     folder, given = arguments.out or RESULTS, arguments
-    written = reproduce(given.config, given.seed, folder, unknown, given.episodes, given.minutes)
+    written = reproduce(given.config, given.seed, folder, unknown, given.episodes, given.minutes, given.folder)
     print(written, file=sys.stderr)

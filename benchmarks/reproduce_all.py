@@ -7,6 +7,7 @@ package or more devices, is told of and left out.
     python benchmarks/reproduce_all.py ppo/taxi a2c/cartpole  some configurations only
     python benchmarks/reproduce_all.py --seeds 3              seeds 0, 1, 2; without, those that are there, or 0
     python benchmarks/reproduce_all.py --again                what is there too, from nothing
+    python benchmarks/reproduce_all.py --queue                long runs in the background, see training_queue.py
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from record import RESULTS
-
-from lightning_rl import shipped_configs
+import training_queue
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
 PAGES = ("table.py", "curves.py", "pages.py")
 
 
@@ -46,14 +46,19 @@ def script(name: str, *arguments: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the plan and write the pages; return 1 if something could not be run."""
-    known = shipped_configs.names()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="configurations; without, all that are shipped")
     parser.add_argument("--seeds", type=int, help="how many seeds of each")
     parser.add_argument("--again", action="store_true", help="make results that are there once more")
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, help="another folder of results, of which no pages are written")
+    training_queue.add_arguments(parser)
     args = parser.parse_args(arguments)
+    if args.queue or args.status or args.pause or args.resume:
+        return training_queue.main(args, args.out or RESULTS)
+    from lightning_rl import shipped_configs  # takes seconds, which a pause does not have
+
+    known = shipped_configs.names()
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"{', '.join(unknown)}: expected names of shipped configurations, such as ppo/cartpole")
     if args.seeds is not None and args.seeds < 1:

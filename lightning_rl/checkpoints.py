@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import os
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rl.checksums import check_intact
+from lightning_rl.clock import ends_epoch, validates_now
+from lightning_rl.validation import check
 
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
@@ -148,12 +152,41 @@ class LastCheckpoint(ModelCheckpoint):
 
     Args:
         dirpath: Folder; by default `checkpoints` in that of the logger.
+        train_time_interval: Also save within an epoch, after the first rollout that ends this long after the last save.
+            A rollout with a validation, or the last one of an epoch, is not saved until these are over, since a
+            resumed run would leave them out. None saves at the end of epochs only.
     """
 
-    def __init__(self, dirpath: str | Path | None = None) -> None:
+    def __init__(self, dirpath: str | Path | None = None, train_time_interval: timedelta | None = None) -> None:
         super().__init__(dirpath, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+        valid = train_time_interval is None or train_time_interval > timedelta()
+        check(valid, "train_time_interval", train_time_interval, "a time above 0")
+        self.train_time_interval = train_time_interval
+        self._saved_at = time.monotonic()
 
     def save(self, trainer: Trainer) -> None:
         """Save at once, between two rollouts; a collective call."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._saved_at = time.monotonic()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure the time."""
+        super().on_train_start(trainer, pl_module)
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        batch_idx: int,
+    ) -> None:
+        """Save after a rollout if the interval is over, at the same rollout on every rank."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):
+            return
+        waited = time.monotonic() - self._saved_at
+        if trainer.strategy.broadcast(waited >= self.train_time_interval.total_seconds()):
+            self.save(trainer)

@@ -233,8 +233,10 @@ class OnPolicyCLI(LightningCLI):
             kwargs["logger"] = self._logger(self.run_dir) if fitting and self.run_dir is not None else False
         if self.run_dir is not None:
             kwargs["default_root_dir"] = str(self.run_dir)
+        # `last.ckpt` is saved after the best one, so that it is the newest.
+        callbacks = sorted([*given, *added], key=lambda callback: isinstance(callback, LastCheckpoint))
         try:
-            return super().instantiate_trainer(callbacks=[*given, *added], **kwargs)
+            return super().instantiate_trainer(callbacks=callbacks, **kwargs)
         except ValueError as error:
             raise ConfigurationError(f"trainer: {error}") from error
 

@@ -202,8 +202,15 @@ def _content(value: str, name: Callable[[str], str] = str) -> Any:  # noqa: ANN4
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one."""
+    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one.
+
+    A `LastCheckpoint` of the configuration saves in the same folder unless it has its own: `--ckpt_path last` looks
+    there, wherever the logger writes.
+    """
     added: list[Callback] = []
+    for callback in given:
+        if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(folder)
     chooses = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
     if validates and not chooses:
         added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))

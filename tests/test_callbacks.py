@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +237,27 @@ def test_the_last_checkpoint_is_the_last_even_if_it_is_not_the_best(tmp_path):
 def test_a_run_stopped_within_an_epoch_has_a_last_checkpoint_of_that_moment(tmp_path):
     fit(EnvStepLimit(96), LastCheckpoint(tmp_path), enable_checkpointing=True, rollouts_per_epoch=100)
     assert steps_of(tmp_path) == [96]
+
+
+@pytest.mark.parametrize(
+    ("interval", "within_epochs"), [(timedelta(microseconds=1), [32, 64, 128, 160]), (timedelta(hours=1), [])]
+)
+def test_last_checkpoint_saves_within_an_epoch_when_its_interval_is_over(tmp_path, interval, within_epochs):
+    saved = []
+
+    class Listed(LastCheckpoint):
+        def save(self, trainer) -> None:
+            super().save(trainer)
+            saved.extend(steps_of(tmp_path))
+
+    fit(EnvStepLimit(192), Listed(tmp_path, interval), enable_checkpointing=True, rollouts_per_epoch=3)
+    assert saved == within_epochs  # 96 and 192 are saved after the validation, at the end of the epoch
+    assert steps_of(tmp_path) == [192]
+
+
+def test_last_checkpoint_refuses_an_interval_of_nothing():
+    with pytest.raises(ConfigurationError, match=r"train_time_interval=.*0\).*a time above 0"):
+        LastCheckpoint(train_time_interval=timedelta())
 
 
 @pytest.mark.parametrize("stop", [96, 128], ids=["mid-epoch", "epoch-end"])

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -772,3 +773,16 @@ def test_a_lightning_cli_of_ones_own_trains_evaluates_and_resumes_with_linked_sp
     path = "checkpoints/epoch=0-step=64.ckpt"
     assert run("validate", f"--ckpt_path={path}").env_steps == 64
     assert run("fit", "--trainer.max_epochs=2", f"--ckpt_path={path}").env_steps == 128
+
+
+def test_a_configured_last_checkpoint_is_where_a_restart_looks_for_it(capsys):
+    line = ["fit", *SMALL, "--trainer.max_epochs=1", "--ckpt_path=last"]
+    line += ["--trainer.callbacks+=lightning_rl.LastCheckpoint", "--trainer.callbacks.train_time_interval=0:01:00"]
+    line += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.init_args.save_dir=elsewhere"]
+    cli = main(line)
+    [kept] = [callback for callback in cli.trainer.callbacks if isinstance(callback, LastCheckpoint)]
+    assert kept.train_time_interval == timedelta(minutes=1)
+    assert (cli.run_dir / "checkpoints/last.ckpt").is_file()
+    assert not list(Path("elsewhere").rglob("*.ckpt"))
+    main(line)
+    assert "Resuming from runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt, at 64" in capsys.readouterr().out

@@ -27,8 +27,7 @@ MODULES = {
     "ALE/": "ale_py",
     "MiniGrid": "minigrid",
     "LunarLander": "Box2D",
-    "HalfCheetah": "mujoco",
-    "Hopper": "mujoco",
+    **dict.fromkeys(("HalfCheetah", "Hopper", "Walker2d", "Ant", "Swimmer", "Inverted", "Reacher"), "mujoco"),
     "popgym": "popgym",
 }
 FOLDERS = {
@@ -85,6 +84,16 @@ def test_there_is_a_configuration_for_each_kind_of_environment():
     for prefix in ("CartPole", "Acrobot", "Pendulum", "MountainCar", *MODULES):
         assert any(env_id.startswith(prefix) for env_id in ids), prefix
     assert {data.get("backend", "sync") for data in given} >= {"sync", "native", "envpool"}
+
+
+def test_mujoco_tasks_share_one_set_of_hyper_parameters():
+    shared = {}
+    for path in CONFIGS.glob("ppo/mujoco_*.yaml"):
+        config = yaml.safe_load(path.read_text())
+        gamma = config["model"]["init_args"].pop("gamma")
+        assert gamma == (0.9999 if config["data"].pop("env_id") == "Swimmer-v4" else 0.99)
+        shared[json.dumps(config)] = path
+    assert len(shared) == 1
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
