@@ -298,7 +298,7 @@ class EnvironmentBatch:
             self._raise_named(error, where)
 
     def _raise_named(self, error: Exception, where: str) -> NoReturn:
-        if isinstance(error, EnvironmentFailure):
+        if isinstance(error, EnvironmentFailure | ConfigurationError):
             raise error
         if not isinstance(error, WorkerFailure):
             what = f"{type(error).__name__}: {error}"
