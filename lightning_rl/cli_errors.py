@@ -186,7 +186,7 @@ def _brief(message: str) -> str:
     # A value that may be in a list or alone has the same expectation twice, once with what was given.
     text = "; ".join(x for i, x in enumerate(told) if not any(other.startswith(x) for other in told[i + 1 :]))
     text = re.sub(r'^Parser key "([^"]+)":', r"\1:", text).replace(":;", ":").replace("Not of type EnvSteps: ", "")
-    return re.sub(r"a <class '(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
+    return re.sub(r"a <class '(?:[\w.]+\.)?(\w+)'>", r"\1", re.sub(r"a typing\.Literal\[(.*?)\]", r"one of \1", text))
 
 
 def _not_importable(field: str, class_path: str, why: str) -> str:

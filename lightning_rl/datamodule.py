@@ -44,10 +44,11 @@ from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
     check,
+    check_names,
     check_positive_int,
     did_you_mean,
     is_int,
-    to_class_spec,
+    to_class_specs,
 )
 
 
@@ -171,10 +172,10 @@ class RolloutDataModule(EpisodesDataModule):
         for name in ("num_envs", "rollout_length", "rollouts_per_epoch"):
             check_positive_int(name, locals()[name])
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
-        check(not isinstance(info_keys, str), "info_keys", info_keys, "a list of keys")
-        always = [to_class_spec("wrappers", wrapper) for wrapper in wrappers or ()]
-        only_training = [to_class_spec("training_wrappers", wrapper) for wrapper in training_wrappers or ()]
-        check(not isinstance(imports, str), "imports", imports, "a list of modules")
+        check_names("info_keys", info_keys, "a list of keys")
+        check_names("imports", imports, "a list of modules")
+        always = to_class_specs("wrappers", wrappers)
+        only_training = to_class_specs("training_wrappers", training_wrappers)
         options = WrapperOptions(
             max_episode_steps=max_episode_steps,
             action_repeat=action_repeat,
@@ -189,7 +190,7 @@ class RolloutDataModule(EpisodesDataModule):
         )
         spec = EnvironmentSpec(
             env_id,
-            env_kwargs or {},
+            {} if env_kwargs is None else env_kwargs,
             (*always, *only_training),
             backend,
             atari,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.sequences import Segments
-from lightning_rl.validation import check, check_bool, check_positive_int, is_int
+from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
 
 Memory = str | dict[str, Any] | None
 """`lstm`, `gru`, or one of these with options: `{"kind": "lstm", "hidden_size": 256}`; None: no memory."""
@@ -55,7 +55,7 @@ class MemoryOptions:
         given = {"kind": value} if isinstance(value, str) else dict(value)
         check("kind" in given and set(given) <= set(names), "memory", value, expected)
         options = cls(**given)
-        check(options.kind in _KINDS, "memory", options.kind, f"one of {', '.join(_KINDS)}")
+        check(is_one_of(options.kind, _KINDS), "memory", options.kind, f"one of {', '.join(_KINDS)}")
         for name in ("hidden_size", "num_layers"):
             check_positive_int(f"memory.{name}", getattr(options, name))
         if options.sequence_length is not None:

@@ -71,10 +71,11 @@ def _episode(
 
 
 def _recorded(episodes: Sequence[Episode]) -> Sequence[Episode]:
+    expected = "some, with observations and actions, as predict returns them"
+    are_episodes = isinstance(episodes, Sequence) and all(isinstance(episode, Episode) for episode in episodes)
+    check(are_episodes, "episodes", episodes, expected)
     whole = bool(episodes) and all(e.observations is not None and e.actions is not None for e in episodes)
-    check(
-        whole, "episodes", f"{len(episodes)} episodes", "some, with observations and actions, as predict returns them"
-    )
+    check(whole, "episodes", f"{len(episodes)} episodes", expected)
     return episodes
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int
+from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int, is_one_of
 
 Scheduled = float | dict[str, Any]
 """A number, or the description of a schedule; see `parse_schedule`."""
@@ -135,11 +135,16 @@ def parse_schedule(
         return float(given)
 
     kind = value.get("kind")
-    check(kind in _KEYS, f"{field}: kind", kind, "one of " + ", ".join(_KEYS))
+    check(is_one_of(kind, _KEYS), f"{field}: kind", kind, "one of " + ", ".join(_KEYS))
     keys, optional = _KEYS[kind]
-    missing, unknown = [key for key in keys if key not in value], sorted({*value} - {"kind", *keys, *optional})
+    missing, unknown = [key for key in keys if key not in value], {*map(str, value)} - {"kind", *keys, *optional}
     check(not missing, field, value, f"{', '.join(keys)} beside kind={kind}; missing: {', '.join(missing)}")
-    check(not unknown, field, value, f"no keys but kind, {', '.join((*keys, *optional))}, got {', '.join(unknown)}")
+    check(
+        not unknown,
+        field,
+        value,
+        f"no keys but kind, {', '.join((*keys, *optional))}, got {', '.join(sorted(unknown))}",
+    )
     if kind == "constant":
         check_number(f"{field}: value", value["value"], above=above, at_least=at_least, at_most=at_most)
         return Constant(float(value["value"]))

@@ -94,10 +94,17 @@ def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:
     """
     if isinstance(spec, spaces.Space):
         return spec
+    expected = "expected a description made by space_to_dict"
+    if not isinstance(spec, dict):
+        raise ConfigurationError(f"space: {spec!r} is no space: {expected}")
     try:
         return _build(spec)
+    except ConfigurationError:
+        raise
     except KeyError as error:
-        raise ConfigurationError(f"space: {spec} lacks {error}: expected a description made by space_to_dict") from None
+        raise ConfigurationError(f"space: {spec} lacks {error}: {expected}") from None
+    except Exception as error:  # Gymnasium asserts, and raises errors of several kinds
+        raise ConfigurationError(f"space: {spec} describes none ({error}): {expected}") from error
 
 
 def _build(spec: SpaceDict) -> spaces.Space[Any]:

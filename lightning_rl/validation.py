@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,6 +18,8 @@ from lightning_rl.trust import may_import
 
 ClassSpec = dict[str, Any]
 """`{"class_path": "package.Class", "init_args": {...}}`, the plain-data form of a class and its arguments."""
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class ConfigurationError(ValueError):
@@ -61,14 +63,35 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether `value` is a list or the like; texts and bytes are none."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_one_of(value: object, choices: Iterable[str]) -> TypeGuard[str]:
+    """Whether `value` is one of some names. A list, a dict or an array is not, and does not raise."""
+    return isinstance(value, str) and value in choices
+
+
 def check_bool(field: str, value: object) -> None:
     """Raise unless `value` is True or False."""
     check(isinstance(value, bool), field, value, "true or false")
 
 
 def check_positive_int(field: str, value: object) -> None:
-    """Raise unless `value` is an integer of at least 1."""
+    """Raise unless `value` is an integer of at least 1 that fits into 64 bits."""
     check(is_int(value) and value >= 1, field, value, "an integer of at least 1")
+    check(is_int(value) and value < 2**63, field, value, "an integer of 64 bits")
+
+
+def check_names(field: str, value: object, expected: str) -> None:
+    """Raise unless `value` is a list of strings, none of them empty."""
+    check(is_list(value) and all(isinstance(name, str) and name for name in value), field, value, expected)
+
+
+def check_keywords(field: str, value: object, expected: str = "a dict of arguments") -> None:
+    """Raise unless `value` is a dict whose keys are strings."""
+    check(isinstance(value, dict) and all(isinstance(name, str) for name in value), field, value, expected)
 
 
 def check_number(
@@ -79,7 +102,7 @@ def check_number(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> None:
-    """Raise unless `value` is a finite number inside the given bounds."""
+    """Raise unless `value` is a finite number inside the given bounds, and float32 can hold it."""
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
@@ -91,9 +114,10 @@ def check_number(
         and (above is None or value > above)
         and (at_least is None or value >= at_least)
         and (at_most is None or value <= at_most)
-        and math.isfinite(value)
+        and (isinstance(value, int) or math.isfinite(value))
     )
     check(inside, field, value, "a number " + " and ".join(bounds))
+    check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
 
 
 def check_can_make(field: str, folder: str | Path) -> None:
@@ -136,9 +160,13 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
         return {"class_path": value, "init_args": {}}
     if isinstance(value, dict):
         check("class_path" in value, field, value, "a dict with 'class_path' and, if needed, 'init_args'")
-        extra = sorted(set(value) - {"class_path", "init_args"})
+        extra = sorted(map(str, set(value) - {"class_path", "init_args"}))
         check(not extra, field, value, f"no keys besides 'class_path' and 'init_args', got {extra}")
-        return {"class_path": value["class_path"], "init_args": dict(value.get("init_args") or {})}
+        class_path, init_args = value["class_path"], value.get("init_args")
+        check(isinstance(class_path, str), f"{field}: class_path", class_path, "the path of a class")
+        if init_args is not None:
+            check_keywords(f"{field}: init_args", init_args)
+        return {"class_path": class_path, "init_args": dict(init_args or {})}
     if isinstance(value, partial) and not value.args:
         return {**to_class_spec(field, value.func), "init_args": dict(value.keywords)}
     if inspect.isclass(value) and "<locals>" not in value.__qualname__:
@@ -147,6 +175,16 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
         f"{field}={value!r} cannot be stored in a checkpoint: expected a class, functools.partial(Class, key=value) "
         "or {'class_path': 'package.Class', 'init_args': {...}}"
     )
+
+
+def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | str] | None) -> list[ClassSpec]:
+    """Reduce a list of what `to_class_spec` takes to plain data; None is an empty list.
+
+    Raises:
+        ConfigurationError: It is no list, or one of its entries cannot be reduced.
+    """
+    check(value is None or isinstance(value, list | tuple), field, value, "a list of classes, or None")
+    return [to_class_spec(field, one) for one in value or ()]
 
 
 def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
@@ -229,7 +267,8 @@ def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -
 
 
 def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationError:
-    return ConfigurationError(f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {error}")
+    kind = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: "
+    return ConfigurationError(f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {kind}{error}")
 
 
 def instantiate(
@@ -243,5 +282,5 @@ def instantiate(
     cls = import_class(field, spec["class_path"], base)
     try:
         return cls(*args, **kwargs, **spec["init_args"])
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise _refused(field, spec, error) from error

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.normalization import Reduce, RunningMoments
-from lightning_rl.validation import check
+from lightning_rl.validation import check, is_one_of
 
 ValueNormalization = Literal["running_std", "popart"]
 
@@ -77,7 +77,7 @@ def make_value_normalizer(kind: ValueNormalization | None) -> ValueNormalizer | 
         ConfigurationError: There is none.
     """
     kinds = get_args(ValueNormalization)
-    check(kind is None or kind in kinds, "value_normalization", kind, "null or one of " + ", ".join(kinds))
+    check(kind is None or is_one_of(kind, kinds), "value_normalization", kind, "null or one of " + ", ".join(kinds))
     if kind is None:
         return None
     return PopArt() if kind == "popart" else ValueNormalizer()

@@ -490,6 +490,17 @@ def test_a_missing_info_key_is_one_warning():
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
         (["--model=A2C", "--data.num_actors=2"], "num_actors=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
+        (["--model.optimizer=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
+        (["--model.optimizer=torch.optim.SparseAdam"], "optimizer=.*SparseAdam'.* is not valid .* on dense gradients"),
+        (
+            [
+                "--model.lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR",
+                "--model.lr_scheduler.init_args.T_max=0",
+            ],
+            "lr_scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
+        ),
+        (["--model.optimizer={class_path: 5}"], "optimizer: class_path=5 is not valid: expected the path of a class"),
+        (["--data.wrappers=[{class_path: 5}]"], "wrappers: class_path=5 is not valid: expected the path of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -559,6 +570,11 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             )
             for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
         ),
+        (["fit", *SMALL, "--model.activation=[0]"], r"model: .*\"activation\": Expected str\. Got value: \[0\]"),
+        (["fit", *SMALL, "--data.info_keys=1"], "data.info_keys: Expected Sequence. Got value: 1$"),
+        (["fit", *SMALL, "--data.wrappers=1"], "data.wrappers: Expected list; Given value: 1$"),
+        (["fit", *SMALL, "--data.training_wrappers=true"], "data.training_wrappers: Expected list; Given value: true$"),
+        (["fit", *SMALL, "--data.env_kwargs=x"], "data.env_kwargs: Expected dict; Given value: x$"),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
@@ -578,6 +594,11 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         "schedule_or_null",
         "schedule",
         "schedule_of_another",
+        "name_in_a_list",
+        "keys",
+        "wrappers",
+        "training_wrappers",
+        "arguments_of_the_environment",
         "option",
         "beginning",
         "singular",

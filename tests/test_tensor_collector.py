@@ -172,6 +172,8 @@ def test_environments_that_return_arrays_are_refused():
     data = make_data("CartPole-v1", backend="torch")
     with pytest.raises(ConfigurationError, match=r"^backend='torch' is not valid: expected 'native', since .* ndarray"):
         make_trainer().fit(make_model(data), data)
+    with pytest.raises(ConfigurationError, match=r"^backend='torch' is not valid: expected 'native', since .* ndarray"):
+        make_trainer(limit_val_batches=1).validate(make_model(data), data, verbose=False)
 
 
 @pytest.mark.parametrize(

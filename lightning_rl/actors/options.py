@@ -12,7 +12,7 @@ from torch import nn
 from lightning_rl.environments import EnvironmentSpec
 from lightning_rl.extras import how_to_install
 from lightning_rl.rollout import Rollout
-from lightning_rl.validation import check, check_number, check_positive_int, is_int
+from lightning_rl.validation import check, check_number, check_positive_int, is_int, is_one_of
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
 ActorBackend = Literal["processes", "ray"]
@@ -48,13 +48,13 @@ class ActorOptions:
         check(is_int(count) and count >= 0, "num_actors", count, "an integer of at least 0")
         if self.prefetch is not None:
             check_positive_int("actor_prefetch", self.prefetch)
-        known = self.start_method is None or self.start_method in methods
+        known = self.start_method is None or is_one_of(self.start_method, methods)
         check(known, "actor_start_method", self.start_method, f"None or one of {', '.join(methods)}")
         check_number("actor_timeout", self.timeout, above=0)
         lag = self.max_policy_lag
         check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
         backends = get_args(ActorBackend)
-        check(self.backend in backends, "actor_backend", self.backend, f"one of {', '.join(backends)}")
+        check(is_one_of(self.backend, backends), "actor_backend", self.backend, f"one of {', '.join(backends)}")
         for name, given, default in (
             ("actor_prefetch", self.prefetch, None),
             ("actor_start_method", self.start_method, None),

@@ -12,7 +12,7 @@ from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
 from lightning_rl.sequences import Sequences
-from lightning_rl.validation import check
+from lightning_rl.validation import check, is_one_of
 
 Architecture = Literal["dual", "shared", "detached"]
 
@@ -67,7 +67,7 @@ def check_architecture(architecture: str, shared_encoder: bool | None, critic_on
         ConfigurationError: It does not, or another option contradicts it.
     """
     choices = get_args(Architecture)
-    check(architecture in choices, "architecture", architecture, f"one of {', '.join(choices)}")
+    check(is_one_of(architecture, choices), "architecture", architecture, f"one of {', '.join(choices)}")
     check(shared_encoder is None, "shared_encoder", shared_encoder, "None: architecture says who shares the encoder")
     apart = architecture == "dual" or not critic_only
     check(apart, "architecture", architecture, "dual, since critic_only gives the critic more to see")

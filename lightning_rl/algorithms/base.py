@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl.acting import act
 from lightning_rl.algorithms.failures import explained_anomaly, skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
+from lightning_rl.algorithms.optimizers import step_scheduler
 from lightning_rl.algorithms.parameter_groups import ParameterGroups, check_optimizers, set_learning_rate
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.algorithms.scheduling import RATES
@@ -186,6 +187,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self.histograms = histograms
         self.policy = self.make_policy()
         check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
+        self.try_optimizers(on_any_device=True)
         self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
         self.weight_penalty.check_policy(self.policy)
         self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, normalized_reward_clip)
@@ -336,7 +338,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             means = means | {"skipped_updates": float(bool(not_finite))}
         means = means | rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
         for scheduler in self._schedulers():
-            scheduler.step()
+            step_scheduler(scheduler, self.hparams["lr_scheduler"])
         self.policy_version += 1
         self.publish_policy()
         frames = rollout.num_steps if rollout.frames is None else rollout.frames

@@ -20,7 +20,7 @@ from lightning_rl.nested import map_leaves
 from lightning_rl.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollout import Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.validation import check, check_bool, check_number
+from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 
 class CLEAR(IMPALA):
@@ -68,7 +68,7 @@ class CLEAR(IMPALA):
         check_number("replay_ratio", replay_ratio, above=0)
         check_number("replay_memory_gib", replay_memory_gib, above=0)
         choices = get_args(ReplayPolicy)
-        check(replay_policy in choices, "replay_policy", replay_policy, " or ".join(choices))
+        check(is_one_of(replay_policy, choices), "replay_policy", replay_policy, " or ".join(choices))
         check_bool("replay_in_checkpoint", replay_in_checkpoint)
         check_number("policy_cloning_coef", policy_cloning_coef, at_least=0)
         check_number("value_cloning_coef", value_cloning_coef, at_least=0)

@@ -9,13 +9,13 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
+from lightning_rl.algorithms.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import check, check_positive_int, is_one_of
 
 
 class CriticPretraining(UnrollLearner):
@@ -35,7 +35,8 @@ class CriticPretraining(UnrollLearner):
         **kwargs: Those of `UnrollLearner`.
 
     Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        ConfigurationError: A value is out of range; names field, value and what was expected. Or `make_policy` is
+            overridden, and no parameter of its policy has a name that begins with `critic_` or `value_`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class CriticPretraining(UnrollLearner):
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check(target in ("discounted_return", "vtrace"), "target", target, "discounted_return or vtrace")
+        check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
         of_target = "target says what is learned"
@@ -64,6 +65,7 @@ class CriticPretraining(UnrollLearner):
             check(self.hparams[name] == only, name, self.hparams[name], f"{only}: {reason}")
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
+        check_critic(self.policy, "model", type(self).__name__)
         self.target = target
         self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
         self.num_epochs = num_epochs

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl.algorithms.compilation import compile_policy_alone
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
-from lightning_rl.algorithms.parameter_groups import make_optimizers
+from lightning_rl.algorithms.parameter_groups import make_optimizers, try_optimizers
 from lightning_rl.algorithms.reports import Reports, StepMetric
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
@@ -70,12 +70,27 @@ class Hooks(Reports):
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
         rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
+        self.try_optimizers(on_any_device=False)
         optimizers = make_optimizers(
             self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
         )
         if (scheduler := self.hparams["lr_scheduler"]) is None:
             return optimizers if len(optimizers) > 1 else optimizers[0]
         return optimizers, [instantiate("lr_scheduler", scheduler, LRScheduler, optimizer) for optimizer in optimizers]
+
+    def try_optimizers(self, on_any_device: bool) -> None:
+        """Take steps with optimizers and schedulers of the kinds that the options ask for, if any.
+
+        Args:
+            on_any_device: Try the optimizers that are known to run on every device, or the others.
+
+        Raises:
+            ConfigurationError: One refuses an argument or cannot take a step.
+        """
+        groups, scheduler = self.hparams["parameter_groups"], self.hparams["lr_scheduler"]
+        given = (groups, scheduler, self.hparams["optimizer"], self.hparams["critic_optimizer"])
+        if any(option is not None for option in given):
+            try_optimizers(self.policy, self._optimizer_specs(), groups or {}, scheduler, on_any_device)
 
     def _optimizer_specs(self) -> dict[str, ClassSpec]:
         """Return class and arguments of each optimiser, by the option that they come from."""

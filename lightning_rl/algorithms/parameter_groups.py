@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl.algorithms.optimizers import check_step, step_scheduler
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,
@@ -72,6 +74,25 @@ def parameters_of_policy(policy: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in policy.named_parameters() if not is_of_critic(name)]
 
 
+def check_critic(policy: nn.Module, field: str, value: object) -> None:
+    """Raise unless a policy has parameters that are the critic's alone, as what learns nothing else needs.
+
+    Args:
+        policy: Whose parameters.
+        field: The option by which only the critic learns.
+        value: What it is set to.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
+    expected = (
+        f"a policy with parameters of the critic alone, whose names begin with critic_ or value_, since only these "
+        f"are learned; make_policy() made {type(policy).__name__} with {', '.join(names)}"
+    )
+    check(any(map(is_of_critic, names)), field, value, expected)
+
+
 def split_parameters(
     policy: nn.Module, groups: ParameterGroups, separate: bool
 ) -> list[dict[str | None, list[nn.Parameter]]]:
@@ -122,6 +143,58 @@ def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: 
             unknown = sorted({*groups[pattern]} - known - {SCALE})
             expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
             check(not unknown, f"parameter_groups: {pattern}", groups[pattern], expected)
+
+
+def try_optimizers(
+    policy: nn.Module,
+    specs: Mapping[str, ClassSpec],
+    groups: ParameterGroups,
+    scheduler: ClassSpec | None,
+    on_any_device: bool,
+) -> None:
+    """Make optimizers and schedulers for a few numbers in place of the parameters, and take some steps with them.
+
+    Args:
+        policy: Whose parameters they will have.
+        specs: As in `make_optimizers`.
+        groups: As in `make_optimizers`.
+        scheduler: Class and arguments of the scheduler of each.
+        on_any_device: Try the optimizers that are known to run on every device. Others are for when the policy is on
+            its device.
+
+    Raises:
+        ConfigurationError: One refuses an argument or cannot take a step.
+    """
+    parts = split_parameters(policy, groups, separate=len(specs) > 1)
+    for (field, spec), part in zip(specs.items(), parts, strict=False):
+        if _runs_on_any_device(spec, groups) == on_any_device:
+            _try_optimizer(field, spec, part, groups, scheduler)
+
+
+def _runs_on_any_device(spec: ClassSpec, groups: ParameterGroups) -> bool:
+    capturable = any(options.get("capturable") for options in (spec["init_args"], *groups.values()))
+    return spec["class_path"].startswith(("torch.", "lightning_rl.")) and not capturable
+
+
+def _try_optimizer(
+    field: str,
+    spec: ClassSpec,
+    part: Mapping[str | None, list[nn.Parameter]],
+    groups: ParameterGroups,
+    scheduler: ClassSpec | None,
+) -> None:
+    devices = {parameter.device.type for members in part.values() for parameter in members}
+    if devices & {"meta", "xla"}:  # no numbers there, or a graph to compile for each step
+        return
+    few = {
+        pattern: [nn.Parameter(x.new_ones([min(size, 2) for size in x.shape])) for x in members]
+        for pattern, members in part.items()
+    }
+    optimizer = _make(field, spec, few, groups, 1e-3)
+    made = None if scheduler is None else instantiate("lr_scheduler", scheduler, LRScheduler, optimizer)
+    check_step(f"{field}={spec!r}" + (f" with parameter_groups={groups!r}" if groups else ""), optimizer)
+    if made is not None:
+        step_scheduler(made, scheduler)
 
 
 def make_optimizers(

@@ -18,7 +18,7 @@ from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.algorithms.fast_loss import FastLoss
 from lightning_rl.algorithms.known_gradients import KnownGradients
-from lightning_rl.algorithms.parameter_groups import Half, parameters_of_policy
+from lightning_rl.algorithms.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
@@ -139,6 +139,8 @@ class PPO(OnPolicyAlgorithm):
         self.adaptive_learning_rate = None
         if adaptive_learning_rate is not None:
             self.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
+        if critic_warmup_steps:
+            check_critic(self.policy, "critic_warmup_steps", critic_warmup_steps)
         self.critic_warmup_steps = critic_warmup_steps
         check(not overlapped or self.can_overlap, "overlapped", overlapped, f"false with {type(self).__name__}")
         self.overlapped = self.corrects_for_lag = overlapped

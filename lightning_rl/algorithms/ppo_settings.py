@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int
+from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int, is_one_of
 
 _SETS_THE_RATE = ("anneal_learning_rate", "lr_scheduler")
 
@@ -27,7 +27,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
         if given[name] is not None:
             check_number(name, given[name], above=bound)
     choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]
-    check(choice in choices, "normalize_advantages", choice, f"one of {choices}")
+    check(is_one_of(choice, choices), "normalize_advantages", choice, f"one of {choices}")
     for name in ("recompute_advantages", "kl_rollback", "compile_loss", "overlapped"):
         check_bool(name, given[name])
     check(not given["kl_rollback"] or given["target_kl"] is not None, "kl_rollback", True, "a target_kl beside it")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
@@ -11,7 +11,16 @@ from lightning_rl.memory import MemoryOptions
 from lightning_rl.networks import network_to_plain_data
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.validation import check, check_bool, check_number, is_int, to_plain_data
+from lightning_rl.validation import (
+    check,
+    check_bool,
+    check_names,
+    check_number,
+    is_int,
+    is_list,
+    is_one_of,
+    to_plain_data,
+)
 
 
 def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,9 +31,12 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: One of those that every algorithm has is out of range, or any of them is no plain data.
     """
-    _check(given)
     plain: dict[str, Any] = {name: space_to_dict(given[name], name) for name in ("observation_space", "action_space")}
-    plain["hidden_sizes"] = list(given["hidden_sizes"])
+    if is_list(given["hidden_sizes"]):
+        plain["hidden_sizes"] = list(given["hidden_sizes"])
+    # First of all: an array, say, cannot be compared with what an option may be.
+    plain |= {name: to_plain_data(name, x) for name, x in {**given, **plain}.items() if name not in _CLASSES}
+    _check({**given, **plain})
     for name in ("optimizer", "critic_optimizer"):
         if given[name] is not None:
             plain[name] = optimizer_spec(name, given[name])
@@ -37,17 +49,21 @@ def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: to_plain_data(name, value) for name, value in {**given, **plain}.items()}
 
 
+_CLASSES = ("optimizer", "critic_optimizer", "lr_scheduler", "network", "parameter_groups")
+"""Options that may have classes in them."""
+
+
 def _check_alone(given: Mapping[str, Any], name: str, varies: bool) -> None:
     """Refuse two options that would both set the learning rate."""
     for other in ("anneal_learning_rate", "lr_scheduler"):
-        check(not (varies and given[other]), name, given[name], f"a number, since {other} is given")
+        check(not varies or given[other] in (None, False), name, given[name], f"a number, since {other} is given")
 
 
 def _check_normalizers(given: Mapping[str, Any]) -> None:
     observations, rewards = given["normalize_observations"], given["normalize_rewards"]
     if not isinstance(observations, dict):  # whose entries `make_normalizer` checks
         check(isinstance(observations, bool), "normalize_observations", observations, "true or false, or a dict")
-    known = isinstance(rewards, bool) or rewards in ("return_std", "reward_std")
+    known = isinstance(rewards, bool) or is_one_of(rewards, ("return_std", "reward_std"))
     check(known, "normalize_rewards", rewards, "true or false, return_std or reward_std")
     if given["normalized_reward_clip"] is not None:
         check_number("normalized_reward_clip", given["normalized_reward_clip"], above=0)
@@ -66,7 +82,7 @@ def _check(given: Mapping[str, Any]) -> None:
         ("value_target", ("td_lambda", "empirical")),
         ("update_normalizers", ("after", "before")),
     ):
-        check(given[name] in choices, name, given[name], " or ".join(choices))
+        check(is_one_of(given[name], choices), name, given[name], " or ".join(choices))
     if given["shared_encoder"] is not None:
         check_bool("shared_encoder", given["shared_encoder"])
     for name in ("learning_rate", "critic_learning_rate"):
@@ -83,6 +99,6 @@ def _check(given: Mapping[str, Any]) -> None:
     if given["lr_scheduler"] is not None:
         check(not given["anneal_learning_rate"], "anneal_learning_rate", True, "False, since lr_scheduler is given")
     sizes, paths = given["hidden_sizes"], given["critic_only"]
-    is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
-    check(is_list, "hidden_sizes", sizes, "a list of integers of at least 1")
-    check(not isinstance(paths, str), "critic_only", paths, "a list of paths")
+    check(is_list(sizes), "hidden_sizes", sizes, "a list of integers of at least 1")
+    if paths is not None:
+        check_names("critic_only", paths, "a list of paths")

@@ -20,7 +20,7 @@ from lightning_rl.normalization import RewardScale, RunningMoments, exact_dtype
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.validation import check, check_bool
+from lightning_rl.validation import check, check_bool, check_number
 
 # Advantages are standardised with this beside the variance.
 _VARIANCE_EPSILON = 1e-8
@@ -88,6 +88,7 @@ class TFAgentsPPO(PPOKLPenalty):
         on_truncation: OnTruncation = "terminal",
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
+        check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
         super().__init__(
             observation_space,
             action_space,

@@ -17,7 +17,7 @@ from lightning_rl.observation_tensors import sampled_observations
 from lightning_rl.policy_interface import as_recurrent
 from lightning_rl.rollout import Batch, Rollout, on_grid
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.validation import check
+from lightning_rl.validation import check, is_one_of
 
 Reduction = Literal["mean", "sum"]
 
@@ -101,7 +101,7 @@ class UnrollLearner(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
-        check(reduction in ("mean", "sum"), "reduction", reduction, "mean or sum")
+        check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         check_reward_options(reward_scale, reward_clip)
         self.reduction = reduction
         self._reward_transform = make_reward_transform(reward_scale, reward_clip)

@@ -21,7 +21,7 @@ from lightning_rl.distributions.heads import (
 )
 from lightning_rl.masks import ActionMask, MaskLayout, num_choices
 from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
-from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, to_class_spec
+from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Of a part: the name of a kind, `{"kind": name, option: value, …}`, `{"class_path": …, "init_args": …}` of a head, or
@@ -227,7 +227,7 @@ def _parse(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> 
                 f"action_space={space} is not supported: expected {_CHOICES[1]}, MultiBinary, a floating-point Box, or "
                 "a Dict or Tuple of these"
             )
-    check(name in KINDS, field, name, expected)
+    check(is_one_of(name, KINDS), field, name, expected)
     kind = KINDS[str(name)]
     check(kind.suits(space), field, name, f"a distribution for {space}; this one is for {kind.expected}")
     return kind, options

@@ -17,7 +17,7 @@ from lightning_rl.distributions.heads import Initialization, projection
 from lightning_rl.distributions.limit import limit
 from lightning_rl.distributions.squashed import SquashedGaussian
 from lightning_rl.layers import HeadLinear
-from lightning_rl.validation import check, check_number
+from lightning_rl.validation import check, check_number, is_one_of
 
 
 class _GaussianParameters(nn.Module):
@@ -54,7 +54,7 @@ class _GaussianParameters(nn.Module):
             ("std", std, ("state_independent", "state_dependent")),
             ("std_transform", std_transform, ("exp", "softplus")),
         ):
-            check(value in choices, f"action_distribution.{name}", value, f"one of {choices}")
+            check(is_one_of(value, choices), f"action_distribution.{name}", value, f"one of {choices}")
         initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
         self.bounds = Bounds(space)
         self.log_limits = [None if x is None else math.log(x) for x in (min_std, max_std)]
@@ -125,7 +125,12 @@ class GaussianHead(_GaussianParameters):
     ) -> None:
         super().__init__(in_features, space, **options)
         choices = ("none", "tanh")
-        check(mean_transform in choices, "action_distribution.mean_transform", mean_transform, f"one of {choices}")
+        check(
+            is_one_of(mean_transform, choices),
+            "action_distribution.mean_transform",
+            mean_transform,
+            f"one of {choices}",
+        )
         bounded = mean_transform == "none" or space.is_bounded()
         check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
         self.squashes_mean = mean_transform == "tanh"

@@ -18,7 +18,7 @@ from lightning_rl.distributions.joint import Joint
 from lightning_rl.layers import HeadLinear, variance_scaling
 from lightning_rl.masks import num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, part_at
-from lightning_rl.validation import check
+from lightning_rl.validation import check, is_one_of
 
 Initialization = Literal["orthogonal", "tf_agents"]
 
@@ -36,7 +36,7 @@ def projection(in_features: int, out_features: int, initialization: str) -> Head
             0.1 / `in_features`. Biases are zero.
     """
     choices = ("orthogonal", "tf_agents")
-    check(initialization in choices, "action_distribution.initialization", initialization, f"one of {choices}")
+    check(is_one_of(initialization, choices), "action_distribution.initialization", initialization, f"one of {choices}")
     # A near-zero gain starts the policy near uniform (Andrychowicz et al. 2021, section 3.2).
     layer = HeadLinear(in_features, out_features, gain=0.01)
     return variance_scaling(layer, 0.1) if initialization == "tf_agents" else layer

@@ -306,7 +306,7 @@ class EnvironmentBatch:
             self._raise_named(error, where)
 
     def _raise_named(self, error: BaseException, where: str) -> NoReturn:
-        if isinstance(error, EnvironmentFailure) or not is_failure(error):
+        if isinstance(error, EnvironmentFailure | ConfigurationError) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):
             what = f"{summary(error)} ({self._places.together()})"

@@ -114,6 +114,7 @@ def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] |
     name, given = "learned_action_repeat", option if isinstance(option, dict) else {"max": option}
     fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
     check(fits, name, option, "an integer above 1, or a dict with that as max and a gamma")
+    check_positive_int(f"{name}: max", given["max"])
     gamma = given.get("gamma", 1.0)
     check_number(f"{name}: gamma", gamma, above=0, at_most=1)
     return int(given["max"]), float(gamma)

@@ -12,7 +12,15 @@ from gymnasium.vector import VectorWrapper
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.options import WrapperOptions
 from lightning_rl.trust import is_loading
-from lightning_rl.validation import ClassSpec, check, check_module, check_number, import_class
+from lightning_rl.validation import (
+    ClassSpec,
+    check,
+    check_keywords,
+    check_module,
+    check_number,
+    import_class,
+    is_one_of,
+)
 
 WRAPPERS = (gymnasium.Wrapper, VectorWrapper)
 """What wrappers are subclasses of."""
@@ -55,12 +63,13 @@ class EnvironmentSpec:
     def __post_init__(self) -> None:
         """Check what can be checked without making an environment."""
         choices = get_args(Backend)
-        check(self.backend in choices, "backend", self.backend, f"one of {', '.join(choices)}")
+        check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
         if self.step_timeout is not None:
             check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
             # The system call that waits counts milliseconds in 32 bits.
             check_number("step_timeout", self.step_timeout, above=0, at_most=1e6)
-        check(self.on_env_failure in get_args(OnEnvFailure), "on_env_failure", self.on_env_failure, "raise or restart")
+        known = is_one_of(self.on_env_failure, get_args(OnEnvFailure))
+        check(known, "on_env_failure", self.on_env_failure, "raise or restart")
         check(
             self.on_env_failure == "raise" or self.backend in ("sync", "async"),
             "on_env_failure",
@@ -75,10 +84,9 @@ class EnvironmentSpec:
                 repeats,
                 f"{off} with backend={self.backend!r}, whose environments cannot be stepped one by one",
             )
+        check_keywords("env_kwargs", self.env_kwargs)
         given = self.options.max_episode_steps is not None and "max_episode_steps" in self.env_kwargs
         check(not given, "max_episode_steps", self.options.max_episode_steps, "None beside that in env_kwargs")
-        for name in self.imports:
-            check(isinstance(name, str) and bool(name), "imports", list(self.imports), "names of modules")
         if is_loading():
             self._check_trusted()
 

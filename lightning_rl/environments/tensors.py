@@ -78,10 +78,7 @@ class TensorEnvironments:
         self._steps = 0
         with self._named("reset"):
             observations, _ = self.env.reset(seed=self.seed)
-        first = next(leaves(observations))
-        expected = f"'native', since {self.env} returns {type(first).__name__}, no tensors"
-        check(isinstance(first, Tensor), "backend", "torch", expected)
-        self.device = first.device
+        self.device = _device_of(self.env, observations)
         self._resets_next = None
         self._not_finite = None
         return observations
@@ -178,6 +175,19 @@ class TensorEnvironments:
             raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
 
 
+def _device_of(env: VectorEnv[Any, Any, Any], observations: Nested) -> torch.device:
+    """Return the device of an environment's first observations.
+
+    Raises:
+        ConfigurationError: They are no tensors.
+    """
+    first: Any = next(leaves(observations))
+    expected = f"'native', since {env} returns {type(first).__name__}, no tensors"
+    check(isinstance(first, Tensor), "backend", "torch", expected)
+    device: torch.device = first.device
+    return device
+
+
 def _rows_not_finite(x: Tensor) -> Tensor:
     """Return which rows of `x`, `[N, ...]`, have an entry that is NaN or infinite, `[N]`."""
     return ~torch.isfinite(x).reshape(len(x), -1).all(1)
@@ -197,6 +207,7 @@ class AsArrays(VectorWrapper):
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
         self._observations, infos = self.env.reset(seed=seed, options=options)
+        _device_of(self.env, self._observations)
         return map_leaves(to_array, self._observations), infos
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401

@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import ConfigurationError, check, is_one_of
 
 DiscreteEncoding = Literal["one_hot", "embedding"]
 """What becomes of integers that name one of several things."""
@@ -111,7 +111,7 @@ def make_input(space: spaces.Space[Any], discrete_encoding: DiscreteEncoding = "
         ConfigurationError: The space is of another kind, or there is no such encoding.
     """
     choices = get_args(DiscreteEncoding)
-    check(discrete_encoding in choices, "discrete_encoding", discrete_encoding, f"one of {', '.join(choices)}")
+    check(is_one_of(discrete_encoding, choices), "discrete_encoding", discrete_encoding, f"one of {', '.join(choices)}")
     if isinstance(space, spaces.Box | spaces.MultiBinary):
         return NumbersInput(space)
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):

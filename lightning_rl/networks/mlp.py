@@ -15,7 +15,7 @@ from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_tanh_layers,
 from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
-from lightning_rl.validation import check, check_positive_int
+from lightning_rl.validation import check, check_positive_int, is_one_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "tanh": nn.Tanh,
@@ -51,7 +51,7 @@ class MLPEncoder(ActsFast):
         encoders: Mapping[str, nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        check(activation in ACTIVATIONS, "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
+        check(is_one_of(activation, ACTIVATIONS), "activation", activation, f"one of {', '.join(ACTIVATIONS)}")
         for size in hidden_sizes:
             check_positive_int("hidden_sizes", size)
         leaves = {path: leaf for path, leaf in space_leaves(space).items() if path not in (encoders or {})}

@@ -87,11 +87,28 @@ SGD = {"class_path": "torch.optim.SGD"}
         ({"normalize_rewards": "maybe"}, r"normalize_rewards='maybe' .* true or false"),
         ({"normalize_observations": 0}, r"normalize_observations=0 .* true or false"),
         ({"check_numerics": "yes"}, r"check_numerics='yes' .* true or false"),
+        ({"activation": [0]}, r"activation=\[0\] is not valid: expected one of tanh, relu"),
+        ({"on_truncation": np.arange(2)}, r"on_truncation=array\(\[0, 1\]\) cannot be stored in a checkpoint"),
+        ({"learning_rate": {"kind": []}}, r"learning_rate: kind=\[\] is not valid: expected one of constant, linear"),
+        ({"network": {"class_path": 5}}, r"network: class_path=5 is not valid: expected the path of a class"),
+        ({"optimizer": {"class_path": 5}}, r"optimizer: class_path=5 is not valid: expected the path of a class"),
+        (
+            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": 5}},
+            r"optimizer: init_args=5 is not valid: expected a dict of arguments",
+        ),
+        ({"gamma": 10**400}, r"gamma=10+ is not valid: expected a number at least 0 and at most 1"),
+        ({"entropy_coef": 10**400}, r"entropy_coef=10+ is not valid: expected a number of at most 3\.4e\+38"),
+        ({"learning_rate": 1e39}, r"learning_rate=1e\+39 is not valid: expected a number of at most 3\.4e\+38"),
+        ({"num_epochs": 2**63}, r"num_epochs=9223372036854775808 is not valid: expected an integer of 64 bits"),
+        ({"critic_only": 1}, r"critic_only=1 is not valid: expected a list of paths"),
+        ({"observation_space": 3}, r"observation_space: int is not supported"),
+        ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* describes none"),
     ],
 )
 def test_bad_value_is_refused_when_the_model_is_made(options, message):
+    spaces_given = {"observation_space": VECTOR, "action_space": DISCRETE}
     with pytest.raises(ConfigurationError, match=message):
-        PPO(VECTOR, DISCRETE, **options)
+        PPO(**spaces_given | options)
 
 
 @pytest.mark.parametrize(

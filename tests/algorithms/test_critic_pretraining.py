@@ -11,12 +11,22 @@ import torch
 
 from lightning_rl import IMPALA, PPG, PPO, CriticPretraining, OffPolicyPPG
 from lightning_rl import functional as rl
+from lightning_rl.policy import ActorCritic
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_impala import learn, make
 from tests.algorithms.test_impala_golden import AS_IT_IS, LENGTH, NUM_ENVS, RIGHT, double, rollout_of
 from tests.algorithms.test_impala_golden import learn as learn_once
 from tests.algorithms.test_impala_golden import make as make_of_table
-from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of, random_rollout
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    Recorder,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 CRITICS = ("policy.critic_", "policy.value_")
@@ -179,3 +189,40 @@ def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architec
     trainer.fit(model, data)
     assert changed(before, model) == {name for name in before if name.startswith(CRITICS)}
     assert not any("aux_kl" in row for row in recorder.rows)
+
+
+class OtherNames(ActorCritic):
+    """A policy whose value parameters have names that nobody takes for those of a critic."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.baseline, self.value_head = self.value_head, torch.nn.Identity()
+        self.baseline_encoder, self.critic_encoder = self.critic_encoder, None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        (CriticPretraining, {}, r"model='Own' is not valid"),
+        (PPO, {"critic_warmup_steps": 64}, r"critic_warmup_steps=64 is not valid"),
+    ],
+)
+def test_a_critic_whose_parameters_have_other_names_is_refused(
+    algorithm: type[Any], options: dict[str, Any], message: str
+) -> None:
+    class Own(algorithm):  # type: ignore[misc]
+        def make_policy(self) -> ActorCritic:
+            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
+
+    expected = r".* names begin with critic_ or value_, .* OtherNames with .*baseline\.weight"
+    with pytest.raises(ConfigurationError, match=f"^{message}: {expected}"):
+        Own(VECTOR, DISCRETE, **options)
+    algorithm(VECTOR, DISCRETE, **options)
+
+
+def test_a_warm_up_needs_no_critic_where_there_is_none() -> None:
+    class Own(PPO):
+        def make_policy(self) -> ActorCritic:
+            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
+
+    assert Own(VECTOR, DISCRETE).critic_warmup_steps == 0

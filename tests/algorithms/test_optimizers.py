@@ -333,3 +333,83 @@ def test_groups_that_cannot_be_are_refused(options, message):
 def test_only_one_thing_sets_a_learning_rate(name, other):
     with pytest.raises(ConfigurationError, match=rf"{name}=.* a number, since {next(iter(other))} is given"):
         make(**{name: {"kind": "linear", "start": 1.0, "end": 0.0}}, **other)
+
+
+SCHEDULERS = "torch.optim.lr_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": torch.optim.LBFGS}, r"optimizer=.*LBFGS'.* missing 1 required positional argument: 'closure'"),
+        ({"optimizer": "torch.optim.SparseAdam"}, r"optimizer=.*SparseAdam'.* does not support dense gradients"),
+        ({"critic_optimizer": "torch.optim.LBFGS"}, r"critic_optimizer=.*LBFGS'.* without a closure"),
+        ({"optimizer": SGD | {"init_args": {"momentum": 1e300}}}, r"optimizer=.*1e\+300.* not finite"),
+        ({"optimizer": SGD | {"init_args": {"momentum": -1}}}, r"optimizer: .*SGD refused .* Invalid momentum"),
+        (
+            {"optimizer": SGD, "parameter_groups": {"value_head": {"momentum": "x"}}},
+            r"optimizer=.* with parameter_groups=.*'x'.* step fails",
+        ),
+        (
+            {"lr_scheduler": {"class_path": f"{SCHEDULERS}.CosineAnnealingLR", "init_args": {"T_max": 0}}},
+            r"lr_scheduler=.*'T_max': 0.* is not valid \(step 1 fails, ZeroDivisionError",
+        ),
+        (
+            {"lr_scheduler": {"class_path": f"{SCHEDULERS}.ExponentialLR", "init_args": {"gamma": float("nan")}}},
+            r"lr_scheduler=.*'gamma': nan.*: learning rate after step 1=nan is not valid: expected a number at least 0",
+        ),
+        ({"lr_scheduler": f"{SCHEDULERS}.LRScheduler"}, r"lr_scheduler.*NotImplementedError"),
+    ],
+)
+def test_an_optimizer_or_a_scheduler_that_cannot_take_a_step_is_refused_when_the_model_is_made(options, message):
+    with pytest.raises(ConfigurationError, match=f"^{message}"):
+        PPO(VECTOR, DISCRETE, **options)
+
+
+class NeedsItsDevice(torch.optim.SGD):
+    """Steps on no device at all; the model can be made, since the device may come later."""
+
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("no kernel")
+
+
+def test_an_optimizer_of_another_package_is_tried_where_training_begins(monkeypatch):
+    data = make_data()
+    model = make_model(data, optimizer=NeedsItsDevice)
+    monkeypatch.setattr(data, "collect", lambda: pytest.fail("a rollout was collected"))
+    with pytest.raises(ConfigurationError, match=r"^optimizer=.*NeedsItsDevice'.* step fails, RuntimeError: no kern"):
+        make_trainer().fit(model, data)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"class_path": "torch.optim.Adam", "init_args": {"capturable": True}},
+        {"class_path": "torch.optim.RMSprop", "init_args": {"capturable": True}},
+    ],
+)
+def test_an_optimizer_for_another_device_can_be_given_before_the_model_is_there(optimizer):
+    model = PPO(VECTOR, DISCRETE, optimizer=optimizer)
+    assert model.hparams["optimizer"] == optimizer
+
+
+def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
+    torch.manual_seed(3)
+    plain = PPO(VECTOR, DISCRETE)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    tried = PPO(VECTOR, DISCRETE, optimizer="torch.optim.Adam", lr_scheduler=STEP_LR)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal_parameters(tried, parameters_of(plain))
+    assert all(parameter.grad is None for parameter in tried.parameters())
+
+
+STEP_LR = {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 1}}
+
+
+def test_a_scheduler_that_ends_before_the_run_says_so():
+    data = make_data(rollouts_per_epoch=4)
+    scheduler = {"class_path": f"{SCHEDULERS}.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 2}}
+    model = make_model(data, lr_scheduler=scheduler)
+    with pytest.raises(ConfigurationError, match=r"^lr_scheduler=.*OneCycleLR.* \(step 3 fails, ValueError: Tried"):
+        make_trainer().fit(model, data)

@@ -418,7 +418,15 @@ class Alternate(Counter):
         ),
         ({"previous_action": 1}, "previous_action=1 is not valid"),
         ({"imports": "my_package"}, "imports='my_package' is not valid: expected a list of modules"),
-        ({"imports": [3]}, r"imports=\[3\] is not valid: expected names of modules"),
+        ({"imports": [3]}, r"imports=\[3\] is not valid: expected a list of modules"),
+        ({"info_keys": 1}, "info_keys=1 is not valid: expected a list of keys"),
+        ({"info_keys": [1]}, r"info_keys=\[1\] is not valid: expected a list of keys"),
+        ({"wrappers": 1}, "wrappers=1 is not valid: expected a list of classes, or None"),
+        ({"wrappers": [{"class_path": 5}]}, "wrappers: class_path=5 is not valid: expected the path of a class"),
+        ({"training_wrappers": True}, "training_wrappers=True is not valid: expected a list of classes, or None"),
+        ({"env_kwargs": "x"}, "env_kwargs='x' is not valid: expected a dict of arguments"),
+        ({"env_kwargs": ""}, "env_kwargs='' is not valid: expected a dict of arguments"),
+        ({"learned_action_repeat": 2**63}, "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
