@@ -142,7 +142,8 @@ class FastLoss:
         if math.inf in (low, high):
             # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
             np.nan_to_num(bound, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
-        losses += losses * changes
+        # PyTorch's exponential, whose last bit decides at the very edge of the range: NumPy's differs in float32.
+        losses *= torch.from_numpy(log_ratios).exp().numpy()
         gradient = losses * (losses >= bound)  # of an infinite ratio NaN, clipped or not, as by autograd
         gradient *= weight
         policy_loss = weight * np.maximum(losses, bound, out=losses).sum()
@@ -155,12 +156,14 @@ class FastLoss:
         returns, weight = batch.returns.numpy(), batch.weight
         errors = values - returns
         losses, gradient = errors * errors, errors
-        if (limit := self.model.clip_range_value) is not None:
-            changes = values - batch.values.numpy()
+        if self.model.clip_range_value is not None:
+            limit, changes = float(self.model.clip_range_value), values - batch.values.numpy()
             bounded = batch.values.numpy() + np.clip(changes, -limit, limit) - returns
             bounded *= bounded
-            # Beyond the range what counts is constant, where it is the larger.
-            gradient = np.where((bounded > losses) & (np.abs(changes) > limit), 0, errors)
+            # Beyond the range the bounded error is constant. Of two equal errors each gets half of the gradient, as in
+            # `torch.maximum`.
+            share = np.heaviside(losses - bounded, 0.5)
+            gradient = errors * np.where(np.abs(changes) > limit, share, 1)
             losses = np.maximum(losses, bounded)
         return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
 

@@ -19,6 +19,7 @@ from lightning_rl import PPO
 from lightning_rl.algorithms import ppo
 from lightning_rl.algorithms.fast_loss import FINGERPRINT, FastLoss, fingerprint
 from lightning_rl.algorithms.known_gradients import KnownGradients
+from lightning_rl.algorithms.ppo_rows import policy_rows, value_rows
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.rollout import Batch
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
@@ -115,6 +116,79 @@ def test_a_range_that_a_schedule_has_closed_is_a_range():
     assert known is not None
     for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
         torch.testing.assert_close(found_gradient, gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autograd(dtype):
+    """All numbers are multiples of 1/4, so that ties are exact: beyond the range, at its edge and within it."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        quarters = torch.randint(-8, 9, (3, 200), generator=generator) / 4
+        values, returns, old_values = (x.to(dtype) for x in quarters)
+        limit = float(torch.randint(0, 5, (), generator=generator)) / 4
+        model = make(dtype=dtype)
+        model.clip_range_value = limit
+        fast = FastLoss.of(model)
+        assert fast is not None
+        changes = values - old_values
+        clipped = old_values + changes.clamp(-limit, limit)
+        is_tie = (values - returns).square() == (clipped - returns).square()
+        assert (is_tie & (changes.abs() > limit) & (values != returns)).any()
+        assert (is_tie & (changes.abs() == limit)).any()
+        x = values.clone().requires_grad_()
+        losses = value_rows(x, returns, old_values, limit, None)
+        expected = torch.autograd.grad(model.value_coef * losses.mean(), x)[0]
+        loss, gradient = fast._value_part(Batch({"returns": returns, "values": old_values}), values.numpy())
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
+        torch.testing.assert_close(torch.from_numpy(gradient), expected)
+
+
+def test_a_value_as_far_from_its_return_as_the_clipped_value_has_half_of_the_gradient():
+    """A value of 3 with a return of 2, an old value of 0 and a range of 1: the clipped value is 1."""
+    model = make(clip_range_value=1.0, value_coef=0.5, entropy_coef=0.0)
+    batch = make_batch(model)
+    with torch.no_grad():
+        model.policy.value_head.weight.zero_()
+        model.policy.value_head.bias.fill_(3.0)
+    batch = batch.replace(returns=torch.full((ROWS,), 2.0).double(), values=torch.zeros(ROWS).double())
+    known = fast_loss(model, batch)
+    assert known is not None
+    of_bias = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
+    assert of_bias[id(model.policy.value_head.bias)].item() == pytest.approx(0.25)
+    expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sides", ["both", "low", "high", "closed"])
+def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dtype):
+    """The range ends at ratios that some rows have to the last bit, with advantages of either sign and of 0."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        log_ratios = (0.2 * torch.randn(200, generator=generator, dtype=torch.float64)).clamp(-0.6, 0.6).to(dtype)
+        log_ratios[::4] = 0.0
+        above, below = log_ratios.max(), log_ratios.min()
+        log_ratios[1::4], log_ratios[2::4] = above, below
+        low, high = (1 - below.exp()).item(), (above.exp() - 1).item()
+        low = {"both": low, "low": low, "high": math.inf, "closed": 0.0}[sides]
+        high = {"both": high, "low": math.inf, "high": high, "closed": 0.0}[sides]
+        advantages = torch.randn(200, generator=generator, dtype=torch.float64).to(dtype)
+        advantages[::5] = 0.0
+        model = make(dtype=dtype)
+        model.clip_range_low, model.clip_range_high = low, high
+        fast = FastLoss.of(model)
+        assert fast is not None
+        x = log_ratios.clone().requires_grad_()
+        losses = policy_rows(x, torch.zeros_like(x), advantages, low, high, None, None).losses
+        expected = torch.autograd.grad(losses.mean(), x)[0]
+        ends = {"low": [1 - low], "high": [1 + high]}.get(sides, [1 - low, 1 + high])
+        for end in ends:
+            assert (expected[(log_ratios.exp() * advantages == end * advantages) & (advantages != 0)] != 0).any()
+        with np.errstate(invalid="ignore"):  # an advantage of 0 times a range without end
+            loss, gradient, _ = fast._policy_part(log_ratios.numpy(), advantages.numpy(), 1 / 200)
+        assert loss == pytest.approx(losses.mean().item(), rel=1e-4, abs=1e-7)
+        torch.testing.assert_close(torch.from_numpy(gradient), expected, rtol=1e-6, atol=1e-9)
 
 
 INFINITE: dict[str, dict[str, float]] = {
