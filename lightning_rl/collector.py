@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.distributions import drawn_ahead, to_environment
+from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
@@ -112,8 +112,7 @@ class Collector:
         to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
-        noise = drawn_ahead(self.generator, self.length)
-        with torch.inference_mode(), frozen_moments(policy), frozen_layers(policy), noise:
+        with torch.inference_mode(), frozen_moments(policy), frozen_layers(policy):
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
                 row = row if device.type == "cpu" else to_device(row, device)

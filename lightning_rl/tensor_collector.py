@@ -14,7 +14,7 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.distributions import drawn_ahead, tensor_conversion
+from lightning_rl.distributions import tensor_conversion
 from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
@@ -106,8 +106,7 @@ class TensorCollector:
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         # Not `inference_mode`: the tensors of the environments are their own.
-        noise = drawn_ahead(self.generator, self.length)
-        with torch.no_grad(), frozen_moments(policy), frozen_layers(policy), noise:
+        with torch.no_grad(), frozen_moments(policy), frozen_layers(policy):
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
                 remembered = {} if recurrent is None else {"memory": self._memory.before(t)}
