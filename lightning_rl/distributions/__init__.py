@@ -13,7 +13,6 @@ from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.choice import ActionDistribution, make_action_head
 from lightning_rl.distributions.conversion import from_environment, tensor_conversion, to_environment
 from lightning_rl.distributions.gaussian import DiagonalGaussian
-from lightning_rl.distributions.heads import plain_layer
 from lightning_rl.distributions.joint import Joint
 from lightning_rl.distributions.squashed import SquashedGaussian
 
@@ -31,7 +30,6 @@ __all__ = [
     "SquashedGaussian",
     "from_environment",
     "make_action_head",
-    "plain_layer",
     "tensor_conversion",
     "to_environment",
 ]
