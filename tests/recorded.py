@@ -73,7 +73,8 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
     """PPO with the same initial weights each time."""
     torch.manual_seed(0)
     cls = (AloneWeighing if alone else Weighing) if option == "penalties" else (Alone if alone else PPO)
-    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
+    # Ranks have no fast paths: their rounding is that of plain PyTorch.
+    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "fast_paths": False, "num_minibatches": MINIBATCHES_OF_A_PASS}
     options = small | NORMALIZED | OPTIONS[option]
     algorithm: type[PPO] = options.pop("algorithm", cls)
     if not issubclass(algorithm, PPO):  # one step for each rollout
