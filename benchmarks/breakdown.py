@@ -23,11 +23,11 @@ from record import RESULTS, hardware, source, versions, write_json
 from workload_models import make_data, make_model
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.fast_loss import FastLoss
-from lightning_rl.algorithms.flat_adam import FlatAdam
 from lightning_rl.collector import Collector
 from lightning_rl.environments import EnvironmentBatch
-from lightning_rl.fast_networks import FastNetwork, FastNetworks
+from lightning_rl.fast import Actor, FastEngine, PPOLoss
+from lightning_rl.fast.engine import closed_form_of
+from lightning_rl.fast.numpy_mlp import NumpyMLP
 from lightning_rl.policy import ActorCritic
 
 Part: TypeAlias = tuple[type[Any], str, str]
@@ -36,29 +36,29 @@ Part: TypeAlias = tuple[type[Any], str, str]
 PARTS: list[Part] = [
     (Collector, "collect", "collect: storing, checks, putting together"),
     (EnvironmentBatch, "step", "collect: environments"),
+    (Actor, "__call__", "collect: acting"),
     (ActorCritic, "act", "collect: acting"),
     (ActorCritic, "value", "collect: values of the rollout"),
     (ActorCritic, "log_prob", "collect: log-probabilities of the rollout"),
     (PPO, "training_step", "update: diagnostics, cutting minibatches, the rest"),
     (PPO, "gae", "update: advantages"),
-    (PPO, "step_optimizer", "update: Lightning around the optimiser"),
+    (FastEngine, "step", "update: Lightning around the optimiser"),
+    (torch.optim.Adam, "step", "update: optimiser"),
     (PPO, "_log_rollout", "logging"),
 ]
-# Of losses with a graph. With a timer around one of these the closed form would give way to it.
+# Of losses with a graph.
 WITH_GRAPH: list[Part] = [
     (PPO, "loss", "update: loss"),
     (ActorCritic, "forward", "update: forward pass"),
-    (PPO, "manual_backward", "update: backward pass"),
+    (FastEngine, "backward", "update: backward pass"),
     (PPO, "optimize", "update: zeroing, clipping, finiteness"),
-    (torch.optim.Adam, "step", "update: optimiser"),
 ]
 IN_CLOSED_FORM: list[Part] = [
-    (FastLoss, "__call__", "update: loss"),
-    (FastNetwork, "forward", "update: forward pass"),
-    (FastNetwork, "backward", "update: backward pass"),
+    (PPOLoss, "__call__", "update: loss"),
+    (NumpyMLP, "forward", "update: forward pass"),
+    (NumpyMLP, "backward", "update: backward pass"),
     (PPO, "_gradients", "update: zeroing, clipping, finiteness"),
     (PPO, "_clip_gradients", "update: zeroing, clipping, finiteness"),
-    (FlatAdam, "step_alone", "update: optimiser"),
 ]
 
 
@@ -107,7 +107,7 @@ def breakdown(args: argparse.Namespace) -> dict[str, Any]:
     """Run the workload and return microseconds per environment step and calls, by part."""
     workload, timers = measure.workload(args), Timers()
     model = make_model(workload, make_data(workload, args.backend, args.seed))
-    is_closed = FastNetworks.of(model.policy) is not None
+    is_closed = not isinstance(closed_form_of(model), str)
     for owner, method, name in PARTS + (IN_CLOSED_FORM if is_closed else WITH_GRAPH):
         timers.wrap(owner, method, name)
     clock = TimedPart(timers)

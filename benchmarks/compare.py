@@ -8,8 +8,9 @@ Ours, theirs, ours, theirs …: what else the machine does meanwhile meets both.
 ratio of each pair is ours / theirs, and the median over pairs is what is reported; CPU time is that of all processes
 where a workload has actors. The peer runs in the virtual environment `$PEERS_VENVS/<peer>` (default `~/peers-venvs`),
 which has `benchmarks/peers/requirements-<peer>.txt` installed, on Gymnasium's synchronous environments; `--backend` is
-what ours run on. The result goes to `benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled].json`, a
-pair at a time: started again, it goes on where it was, unless the package has changed since.
+what ours run on, `--plain` switches their fast paths off. The result goes to
+`benchmarks/results/throughput/<workload>-<peer>[-<backend>][-compiled][-plain].json`, a pair at a time: started again,
+it goes on where it was, unless the package has changed since.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Comparison:
         peer: Against whom.
         backend: What our environments are stepped by; the peer's are Gymnasium's synchronous ones.
         compiled: Whether ours compiles its losses.
+        plain: Whether ours runs without fast paths.
         pairs: How many runs of either side, in alternation.
         steps: Of each run; None: those of `STEPS`.
         folder: Where the result is kept.
@@ -64,6 +66,7 @@ class Comparison:
     peer: str
     backend: str = "sync"
     compiled: bool = False
+    plain: bool = False
     pairs: int = 5
     steps: int | None = None
     folder: Path = RESULTS / "throughput"
@@ -71,7 +74,8 @@ class Comparison:
     @property
     def variant(self) -> str:
         """How ours differs from the plain one, in a word; empty where it does not."""
-        return "-".join(([] if self.backend == "sync" else [self.backend]) + ["compiled"] * self.compiled)
+        backend = [] if self.backend == "sync" else [self.backend]
+        return "-".join(backend + ["compiled"] * self.compiled + ["plain"] * self.plain)
 
     @property
     def path(self) -> Path:
@@ -85,7 +89,7 @@ class Comparison:
         common = [self.workload, "--steps", str(self.steps or STEPS[self.workload]), "--seed", str(seed)]
         ours = [sys.executable, str(here / "throughput.py"), *common, "--backend", self.backend]
         theirs = [python, str(here / "peers" / PEERS[self.peer][1]), *common]
-        return ours + ["--compiled"] * self.compiled, theirs
+        return ours + ["--compiled"] * self.compiled + ["--plain"] * self.plain, theirs
 
 
 def interpreter(peer: str) -> Path:
@@ -174,6 +178,7 @@ if __name__ == "__main__":
     parser.add_argument("peer", choices=sorted(PEERS))
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
     parser.add_argument("--compiled", action="store_true", help="compile our losses")
+    parser.add_argument("--plain", action="store_true", help="without fast paths")
     parser.add_argument("--steps", type=int, help="environment steps of each run")
     parser.add_argument("--pairs", type=int, default=5)
     asked = Comparison(**vars(parser.parse_args()))

@@ -191,6 +191,22 @@ def profile(results: Path = RESULTS) -> str:
     return _markdown(["part", *(name.replace("-", ", ") for name in runs)], rows)
 
 
+def fast_paths(results: Path = RESULTS) -> str:
+    """Return the table of what each part of the fast paths is worth; empty where nothing was measured."""
+    files = sorted((results / "throughput").glob("fast-paths-*.json"))
+    found = {f"{run['workload']} {run['backend']}": run for run in map(json.loads, map(Path.read_text, files))}
+    if not found:
+        return ""
+    names = list(dict.fromkeys(name for run in found.values() for name in run["variants"]))
+    rows = [[name, *(_with_excess(run["variants"].get(name)) for run in found.values())] for name in names]
+    rows.append(["commit", *(_commit(run["source"]) for run in found.values())])
+    return _markdown(["CPU time per step", *found], rows)
+
+
+def _with_excess(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['microseconds_per_step']:.1f} µs ({row['more']:+.0%})"
+
+
 def _commit(source: dict[str, Any]) -> str:
     return (source["commit"] or "unknown")[:8] + ("+" if source["dirty"] else "")
 
@@ -204,6 +220,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "throughput": throughput,
     "profile": profile,
     "lightning share": lightning_share,
+    "fast paths": fast_paths,
     "start-up": start_up,
     "memory": memory,
     "scaling": scaling,

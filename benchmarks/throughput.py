@@ -171,6 +171,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     measure.add_arguments(parser)
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
     parser.add_argument("--compiled", action="store_true", help="compile what can be")
+    parser.add_argument("--plain", action="store_true", help="without fast paths")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
     add_saving(parser)
@@ -185,7 +186,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     arguments = parse()
     torch.set_num_threads(measure.THREADS)
-    chosen = measure.workload(arguments) | {"compiled": arguments.compiled}
+    chosen = measure.workload(arguments) | {"compiled": arguments.compiled, "fast_paths": not arguments.plain}
     if arguments.share:
         kind = "full" if arguments.full else "shown"
         result = share(arguments, chosen, kind)
@@ -195,6 +196,6 @@ if __name__ == "__main__":
         sys.exit()
     clock.with_children = "actors" in chosen
     ticks, _ = fit(arguments, chosen, clock, "full" if arguments.full else "plain")
-    parts = [arguments.backend, "compiled" if arguments.compiled else "", "full" if arguments.full else ""]
-    variant = ", ".join(part for part in parts if part)
+    options = [name for name in ("compiled", "plain", "full") if getattr(arguments, name)]
+    variant = ", ".join([arguments.backend, *options])
     measure.report("lightning_rl", lightning_rl.__version__, arguments, clock, ticks.returns, variant)

@@ -9,14 +9,16 @@ from typing import Any
 import measure
 import torch
 import torch_cartpole
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rl import IMPALA, PPG, PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.environments import Backend
+from lightning_rl.fast import FastEngine
+from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.rollout import Rollout
 from lightning_rl.validation import ClassSpec
 
@@ -91,7 +93,8 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
 
 def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
     """Return what PPO and PPG alone are told."""
-    adam = {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam"}
+    fast_paths = workload.get("fast_paths", True)
+    adam = {"class_path": "lightning_rl.fast.FlatAdam" if fast_paths else "torch.optim.Adam"}
     return {
         "num_epochs": workload["epochs"],
         "num_minibatches": workload["minibatches"],
@@ -101,6 +104,7 @@ def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
         "normalize_advantages": "minibatch" if workload["norm_adv"] else "none",
         "hidden_sizes": workload["hidden"] or (64, 64),
         "compile_loss": workload.get("compiled", False),
+        "fast_paths": fast_paths,
     }
 
 
@@ -120,6 +124,14 @@ def _impala(workload: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class BareEngine(FastEngine):
+    """Steps optimizers that Lightning does not know of."""
+
+    def step(self, model: LightningModule, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
+        """Take a step."""
+        optimizer.step()
+
+
 class BarePPO(PPO):
     """PPO cut off from Lightning: the plain optimiser and `backward`, and nothing is logged."""
 
@@ -131,14 +143,9 @@ class BarePPO(PPO):
     def lr_schedulers(self) -> None:
         return None
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        loss.backward()
-
-    def find_shortcuts(self) -> None:
-        self.goes_past_backward = True
-
-    def step_optimizer(self, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
-        optimizer.step_alone()
+    def find_engine(self) -> None:
+        form = closed_form_of(self)
+        self.engine = BareEngine(None if isinstance(form, str) else form)
 
     def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
         pass

@@ -12,13 +12,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.distributions import drawn_ahead, to_environment
+from lightning_rl import fast
+from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
-from lightning_rl.fast_layers import frozen_layers
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.normalization import frozen_moments
 from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.profiling import ENVIRONMENT, POLICY, TRANSFER, Profile, profiled
@@ -107,13 +106,13 @@ class Collector:
         clock, in_env, in_policy, in_transfer = time.perf_counter, 0.0, 0.0, 0.0
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
+        acts = fast.actor(policy) or acts
         act = profiled(profile, POLICY, acts)
         take_step = profiled(profile, ENVIRONMENT, self.environments.step)
         to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, len(self._begins), self.length)
-        noise = drawn_ahead(self.generator, self.length)
-        with torch.inference_mode(), frozen_moments(policy), frozen_layers(policy), noise:
+        with torch.inference_mode():
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
                 row = row if device.type == "cpu" else to_device(row, device)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from lightning_rl.fast_layers import ActingLayers, ActsFast
 
 _SQRT2 = math.sqrt(2)
 _EXACT = (torch.float32, torch.float64)
@@ -29,7 +27,7 @@ def orthogonal(layer: _Layer, gain: float = _SQRT2) -> _Layer:
     return layer
 
 
-class HeadLinear(nn.Linear, ActsFast):
+class HeadLinear(nn.Linear):
     """The linear layer of a head: orthogonal weights, zero bias, computed in at least float32.
 
     Logits and values rounded to bfloat16 have two to three digits, too few for ratios and temporal differences.
@@ -46,24 +44,12 @@ class HeadLinear(nn.Linear, ActsFast):
 
     def forward(self, features: Tensor) -> Tensor:
         """Map features `[..., in_features]` to `[..., out_features]`."""
-        if self._acting is not None and (outputs := self._acting(features)) is not None:
-            return outputs
         weight, bias, kind = self.weight, self.bias, features.device.type
         if features.dtype == weight.dtype in _EXACT and not torch.is_autocast_enabled(kind):
             return functional.linear(features, weight, bias)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         with torch.autocast(kind, enabled=False):
             return functional.linear(features.to(dtype), weight.to(dtype), bias.to(dtype))
-
-    @property
-    def plain_parameters(self) -> list[nn.Parameter] | None:
-        """Weight and bias; None if they are not both there, or are made of others."""
-        own = [self._parameters.get("weight"), self._parameters.get("bias")]
-        return cast(list[nn.Parameter], own) if all(type(parameter) is nn.Parameter for parameter in own) else None
-
-    def acting_layers(self) -> ActingLayers | None:
-        """Return the layer for acting; None where NumPy does not compute with its dtype, or on its device."""
-        return ActingLayers.of(self.plain_parameters, tanh_at_last=False)
 
 
 def orthogonal_linear(in_features: int, out_features: int, gain: float = _SQRT2) -> nn.Linear:

@@ -6,8 +6,7 @@ updating see the same function, and the importance ratio is 1 on arrival.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Self, cast
 
 import torch
@@ -111,45 +110,16 @@ class ObservationNormalizer(nn.Module):
         self.moments = RunningMoments(shape, initial_variance)
         self.clip = clip
         self.epsilon = epsilon
-        # While nothing changes the moments: mean and scale in the dtypes that were asked for.
-        self._constants: dict[torch.dtype, tuple[Tensor, Tensor]] | None = None
 
     def forward(self, observations: Tensor) -> Tensor:
         """Normalise observations `[..., *shape]`, in at least float32; with mean 0 before any data."""
         x = observations if observations.dtype == torch.float64 else observations.float()
-        mean, scale = self._mean_and_scale(x.dtype)
+        mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
-
-    def _mean_and_scale(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        known = None if self._constants is None else self._constants.get(dtype)
-        if known is None:
-            known = self.moments.mean.to(dtype), self.moments.scale(self.epsilon).to(dtype)
-            if self._constants is not None:
-                self._constants[dtype] = known
-        return known
 
     def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
         """Take in observations `[N, *shape]`."""
         self.moments.update(observations, reduce)
-        if self._constants is not None:
-            self._constants.clear()
-
-
-@contextlib.contextmanager
-def frozen_moments(policy: object) -> Iterator[None]:
-    """Promise that nobody writes into the moments of a policy's observations in here, but by `update`.
-
-    What each call would compute from them is computed once then: a third of the time of acting in few environments.
-    """
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
-    normalizers = [module for module in modules if isinstance(module, ObservationNormalizer)]
-    for normalizer in normalizers:
-        normalizer._constants = {}
-    try:
-        yield
-    finally:
-        for normalizer in normalizers:
-            normalizer._constants = None
 
 
 class NestedNormalizer(nn.Module):

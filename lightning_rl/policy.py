@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -12,21 +12,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head, plain_layer
-from lightning_rl.fast_layers import ActingLayers, ActsFast
+from lightning_rl.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.layers import HeadLinear
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested, part_at
-from lightning_rl.networks import DiscreteEncoding, Network, plain_layers
+from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.sequences import Sequences
 from lightning_rl.trunk import Trunk
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer
-from lightning_rl.watching import is_watched
 
 
-class ActorCritic(Trunk, ActsFast):
+class ActorCritic(Trunk):
     """A trunk, which makes features of observations, with an action head and a value head upon it.
 
     Args:
@@ -86,10 +84,8 @@ class ActorCritic(Trunk, ActsFast):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters; of one that takes no search by `nn.Module`, since acting asks at every step."""
-        head: Any = self._modules["value_head"]
-        weight: Tensor | None = head._parameters.get("weight")
-        return (head.weight if weight is None else weight).dtype
+        """Of the parameters."""
+        return self.value_head.weight.dtype
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.
@@ -122,29 +118,13 @@ class ActorCritic(Trunk, ActsFast):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        x = self.prepare_observations(observations)
-        outputs = None if self._acting is None else self._acting(x)
-        value_features, after = None, None
-        if outputs is not None:
-            distribution: Distribution = cast(Any, self.action_head).of_outputs(outputs)
-        else:
-            features, value_features, after = self._acting_features(x, memory)
-            distribution = self._distribution(features, observations)
+        features, value_features, after = self._acting_features(self.prepare_observations(observations), memory)
+        distribution = self._distribution(features, observations)
         action = distribution.mode() if deterministic else distribution.sample(generator)
         output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
         if value_features is not None:
             output.log_prob, output.value = distribution.log_prob(action), self._value(value_features)
         return output
-
-    def acting_layers(self) -> ActingLayers | None:
-        """Return those from observations to the outputs of the actor; None where there is more to acting."""
-        own_way = any(getattr(type(self), name) is not getattr(ActorCritic, name) for name in _METHODS_OF_ACTING)
-        modules = [self.actor_encoder, *self.action_head.modules()]
-        layers, last = plain_layers(self.actor_encoder), plain_layer(self.action_head)
-        # Where one encoder is for both, acting gives values as well.
-        if own_way or layers is None or last is None or self.memory is not None or self.critic_encoder is None:
-            return None
-        return None if any(map(is_watched, modules)) else ActingLayers.of([*layers, *last], tanh_at_last=False)
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
         """Return log-probabilities of actions; see `Policy.log_prob`. With memory `act` and `forward` give them."""
@@ -185,10 +165,6 @@ class ActorCritic(Trunk, ActsFast):
         """Return what a value head predicts, in units of return."""
         values: Tensor = head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
-
-
-# What acting layers of a policy act in place of.
-_METHODS_OF_ACTING = ("_acting_features", "_encode_for_actor", "_encode", "_distribution")
 
 
 def check_modes_agree(policy: nn.Module) -> None:

@@ -10,7 +10,6 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.collector import Collector
-from lightning_rl.distributions import BlockGenerator
 from lightning_rl.environments import (
     EnvironmentBatch,
     EnvironmentFailure,
@@ -73,7 +72,7 @@ class Sampler:
         """
         # A start that goes on from another one has new episodes, where those under way cannot be restored.
         seeds = [derive_seed(seed, TRAINING, rank, index, self.starts) for index in range(self.num_envs)]
-        generator = BlockGenerator(device).manual_seed(derive_seed(seed, SAMPLING, rank, self.starts))
+        generator = torch.Generator(device).manual_seed(derive_seed(seed, SAMPLING, rank, self.starts))
         self.starts += 1
         self._last_state = None
         self.environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import setitem
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from lightning_rl.fast_layers import numpy_sees
 from lightning_rl.nested import Nested, map_leaves
 
 
@@ -29,24 +23,10 @@ class StepStorage:
     def __init__(self, length: int) -> None:
         self.whole: Nested | None = None
         self._length = length
-        self._store: Nested = None
 
     def put(self, t: int, x: Nested) -> None:
         """Store `x`, `[B, ...]`, without gradient, as what step `t` gave."""
         if self.whole is None:
             with torch.inference_mode(False):  # the rollout outlives the mode
                 self.whole = map_leaves(lambda leaf: leaf.new_empty(self._length, *leaf.shape), x)
-                self._store = map_leaves(_storing, self.whole)
-        if isinstance(x, Tensor):  # not nested: no detour in every step
-            self._store(t, x)
-        else:
-            map_leaves(lambda store, leaf: store(t, leaf), self._store, x)
-
-
-def _storing(whole: Tensor) -> Callable[[int, Tensor], Any]:
-    """Return what stores a row: NumPy, whose way to do so is half as long, where it can."""
-    if numpy_sees(whole):
-        array: Any = whole.numpy()
-        return lambda t, x: setitem(array, t, x.numpy())
-    rows = whole.unbind()
-    return lambda t, x: rows[t].copy_(x)
+        map_leaves(lambda whole, leaf: whole[t].copy_(leaf), self.whole, x)

@@ -14,13 +14,13 @@ from gymnasium import spaces
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.distributions import drawn_ahead, tensor_conversion
+from lightning_rl import fast
+from lightning_rl.distributions import tensor_conversion
 from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
-from lightning_rl.fast_layers import frozen_layers
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.normalization import exact_dtype, frozen_moments
+from lightning_rl.normalization import exact_dtype
 from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.profiling import ENVIRONMENT, POLICY, Profile, profiled
@@ -101,13 +101,13 @@ class TensorCollector:
         in_env = 0.0
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
+        acts = fast.actor(policy) or acts
         act = profiled(profile, POLICY, acts)
         take_step = profiled(profile, ENVIRONMENT, self.environments.step)
         if recurrent is not None:
             self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
         # Not `inference_mode`: the tensors of the environments are their own.
-        noise = drawn_ahead(self.generator, self.length)
-        with torch.no_grad(), frozen_moments(policy), frozen_layers(policy), noise:
+        with torch.no_grad():
             for t in range(self.length):
                 row = map_leaves(itemgetter(t), self._observations)
                 remembered = {} if recurrent is None else {"memory": self._memory.before(t)}

@@ -11,8 +11,7 @@ from unittest import mock
 
 import torch
 
-from lightning_rl import CLEAR, PPG, PPO, VMPO, OffPolicyPPG
-from lightning_rl.algorithms.fast_loss import FastLoss
+from lightning_rl import CLEAR, PPG, VMPO, OffPolicyPPG
 from lightning_rl.ranks import gather_on_rank_zero
 from tests.helpers import (
     DISCRETE,
@@ -93,18 +92,6 @@ def count_restarts(rank: int) -> list[float]:
     trainer = make_trainer(precision="64-true", logger=logger, log_every_n_steps=1, **DDP)
     trainer.fit(model, FixedRollouts(rollouts, model))
     return [value for _, value in logger.rows("rollout/env_restarts")]
-
-
-def learn_in_different_ways(rank: int) -> dict[str, Any]:
-    """One rank's minibatches are few enough rows for the closed form of the loss, those of the other are not."""
-    most_rows, FastLoss.most_rows = FastLoss.most_rows, 8192 if rank == 0 else 0
-    torch.manual_seed(0)
-    model, recorder, logger = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=1), Recorder(), MemoryLogger()
-    rollouts = [random_rollout(model.policy, seed=rank, off_policy=0.0)]
-    trainer = make_trainer(callbacks=[recorder], logger=logger, log_every_n_steps=1, **DDP)
-    trainer.fit(model, FixedRollouts(rollouts, model))
-    FastLoss.most_rows = most_rows
-    return {"means": recorder.rows[0], "logged": logger.calls}
 
 
 PHASES: dict[str, tuple[type[PPG], dict[str, Any]]] = {
@@ -189,7 +176,6 @@ def main(folder: Path) -> None:
     left["gathered"] = gather(rank)
     left["duals"] = learn_duals(rank, **DDP)
     left["replays"] = {str(num_actors): train_with_replay(num_actors) for num_actors in (0, 1)}
-    left["ways"] = learn_in_different_ways(rank)
     torch.save({"ran": ran, "learned": learned, "combined": combined, **left}, folder / f"rank_{rank}.pt")
 
 

@@ -87,7 +87,8 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
         "penalties": (Weighing, AloneWeighing),
     }
     cls = classes.get(option, (PPO, Alone))[alone]
-    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "num_minibatches": MINIBATCHES_OF_A_PASS}
+    # Ranks have no fast paths: their rounding is that of plain PyTorch.
+    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "fast_paths": False, "num_minibatches": MINIBATCHES_OF_A_PASS}
     options = small | NORMALIZED | OPTIONS[option]
     algorithm: type[PPO] = options.pop("algorithm", cls)
     if not issubclass(algorithm, PPO | VMPO):  # one step for each rollout

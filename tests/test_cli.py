@@ -82,6 +82,7 @@ def refused(capsys, *arguments: str, status: int = 1) -> str:
 # What Lightning says about any run. Warnings look no different: a line that is not one of these is too much.
 EXPECTED = (
     r"Seed set to \d+|[GTH]PU available: |Restor(ing|ed) |Loaded model weights |`Trainer.fit` stopped: |Resuming with "
+    r"|\w+ updates by "
     # The table of the model, which Lightning writes to another place before 2.6.
     r"|  \| Name  |-+$|\d+ \| |[\d.]+ +([MKB] +)?(Trainable|Non-trainable|Total|Modules) "
 )

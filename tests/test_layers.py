@@ -10,8 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "lightning_rl"
 
 # Modules of a row do not import each other. A package is one entry; the base of the algorithms counts by itself.
 LAYERS = [
-    {"watching", "trust"},
-    {"fast_layers"},
+    {"trust"},
     {
         "__about__",
         "functional",
@@ -49,7 +48,7 @@ LAYERS = [
     {"checkpoint_format", "checkpoints", "observations", "policy_interface", "replay", "value_normalization"},
     {"interruption", "runs", "trunk"},
     {"policy", "environments", "metrics"},
-    {"acting", "estimates", "fast_networks"},
+    {"acting", "estimates", "fast"},
     {"export"},
     {"collector", "tensor_collector", "evaluation"},
     {"loaders", "evaluator", "minari_data", "restoring"},

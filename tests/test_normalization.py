@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rl.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments, frozen_moments
+from lightning_rl.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -231,32 +231,3 @@ def test_actors_that_take_turns_keep_discounted_returns_of_their_own():
     together.update(rewards, ends, first=2, starts=torch.tensor([True, False]))
     assert together.discounted_return.tolist() == [2.25, 2.25, 0.75, 0.99609375]
     assert together.moments.count == 4 * 4 + 4
-
-
-def test_frozen_moments_are_taken_once_and_anew_after_an_update(monkeypatch):
-    normalizer, x = ObservationNormalizer((3,)), torch.randn(5, 3)
-    normalizer.update(torch.randn(20, 3) * 3 + 1)
-    calls: list[float] = []
-    scale = RunningMoments.scale
-
-    def counted(moments: RunningMoments, epsilon: float) -> Tensor:
-        calls.append(epsilon)
-        return scale(moments, epsilon)
-
-    monkeypatch.setattr(RunningMoments, "scale", counted)
-    expected, of_doubles = normalizer(x), normalizer(x.double())
-    with frozen_moments(nn.Sequential(normalizer)):
-        calls.clear()
-        for _ in range(3):
-            assert torch.equal(normalizer(x), expected)
-            assert torch.equal(normalizer(x.double()), of_doubles)
-        assert len(calls) == 2  # one for each dtype
-        normalizer.update(torch.full((100, 3), 7.0))
-        changed = normalizer(x)
-        assert not torch.allclose(changed, expected)
-        assert torch.equal(normalizer(x), changed)
-        assert len(calls) == 3
-    normalizer.moments.mean += 1
-    assert not torch.allclose(normalizer(x), changed)
-    with frozen_moments(object()):  # a policy that is no module
-        pass

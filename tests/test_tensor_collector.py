@@ -109,9 +109,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
         raise AssertionError("went through NumPy")
 
     tensors.collect(policy)  # the bounds of actions are brought to the device once
-    # What computes or stores by NumPy does so on the CPU alone.
-    monkeypatch.setattr("lightning_rl.fast_layers.is_numpys", lambda x: False)
-    monkeypatch.setattr("lightning_rl.step_storage.numpy_sees", lambda x: False)
+    policy.fast_paths = False  # acting by NumPy is for the CPU alone
     for name in ("numpy", "__array__"):
         monkeypatch.setattr(Tensor, name, refuse)
     monkeypatch.setattr(torch, "from_numpy", refuse)

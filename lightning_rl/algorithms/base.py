@@ -32,7 +32,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
-from lightning_rl.normalization import RewardScale, frozen_moments, make_reward_normalizer
+from lightning_rl.normalization import RewardScale, make_reward_normalizer
 from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch, OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
@@ -111,6 +111,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
             there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
             names a file that `FailedUpdate.load` reads.
+        fast_paths: Act and learn by faster code where it gives the same numbers up to rounding; see
+            docs/algorithms/ppo.md.
         **unknown: Refused: options that neither this class nor the algorithm has.
 
     Raises:
@@ -157,6 +159,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         histograms: bool = False,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
+        fast_paths: bool = True,
         **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
     ) -> None:
         super().__init__()
@@ -185,7 +188,10 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self.advantage_estimator = advantage_estimator
         self.value_target = value_target
         self.histograms = histograms
+        self.fast_paths = fast_paths
         self.policy = self.make_policy()
+        # Acting may happen in another process, which has the policy alone.
+        self.policy.fast_paths = fast_paths  # type: ignore[assignment]
         check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
         self.try_optimizers(on_any_device=True)
         self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
@@ -309,14 +315,14 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         self._follow_schedules()
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.optimizers_in_use, strict=False)}
-        self.find_shortcuts()
+        self.find_engine()
         generator_state = self.generator.get_state()
         if (share := self._saturation.share(self.policy, rollout)) is not None:
             self.diagnostics.observe(action_saturation=share)
         for replay in self.replays.values():
             replay.begin()
         profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
-        with suppress(NotFiniteError), profiled, explained_anomaly(), frozen_moments(self.policy):
+        with suppress(NotFiniteError), profiled, explained_anomaly(), self.engine.updates(self):
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):

@@ -1,4 +1,4 @@
-"""The gradient of an optimiser's parameters as few tensors, and its norm."""
+"""The gradients of an optimizer's parameters, and their norm."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_rl.algorithms.flat_adam import FlatAdam
-
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients of all parameters that have one; as `FlatAdam` has them, of many in one tensor."""
-    if isinstance(optimizer, FlatAdam):
-        tensors = optimizer.vectors()
-    else:
-        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+    """Return the gradients of all parameters that have one."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_rl import fast
 from lightning_rl.algorithms.compilation import compile_policy_alone
 from lightning_rl.algorithms.histograms import that_show_histograms
 from lightning_rl.algorithms.optimizers import adam
@@ -65,7 +66,9 @@ class Hooks(Reports):
 
     def default_optimizer(self) -> ClassSpec:
         """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
-        return adam(self.device)
+        optimizer = adam(self.device)
+        optimizer = fast.default_optimizer(self) or optimizer
+        return optimizer
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""

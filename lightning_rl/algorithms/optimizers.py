@@ -23,7 +23,7 @@ from lightning_rl.validation import (
 def adam(device: torch.device) -> ClassSpec:
     """Return Adam with the epsilon that is usual here, in one kernel where the device has such."""
     if device.type in ("cpu", "cuda", "mps", "xpu"):
-        return {"class_path": "lightning_rl.algorithms.flat_adam.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
+        return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}
     # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
     return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
 

@@ -12,12 +12,11 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
+from lightning_rl import fast
 from lightning_rl import functional as rl
 from lightning_rl.algorithms import overlap
 from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.fast_loss import FastLoss
-from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.algorithms.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
@@ -29,6 +28,12 @@ from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check
 
 T = TypeVar("T")
+
+# Members of PPO that its loss uses; `optimize` takes the result.
+READ_BY_LOSS = (
+    *("actor_terms", "value_loss", "penalties", "clip_fraction", "evaluate", "entropy", "total"),
+    *("normalize_values", "normalizes_minibatches", "optimize"),
+)
 
 
 class PPO(OnPolicyAlgorithm):
@@ -222,28 +227,21 @@ class PPO(OnPolicyAlgorithm):
         """
         batch = self.whole(batch)
         num_passes = self.num_passes
-        fast_loss = FastLoss.of(self)
-        loss: Tensor | KnownGradients | None
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
                 batch = self.whole(self.with_new_targets(batch, rollout))
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
-                loss = None if fast_loss is None or only is not None else fast_loss(minibatch)
-                if loss is None:  # a subclass may have a `loss` that knows of no halves
-                    loss = self.loss(minibatch) if only is None else self.loss(minibatch, only)
-                self.optimize(loss, only=only, keep_if=keep_if)
+                self.optimize(self.engine.loss(self, minibatch, only), only=only, keep_if=keep_if)
                 if self.diagnostics.known_closed:
                     return
             if epoch in (0, num_passes - 1):
                 self.log_histograms(batch, "first_epoch" if epoch == 0 else "last_epoch")
 
+    @fast.closed_form(fast.PPOLoss, reads=READ_BY_LOSS)  # the same loss by formulas: edit both, or delete this line
     def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
         """Return the loss of equation 9 over a minibatch; it needs no Trainer.
-
-        For small networks on the CPU `FastLoss` computes the same by formulas, as long as nobody edits this or what it
-        calls.
 
         Args:
             batch: The minibatch.

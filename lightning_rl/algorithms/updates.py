@@ -6,18 +6,20 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_rl import fast
 from lightning_rl.algorithms.gating import OptimizerSnapshot, step_where
 from lightning_rl.algorithms.gradients import gradients_of, scale_to_norm, total_norm
-from lightning_rl.algorithms.known_gradients import KnownGradients
 from lightning_rl.algorithms.over_ranks import OverRanks
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
-from lightning_rl.algorithms.shortcuts import Shortcuts
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
@@ -38,10 +40,64 @@ class NotFiniteError(Exception):
     """Ends the updates from a rollout at the very minibatch; `learning` says which term it was."""
 
 
-class Updates(OverRanks, Shortcuts):
+class Engine(Protocol):
+    """Computes gradients and steps optimizers: `EagerEngine`, or one with the same results up to rounding."""
+
+    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
+        """Return the context of all updates from a rollout."""
+        ...
+
+    def loss(self, model: Any, batch: Batch, only: Half | None = None) -> Tensor:  # noqa: ANN401
+        """Return the loss over a minibatch, for `backward`."""
+        ...
+
+    def backward(self, model: LightningModule, loss: Tensor) -> None:
+        """Compute the gradient of a loss."""
+        ...
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return all gradients of an optimizer's parameters, which `step` follows; several may be one tensor."""
+        ...
+
+    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
+        """Take a step, as one of Lightning's global steps if it `counts`."""
+        ...
+
+
+class EagerEngine:
+    """Gradients by autograd, and steps by Lightning with all of its hooks."""
+
+    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
+        """Return the context of all updates from a rollout: none is needed."""
+        return nullcontext()
+
+    def loss(self, model: Any, batch: Batch, only: Half | None = None) -> Tensor:  # noqa: ANN401
+        """Return the loss over a minibatch."""
+        # A subclass may have a `loss` without halves.
+        return model.loss(batch) if only is None else model.loss(batch, only)  # type: ignore[no-any-return]
+
+    def backward(self, model: LightningModule, loss: Tensor) -> None:
+        """Compute the gradient of a loss."""
+        model.manual_backward(loss)
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients of all parameters that have one."""
+        return gradients_of(optimizer)
+
+    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
+        """Take a step; one that does not count is taken past `LightningOptimizer`, which counts."""
+        if counts:
+            optimizer.step()
+        else:
+            model.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
+
+
+class Updates(OverRanks):
     """What an algorithm calls between a rollout and new parameters: `minibatches`, `normalized_advantages`, `optimize`.
 
     Attributes:
+        fast_paths: Whether engines other than `EagerEngine` may be used.
+        engine: Computes gradients and takes steps.
         max_grad_norm: Clip the global norm of the gradient; None does not.
         max_grad_value: Clip every entry of the gradient, before its norm; None does not.
         check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
@@ -67,6 +123,8 @@ class Updates(OverRanks, Shortcuts):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.fast_paths = True
+        self.engine: Engine = EagerEngine()
         self.max_grad_norm: float | None = None
         self.max_grad_value: float | None = None
         self.check_numerics = False
@@ -225,15 +283,13 @@ class Updates(OverRanks, Shortcuts):
         self.diagnostics.add_absolute("total_abs_loss", torch.stack(terms))
         return loss
 
-    def optimize(
-        self, loss: Tensor | KnownGradients, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None
-    ) -> None:
+    def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
 
         Where the critic has an optimiser of its own, both step from the one gradient, each clipped by itself.
 
         Args:
-            loss: A scalar, with graph or with its gradient.
+            loss: A scalar with a graph, or from `engine.loss`.
             only: The half of the network that `loss` is about, so that the other stays as it is, moments of the
                 optimiser included; None: both.
             keep_if: Called after the step, without gradient; if it returns false, on the device and on every rank, the
@@ -264,21 +320,19 @@ class Updates(OverRanks, Shortcuts):
         if before is not None and keep_if is not None:
             self._take_back_unless(keep_if, before)
 
-    def _backward(self, loss: Tensor | KnownGradients, only: Half | None) -> None:
+    def find_engine(self) -> None:
+        """Choose the engine for the updates from a rollout: callbacks and hooks may come and go between rollouts."""
+        self.engine = EagerEngine()
+        self.engine = fast.engine_for(self) or self.engine
+
+    def _backward(self, loss: Tensor, only: Half | None) -> None:
         """Compute the gradient; it is None in idle parameters."""
-        if isinstance(loss, KnownGradients):
-            if self.goes_past_backward and all(parameter.grad is None for parameter in loss.parameters):
-                loss.assign()
-                return
-            loss = loss.attached()
         if self.world_size > 1:
             loss = not_finite_throughout(loss)
         idle = self.idle_parameters(only)
-        if not idle:
-            self.manual_backward(loss)
-            return
-        # DDP waits for the gradient of every parameter.
-        self.manual_backward(loss + sum(0 * parameter.sum() for parameter in idle))
+        if idle:  # DDP waits for the gradient of every parameter
+            loss = loss + sum(0 * parameter.sum() for parameter in idle)
+        self.engine.backward(self, loss)
         for parameter in idle:
             parameter.grad = None
 
@@ -298,7 +352,7 @@ class Updates(OverRanks, Shortcuts):
 
     def _gradients(self, optimizers: Sequence[LightningOptimizer]) -> dict[str, list[Tensor]]:
         """Return the gradients of each optimiser that has some, by the name that their norm is logged by."""
-        gradients = {n: gradients_of(x.optimizer) for n, x in zip(GRADIENT_NORMS, optimizers, strict=False)}
+        gradients = {n: self.engine.gradients(x.optimizer) for n, x in zip(GRADIENT_NORMS, optimizers, strict=False)}
         return {name: found for name, found in gradients.items() if found}
 
     def _clip_gradients(self, gradients: list[Tensor], grad_norm: Tensor) -> None:
@@ -317,7 +371,7 @@ class Updates(OverRanks, Shortcuts):
         """
         is_open, raw = self.diagnostics.open, optimizer.optimizer
         on_host = is_open.device.type == "cpu"
-        step: Callable[[], Any] = functools.partial(self.step_optimizer, optimizer, counts)
+        step: Callable[[], Any] = functools.partial(self.engine.step, self, optimizer, counts)
         if not on_host and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             step()

@@ -13,9 +13,7 @@ from lightning_rl.distributions.categorical import Categorical, MultiCategorical
 from lightning_rl.distributions.choice import ActionDistribution, make_action_head
 from lightning_rl.distributions.conversion import from_environment, tensor_conversion, to_environment
 from lightning_rl.distributions.gaussian import DiagonalGaussian
-from lightning_rl.distributions.heads import plain_layer
 from lightning_rl.distributions.joint import Joint
-from lightning_rl.distributions.noise import BlockGenerator, drawn_ahead
 from lightning_rl.distributions.squashed import SquashedGaussian
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "Autoregressive",
     "Bernoulli",
     "Beta",
-    "BlockGenerator",
     "Bounds",
     "Categorical",
     "DiagonalGaussian",
@@ -31,10 +28,8 @@ __all__ = [
     "Joint",
     "MultiCategorical",
     "SquashedGaussian",
-    "drawn_ahead",
     "from_environment",
     "make_action_head",
-    "plain_layer",
     "tensor_conversion",
     "to_environment",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_rl.distributions.base import Distribution, at_least_float32
-from lightning_rl.distributions.noise import fill_uniform, noise_like
+from lightning_rl.distributions.noise import fill_uniform
 
 
 class Bernoulli(Distribution):
@@ -55,4 +55,4 @@ class Bernoulli(Distribution):
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return the same numbers either way: an exported `uniform_` cannot be loaded, `rand_like` takes no generator."""
-    return torch.rand_like(like) if generator is None else noise_like(like, generator, fill_uniform)
+    return torch.rand_like(like) if generator is None else fill_uniform(torch.empty_like(like), generator)

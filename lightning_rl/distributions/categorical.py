@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.distributions.base import Distribution, at_least_float32
-from lightning_rl.distributions.noise import fill_log_exponential, noise_like
-from lightning_rl.fast_layers import is_numpys
+from lightning_rl.distributions.noise import fill_log_exponential
 
-# Of no more logits, in acting, NumPy takes half of PyTorch's time, most of which is the way to an operation.
-_FEW = 2**10
 # More components than this are reported as one.
 _MAX_NAMED_COMPONENTS = 16
 
@@ -37,10 +34,7 @@ class Categorical(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw by the Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1)."""
-        noise = noise_like(self.logits, generator, fill_log_exponential)
-        if torch.is_inference_mode_enabled() and self.logits.numel() <= _FEW and is_numpys(self.logits):
-            return torch.from_numpy((self.logits.numpy() - noise.numpy()).argmax(-1))
-        return (self.logits - noise).argmax(-1)
+        return (self.logits - fill_log_exponential(torch.empty_like(self.logits), generator)).argmax(-1)
 
     def mode(self) -> Tensor:
         """Return the action with the largest logit."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.distributions.base import Distribution, at_least_float32
-from lightning_rl.distributions.noise import fill_normal, noise_like
+from lightning_rl.distributions.noise import fill_normal
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -36,7 +36,7 @@ class DiagonalGaussian(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw mean + std · ε; the action is not clipped to any bounds."""
-        return self.mean + self.log_std.exp() * noise_like(self.mean, generator, fill_normal)
+        return self.mean + self.log_std.exp() * fill_normal(torch.empty_like(self.mean), generator)
 
     def mode(self) -> Tensor:
         """Return the mean."""

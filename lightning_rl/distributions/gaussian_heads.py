@@ -16,7 +16,6 @@ from lightning_rl.distributions.gaussian import DiagonalGaussian
 from lightning_rl.distributions.heads import Initialization, projection
 from lightning_rl.distributions.limit import limit
 from lightning_rl.distributions.squashed import SquashedGaussian
-from lightning_rl.layers import HeadLinear
 from lightning_rl.validation import check, check_number, is_one_of
 
 
@@ -134,16 +133,6 @@ class GaussianHead(_GaussianParameters):
         bounded = mean_transform == "none" or space.is_bounded()
         check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
         self.squashes_mean = mean_transform == "tanh"
-
-    @property
-    def plain_layer(self) -> HeadLinear | None:
-        """The layer of the mean, if neither this nor `log_std`, then a parameter, is transformed or limited."""
-        plain = not self.squashes_mean and "log_std" in self._parameters and self.log_limits == [None, None]
-        return self.mean if plain and type(self) is GaussianHead else None
-
-    def of_outputs(self, outputs: Tensor) -> DiagonalGaussian:
-        """Return the distribution with outputs of `plain_layer`, `[..., a]`."""
-        return DiagonalGaussian(outputs, self.log_std)
 
     def forward(self, features: Tensor) -> DiagonalGaussian:
         """Map features `[..., f]` to a distribution."""

@@ -47,15 +47,6 @@ def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if mask is None else logits.masked_fill(mask == 0, IMPOSSIBLE)
 
 
-def plain_layer(head: nn.Module) -> list[nn.Parameter] | None:
-    """Return weight and bias of a head whose distributions depend on its layer's outputs alone: `of_outputs(outputs)`.
-
-    None of any other.
-    """
-    layer = getattr(head, "plain_layer", None)
-    return layer.plain_parameters if type(layer) is HeadLinear else None
-
-
 class CategoricalHead(nn.Module):
     """Linear layer from features to the logits of a `Discrete` action space."""
 
@@ -68,15 +59,6 @@ class CategoricalHead(nn.Module):
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Categorical:
         """Map features `[..., f]` to a distribution over the choices that a mask `[..., n]` allows."""
         return Categorical(masked(self.logits(features), mask))
-
-    @property
-    def plain_layer(self) -> HeadLinear | None:
-        """The layer, if nothing but its outputs makes the distribution."""
-        return self.logits if type(self) is CategoricalHead else None
-
-    def of_outputs(self, outputs: Tensor) -> Categorical:
-        """Return the distribution with outputs of `plain_layer`, `[..., n]`."""
-        return Categorical(outputs)
 
 
 class MultiCategoricalHead(nn.Module):

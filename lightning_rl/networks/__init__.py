@@ -3,7 +3,7 @@
 from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image
 from lightning_rl.networks.inputs import DiscreteEncoding, embedding_size
 from lightning_rl.networks.make import Network, make_encoder, network_to_plain_data
-from lightning_rl.networks.mlp import ACTIVATIONS, MLPEncoder, plain_layers
+from lightning_rl.networks.mlp import ACTIVATIONS, MLPEncoder
 
 __all__ = [
     "ACTIVATIONS",
@@ -16,5 +16,4 @@ __all__ = [
     "is_image",
     "make_encoder",
     "network_to_plain_data",
-    "plain_layers",
 ]

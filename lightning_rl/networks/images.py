@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from lightning_rl.layers import orthogonal, orthogonal_linear
 from lightning_rl.validation import check
-from lightning_rl.watching import anybody_watches, is_watched
 
 _NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
 # Numbers that convolutions on a CPU take at a time. What they make of more is too large for the memory that is kept for
@@ -43,6 +42,11 @@ def network_for_image(space: spaces.Space[Any]) -> str:
     return "nature" if min(image_layout(space.shape or ())[2:]) >= _NATURE_MIN_SIZE else "impala"
 
 
+def _is_traced() -> bool:
+    """Whether operations are recorded, for batches of other sizes too."""
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 class _ImageEncoder(nn.Module):
     """Scaling, channel order and batch dimensions, the same for every convolutional encoder."""
 
@@ -63,7 +67,7 @@ class _ImageEncoder(nn.Module):
         x = observations.flatten(0, -4) if observations.dim() > 4 else observations
         x = x.unsqueeze(0) if x.dim() == 3 else x
         x = x.permute(0, 3, 1, 2) if self.channels_last else x
-        if x.is_floating_point() or self.channels_last or not x.is_cpu or anybody_watches():
+        if x.is_floating_point() or self.channels_last or not x.is_cpu or _is_traced():
             pixels = x.to(dtype, memory_format=torch.channels_last)
         else:  # the same, channel by channel in half the time
             pixels = torch.empty(x.shape, dtype=dtype, memory_format=torch.channels_last)
@@ -73,10 +77,10 @@ class _ImageEncoder(nn.Module):
         return pixels.mul_(self.scale) if self.scale != 1.0 else pixels
 
     def _convolve(self, layers: nn.Module, observations: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what convolutional layers make of images, `[N, features]`; unless watched, of some at a time."""
+        """Return what convolutional layers make of images, `[N, features]`, on the CPU of some at a time."""
         size = max(1, _PIXELS_AT_A_TIME // (self.channels * self.height * self.width))
-        many = observations.dim() == 4 and observations.device.type == "cpu" and not anybody_watches()
-        if not many or len(observations) <= size or any(map(is_watched, layers.modules())):
+        may_split = observations.dim() == 4 and observations.is_cpu and not _is_traced()
+        if not may_split or len(observations) <= size:
             return layers(self._to_pixels(observations, dtype))  # type: ignore[no-any-return]
         return torch.cat([layers(self._to_pixels(part, dtype)) for part in torch.split(observations, size)])
 

@@ -11,7 +11,6 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.fast_layers import ActingLayers, ActsFast, acting_tanh_layers, apply_layers, tanh_parameters
 from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
 from lightning_rl.networks.inputs import DiscreteEncoding, make_input
@@ -26,7 +25,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-class MLPEncoder(ActsFast):
+class MLPEncoder(nn.Module):
     """Fully connected layers over the flattened observation, the leaves of a nested one side by side.
 
     uint8 observations are divided by 255; `Discrete` and `MultiDiscrete` ones become one-hot or learned vectors.
@@ -74,29 +73,13 @@ class MLPEncoder(ActsFast):
     def forward(self, observations: Nested) -> Tensor:
         """Map observations `[..., *shape]`, nested or not, to features `[..., out_features]`."""
         if self.is_vector and observations.is_floating_point():  # what the layers take as it is
-            return self._apply_layers(observations)
+            return self.layers(observations)  # type: ignore[no-any-return]
         dtype = cast(Tensor, self.layers[0].weight).dtype if len(self.layers) else torch.get_default_dtype()
         pairs = zip(self._of_inputs, self.inputs.values(), strict=True)
         parts = [to_numbers(part_at(observations, path), dtype) for path, to_numbers in pairs]
         for path, encoder in zip(self._of_encoders, self.encoders.values(), strict=True):
             parts.append(encoder(part_at(observations, path)))
-        return self._apply_layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
-
-    def _apply_layers(self, x: Tensor) -> Tensor:
-        features = None if self._acting is None else self._acting(x)
-        return apply_layers(self.layers, x) if features is None else features
-
-    def acting_layers(self) -> ActingLayers | None:
-        """Return the layers for acting; None where not all are linear with tanh, or a subclass applies them."""
-        return acting_tanh_layers(self.layers) if type(self).forward is MLPEncoder.forward else None
-
-
-def plain_layers(encoder: nn.Module | None) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer of an encoder that is linear layers with tanh, of observations as they are.
-
-    None of any other.
-    """
-    return tanh_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
+        return self.layers(parts[0] if len(parts) == 1 else torch.cat(parts, -1))  # type: ignore[no-any-return]
 
 
 def _by_path(modules: Mapping[str, nn.Module]) -> nn.ModuleDict:

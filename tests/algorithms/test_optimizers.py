@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rl import A2C, PPO, EnvStepLimit
-from lightning_rl.algorithms.flat_adam import FlatAdam
+from lightning_rl.fast import FlatAdam
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,

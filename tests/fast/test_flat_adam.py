@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from lightning_rl.algorithms.flat_adam import FlatAdam
-from lightning_rl.algorithms.gradients import gradients_of, scale_to_norm, total_norm
+from lightning_rl.algorithms.gradients import scale_to_norm, total_norm
+from lightning_rl.fast import FastEngine, FlatAdam
+
+gradients_of = FastEngine().gradients
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "eps": 1e-5, "fused": True}
 
@@ -23,7 +25,7 @@ def make_network() -> nn.Sequential:
 
 
 def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: slice = slice(None)) -> None:
-    """Take clipped steps, in either way in turn; with a `part` of the layers, the others get no gradient."""
+    """Take clipped steps; with a `part` of the layers, the others get no gradient."""
     for step in range(steps):
         optimizer.zero_grad()
         inputs = torch.linspace(-1, 2, 12, dtype=network[0].weight.dtype).view(4, 3) + step  # type: ignore[arg-type]
@@ -31,10 +33,7 @@ def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: sl
         (outputs - step).square().mean().backward()
         gradients = gradients_of(optimizer)
         scale_to_norm(gradients, 0.5, total_norm(gradients))
-        if isinstance(optimizer, FlatAdam) and step % 2 == 0:
-            optimizer.step_alone()
-        else:
-            optimizer.step()
+        optimizer.step()
 
 
 def assert_same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> None:
@@ -164,19 +163,8 @@ def test_whoever_waits_for_steps_sees_all_of_them():
     assert "Optimizer.step#FlatAdam.step" in {event.name for event in profile.events()}
 
 
-def test_a_step_alone_does_without_what_is_around_a_step(monkeypatch):
-    ours, adams = pair()
-    learn(*ours)
-    monkeypatch.setattr(FlatAdam, "step", None)
-    learn(*ours, steps=1)
-    monkeypatch.undo()
-    learn(*adams)
-    learn(*adams, steps=1)
-    assert_same(ours, adams)
-
-
 def test_large_groups_are_left_to_adam(monkeypatch):
-    monkeypatch.setattr("lightning_rl.algorithms.flat_adam._MOST_ENTRIES", 31)  # of the 32 there are
+    monkeypatch.setattr("lightning_rl.fast.flat_adam._MOST_ENTRIES", 31)  # of the 32 there are
     ours, adams = pair()
     learn(*ours)
     learn(*adams)

@@ -8,12 +8,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_rl.validation import ClassSpec
 
 # Tensors begin where PyTorch's allocator would have them begin, so that kernels round alike wherever they lie.
 _ALIGNMENT_BYTES = 64
 # Gradients are copied together; those of large networks take longer to copy than their kernels take to start.
 _MOST_ENTRIES = 2**18
+
+
+def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
+    """Return `FlatAdam` for an algorithm on a device that it is made for, None elsewhere."""
+    if not model.hparams["fast_paths"] or model.device.type not in ("cpu", "cuda"):
+        return None
+    return {"class_path": "lightning_rl.fast.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
 
 
 class FlatAdam(Adam):
@@ -46,30 +54,6 @@ class FlatAdam(Adam):
                 found.append(vectors.values)
         return found
 
-    def step_alone(self) -> None:
-        """Take the step of `step()`, past PyTorch's way to it where nobody waits there for a step.
-
-        That way takes several times as long as the step of a small network. Call it after `vectors`, with nothing in
-        between but what is done to these gradients.
-        """
-        groups = [(group, (self._laid_out or {}).get(id(group))) for group in self.param_groups]
-        ready = [(group, x) for group, x in groups if x is not None and x.has_gathered() and _is_plain(group)]
-        if self._is_watched() or len(ready) < len(groups):
-            self.step()
-            return
-        for group, vectors in ready:
-            vectors.take_step(group)
-
-    def _is_watched(self) -> bool:
-        """Whether a step is anybody else's business: hooks, a profiler, a scheduler that counts, a gradient scaler."""
-        return (
-            len(self._optimizer_step_post_hooks) != 1
-            or bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-            or "step" in self.__dict__
-            or hasattr(self, "found_inf")
-            or torch.autograd.profiler._is_profiler_enabled
-        )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero."""
         if not set_to_none:
@@ -85,10 +69,12 @@ class FlatAdam(Adam):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Give Adam what it steps: values, gradients, first and second moments, their maxima, numbers of steps."""
-        vectors = self._vectors_of(group)
-        if vectors is None:
-            return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
-        vectors.gather()
+        vectors = (self._laid_out or {}).get(id(group))
+        if vectors is None or not vectors.has_gathered():  # as after `vectors`
+            vectors = self._vectors_of(group)
+            if vectors is None:
+                return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
+            vectors.gather()
         assert vectors.values.grad is not None
         of_step = (vectors.values, vectors.values.grad, vectors.exp_avg, vectors.exp_avg_sq, None, vectors.step)
         for entries, tensor in zip(lists, of_step, strict=True):
@@ -187,35 +173,19 @@ class _Vectors:
 
     def gather(self) -> None:
         """Bring the gradients side by side, where they are not yet."""
-        if not self.has_gathered():
-            gradients = [cast(Tensor, parameter.grad) for parameter in self.parameters]
-            torch._foreach_copy_(self._gradients, gradients)
-            # Gradients that were not finite are scaled by NaN, and so is what lies between them.
-            if self._gaps:
-                torch._foreach_zero_(self._gaps)
-            for parameter, view in zip(self.parameters, self._gradients, strict=True):
-                parameter.grad = view
+        if self.has_gathered():
+            return
+        gradients = [cast(Tensor, parameter.grad) for parameter in self.parameters]
+        torch._foreach_copy_(self._gradients, gradients)
+        # Gradients that were not finite are scaled by NaN, and so is what lies between them.
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        for parameter, view in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = view
 
     def has_gathered(self) -> bool:
         """Whether the gradients are side by side."""
         return all(p.grad is view for p, view in zip(self.parameters, self._gradients, strict=True))
-
-    def take_step(self, group: dict[str, Any]) -> None:
-        """Step along the gradients that are side by side, with the options of the group, as fused Adam does."""
-        assert self.values.grad is not None
-        self.step += 1
-        beta1, beta2 = group["betas"]
-        torch._fused_adam_(
-            *([self.values], [self.values.grad], [self.exp_avg], [self.exp_avg_sq], [], [self.step]),
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=group["maximize"],
-        )
-        self.tell_steps()
 
     def tell_steps(self) -> None:
         """Tell the state of each parameter how many steps were taken."""
@@ -235,12 +205,6 @@ class _Vectors:
             vector[begin : begin + parameter.numel()].view_as(parameter)
             for begin, parameter in zip(self._begins, self.parameters, strict=False)
         ]
-
-
-def _is_plain(group: dict[str, Any]) -> bool:
-    """Whether a group has only what a call of the kernel takes: numbers, and weight decay as Adam has it."""
-    numbers = (group["lr"], *group["betas"])
-    return not group.get("decoupled_weight_decay") and all(type(number) is float for number in numbers)
 
 
 def _tell_steps(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - a hook's

@@ -1,11 +1,8 @@
 """The loss in closed form: what autograd makes of `PPO.loss`, wherever nobody wants anything else of it."""
 
 import copy
-import importlib
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +13,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.algorithms import ppo
-from lightning_rl.algorithms.fast_loss import FINGERPRINT, FastLoss, fingerprint
-from lightning_rl.algorithms.known_gradients import KnownGradients
+from lightning_rl.algorithms.ppo import READ_BY_LOSS
 from lightning_rl.algorithms.ppo_rows import policy_rows, value_rows
-from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.distributions.heads import CategoricalHead
+from lightning_rl.fast.engine import closed_form_of
+from lightning_rl.fast.ppo import KnownGradients, PPOLoss
+from lightning_rl.policy import ActorCritic
 from lightning_rl.rollout import Batch
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
 
@@ -55,9 +53,15 @@ def make_batch(model: PPO, **fields: Tensor) -> Batch:
     return Batch({**plain, "values": values + normal(ROWS), "returns": values + normal(ROWS), **fields})
 
 
+def closed_form(model: PPO) -> PPOLoss:
+    form = closed_form_of(model)
+    assert isinstance(form, PPOLoss), form
+    return form
+
+
 def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
-    fast = FastLoss.of(model)
-    return None if fast is None else fast(batch)
+    form = closed_form_of(model)
+    return None if isinstance(form, str) else form(batch)
 
 
 def in_order(known: KnownGradients, model: PPO) -> list[Tensor]:
@@ -128,8 +132,7 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
         limit = float(torch.randint(0, 5, (), generator=generator)) / 4
         model = make(dtype=dtype)
         model.clip_range_value = limit
-        fast = FastLoss.of(model)
-        assert fast is not None
+        fast = closed_form(model)
         changes = values - old_values
         clipped = old_values + changes.clamp(-limit, limit)
         is_tie = (values - returns).square() == (clipped - returns).square()
@@ -177,8 +180,7 @@ def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dt
         advantages[::5] = 0.0
         model = make(dtype=dtype)
         model.clip_range_low, model.clip_range_high = low, high
-        fast = FastLoss.of(model)
-        assert fast is not None
+        fast = closed_form(model)
         x = log_ratios.clone().requires_grad_()
         losses = policy_rows(x, torch.zeros_like(x), advantages, low, high, None, None).losses
         expected = torch.autograd.grad(losses.mean(), x)[0]
@@ -241,25 +243,6 @@ def test_float32_has_the_gradient_of_float64():
         torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
-def test_ranks_of_which_only_some_take_the_closed_form_agree_on_what_they_exchange(entropy_coef, monkeypatch):
-    monkeypatch.setattr(PPO, "world_size", 2)
-    monkeypatch.setattr(PPO, "all_reduce", lambda self, x, operation="sum": x)
-    model = make(entropy_coef=entropy_coef)
-    batch = make_batch(model)
-    exchanged: list[Tensor] = []
-
-    def average(x: Tensor) -> Tensor:
-        exchanged.append(x)
-        return x
-
-    for learn in (model.loss, lambda rows: fast_loss(model, rows)):
-        model.diagnostics = Diagnostics(torch.device("cpu"), average)
-        learn(batch)
-        model.diagnostics.means()
-    torch.testing.assert_close(*exchanged)
-
-
 def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
     model = make()
     batch = make_batch(model)
@@ -280,8 +263,26 @@ def own_penalty(model: PPO) -> None:
     model.__class__ = OwnPenalty
 
 
+class OwnRange(PPO):
+    @property
+    def normalizes_minibatches(self) -> bool:
+        return False
+
+
+def own_range(model: PPO) -> None:
+    model.__class__ = OwnRange
+
+
 def own_loss(model: PPO) -> None:
     model.loss = lambda batch, only=None: torch.zeros((), requires_grad=True)  # type: ignore[method-assign]
+
+
+class OwnPolicy(ActorCritic):
+    """Has a name of its own."""
+
+
+class OwnHead(CategoricalHead):
+    """Has a name of its own."""
 
 
 def hook(_: nn.Module, inputs: Any, output: Any) -> None:
@@ -290,7 +291,16 @@ def hook(_: nn.Module, inputs: Any, output: Any) -> None:
 
 CHANGES: dict[str, Callable[[PPO], Any]] = {
     "subclass": own_penalty,
+    "property of a subclass": own_range,
     "attribute": own_loss,
+    "another policy": lambda model: setattr(model.policy, "__class__", OwnPolicy),
+    "another head": lambda model: setattr(model.policy.action_head, "__class__", OwnHead),
+    "hook of a tensor after accumulation": lambda model: (
+        model.policy.value_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    ),
+    "compiled module": lambda model: model.policy.critic_encoder.compile(),
+    "own forward": lambda model: setattr(model.policy.value_head, "forward", model.policy.value_head.forward),
+    "another device": lambda model: model.to("meta"),
     "hook of a module": lambda model: model.policy.value_head.register_forward_hook(hook),
     "hook of a parameter": lambda model: model.policy.value_head.weight.register_hook(lambda gradient: 2 * gradient),
     "parametrization": lambda model: nn.utils.parametrize.register_parametrization(
@@ -339,82 +349,98 @@ def test_whoever_looks_on_or_has_a_way_of_their_own_is_asked(change):
     assert (fast_loss(model, batch) is not None) == (change in STAYS)
 
 
+@pytest.mark.parametrize("name", ["loss", *READ_BY_LOSS])
+@pytest.mark.parametrize("of", ["class", "instance"])
+def test_whoever_overrides_a_member_that_the_loss_reads_learns_by_autograd(name, of):
+    model = make()
+    assert isinstance(closed_form_of(model), PPOLoss)
+    if of == "class":
+        model.__class__ = type("Own", (PPO,), {name: getattr(PPO, name)})
+        assert isinstance(closed_form_of(model), PPOLoss)  # the very same function
+        model.__class__ = type("Own", (PPO,), {name: lambda self, *args: None})
+    else:
+        vars(model)[name] = lambda *args: None
+    reasons = (f"{name} is overridden", "Own.loss has no closed form")
+    assert closed_form_of(model) == reasons[name == "loss" and of == "class"]
+
+
+def test_an_instance_with_hooks_of_all_modules_learns_by_autograd():
+    model, handle = make(), nn.modules.module.register_module_forward_hook(hook)
+    try:
+        assert closed_form_of(model) == "a module of the policy has hooks or is compiled"
+    finally:
+        handle.remove()
+    assert isinstance(closed_form_of(model), PPOLoss)
+
+
+def draw(generator: np.random.Generator) -> dict[str, Any]:
+    """Options of PPO that the closed form has, at random."""
+    ranges = [None, 0.1, 0.2, 0.5]
+    return {
+        "clip_range": generator.choice(ranges),
+        "clip_range_low": generator.choice(ranges),
+        "clip_range_high": generator.choice(ranges),
+        "clip_range_value": generator.choice([None, 0.25, 0.5]),
+        "entropy_coef": float(generator.choice([0.0, 0.01, 0.1])),
+        "value_coef": float(generator.choice([0.5, 1.0])),
+        "normalize_advantages": str(generator.choice(["minibatch", "rollout", "none"])),
+        "normalize_observations": bool(generator.integers(2)),
+        "hidden_sizes": tuple(generator.integers(1, 9, generator.integers(1, 4)).tolist()),
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_closed_form_equals_autograd(seed):
+    """Random options, networks and rows: multiples of 1/4 make ties of values, ratios of 1 ties of the policy."""
+    generator = np.random.default_rng(seed)
+    spaces_of_actions = (DISCRETE, spaces.Discrete(2), CONTINUOUS, spaces.Box(-1, 1, (1,)))
+    model = make(spaces_of_actions[generator.integers(4)], **draw(generator))
+    batch = make_batch(model)
+    batch.log_probs[::3] = model.policy.log_prob(batch.observations, batch.actions)[::3].detach()
+    batch.advantages[::5] = 0.0
+    for name in ("returns", "values"):
+        batch.fields[name] = (4 * batch.fields[name]).round() / 4
+    if seed % 2:  # values on the grid of returns
+        with torch.no_grad():
+            model.policy.value_head.weight.zero_()
+            model.policy.value_head.bias.fill_(generator.integers(-4, 5) / 4)
+    batch.weight *= float(generator.choice([1.0, 0.5]))
+    expected = model.compute_loss(batch)
+    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    with model.leaving_no_trace():
+        known = fast_loss(model, batch)
+        found = model.diagnostics.means()
+    assert known is not None
+    assert found.keys() == expected.keys()
+    if model.normalize_advantages != "rollout":  # which compute_loss does itself, and the update before
+        assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
+    for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
+        torch.testing.assert_close(found_gradient, gradient, rtol=1e-9, atol=1e-13)
+
+
 @pytest.mark.parametrize("options", UNSUITED_OPTIONS, ids=str)
 def test_other_options_are_left_to_autograd(options):
-    assert FastLoss.of(make(**options)) is None
+    assert isinstance(closed_form_of(make(**options)), str)
 
 
 @pytest.mark.parametrize("action_distribution", UNSUITED_DISTRIBUTIONS, ids=str)
 def test_other_distributions_are_left_to_autograd(action_distribution):
-    assert FastLoss.of(make(CONTINUOUS, action_distribution=action_distribution)) is None
-
-
-def test_the_closed_form_stands_for_the_source_as_it_is():
-    told = "edited? See that the tests of this file still pass with the new value of FINGERPRINT"
-    assert fingerprint(PPO) == FINGERPRINT, told
-
-
-COPIES = {
-    "as it is": ("", "", True),
-    "one line of the loss": ("return self.total(*terms)", "return 2 * self.total(*terms)", False),
-    "a line that prints": (
-        "        terms: list[Tensor] = []\n",
-        "        terms: list[Tensor] = []\n        print()\n",
-        False,
-    ),
-    "another method": ("return batch.replace(advantages=", "return batch.replace(  advantages=", True),
-}
-
-
-@pytest.mark.parametrize("copy_of", COPIES)
-def test_an_edited_copy_of_the_source_learns_by_what_it_says(copy_of, tmp_path, monkeypatch):
-    old, new, stays = COPIES[copy_of]
-    source = Path(ppo.__file__).read_text()
-    assert not old or source.count(old) == 1
-    path = tmp_path / f"edited_{list(COPIES).index(copy_of)}.py"
-    # By another name, or the command line's short name PPO would be ambiguous for the rest of the process.
-    source = source.replace("class PPO(", "class EditedPPO(")
-    path.write_text(source.replace(old, new) if old else source)
-    monkeypatch.syspath_prepend(tmp_path)
-    model = importlib.import_module(path.stem).EditedPPO(VECTOR, DISCRETE)
-    assert (FastLoss.of(model) is not None) == stays
-
-
-def test_what_a_debugger_waits_for_is_reached():
-    model, before = make(), sys.gettrace()
-    try:
-        sys.settrace(lambda *_: None)
-        assert FastLoss.of(model) is None
-    finally:
-        sys.settrace(before)
-    assert FastLoss.of(model) is not None
-
-
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring is of Python 3.12")
-def test_what_a_debugger_that_monitors_waits_for_is_reached():
-    model, tools = make(), sys.monitoring  # type: ignore[attr-defined]
-    tools.use_tool_id(tools.DEBUGGER_ID, "debugger")
-    try:
-        assert FastLoss.of(model) is None
-    finally:
-        tools.free_tool_id(tools.DEBUGGER_ID)
-    assert FastLoss.of(model) is not None
+    assert isinstance(closed_form_of(make(CONTINUOUS, action_distribution=action_distribution)), str)
 
 
 def test_other_rows_are_left_to_autograd():
     model = make()
-    fast = FastLoss.of(model)
-    assert fast is not None
+    fast = closed_form(model)
     batch = make_batch(model)
     assert fast(batch.replace(weights=torch.ones(ROWS))) is None
     assert fast(batch.replace(returns=batch.returns.float())) is None
     assert fast(batch.ordered(torch.arange(0))) is None
-    assert fast(batch.ordered(torch.arange(FastLoss.most_rows) % ROWS)) is not None
-    assert fast(batch.ordered(torch.arange(FastLoss.most_rows + 1) % ROWS)) is None
+    assert fast(batch.ordered(torch.arange(PPOLoss.max_rows) % ROWS)) is not None
+    assert fast(batch.ordered(torch.arange(PPOLoss.max_rows + 1) % ROWS)) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fast(batch) is None
     with torch.autograd.detect_anomaly(check_nan=True):
-        assert FastLoss.of(model) is None
+        assert closed_form_of(model) == "anomaly detection is on"
 
 
 class Counted:
@@ -422,14 +448,14 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, works: bool = True) -> None:
         self.count = 0
-        compute = FastLoss.__call__
+        compute = PPOLoss.__call__
 
-        def counted(fast: FastLoss, batch: Batch) -> KnownGradients | None:
+        def counted(fast: PPOLoss, batch: Batch) -> KnownGradients | None:
             known = compute(fast, batch) if works else None
             self.count += known is not None
             return known
 
-        monkeypatch.setattr(FastLoss, "__call__", counted)
+        monkeypatch.setattr(PPOLoss, "__call__", counted)
 
 
 class AfterBackward(Callback):
@@ -460,12 +486,13 @@ def test_a_run_learns_what_it_learns_with_autograd(monkeypatch, env_id):
     assert fast.losses == pytest.approx(slow.losses, rel=1e-7, abs=1e-9)
 
 
-def test_callbacks_that_wait_for_backward_passes_see_the_gradient(monkeypatch):
+def test_callbacks_that_wait_for_backward_passes_see_the_gradient_of_autograd(monkeypatch):
     waiting = AfterBackward()
     (quick, _), (heard, count) = fitted(monkeypatch, True), fitted(monkeypatch, True, waiting)
-    assert count == len(waiting.norms) == 8
+    assert (count, len(waiting.norms)) == (0, 8)
     assert min(waiting.norms) > 0
-    assert all(map(torch.equal, quick.parameters(), heard.parameters()))
+    for found, expected in zip(quick.parameters(), heard.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
 def test_updates_stop_at_the_divergence_that_was_asked_for(monkeypatch):

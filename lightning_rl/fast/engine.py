@@ -1,0 +1,173 @@
+"""The fast engine: gradients in closed form, and steps without Lightning's empty hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_rl.fast.flat_adam import FlatAdam
+from lightning_rl.fast.numpy_mlp import overridden, tanh_layers
+from lightning_rl.fast.ppo import KnownGradients
+from lightning_rl.rollout import Batch
+
+_Loss = TypeVar("_Loss", bound=Callable[..., Any])
+_MARK = "closed_form"
+_HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_BACKWARD = ("backward", "manual_backward")
+_STRATEGY = ("pre_backward", "backward", "post_backward", "optimizer_step")
+# What was logged last about each algorithm.
+_logged: WeakKeyDictionary[LightningModule, str] = WeakKeyDictionary()
+
+
+class ClosedForm(Protocol):
+    """Computes a loss over minibatches together with its gradient."""
+
+    @classmethod
+    def of(cls, model: Any) -> ClosedForm | str:  # noqa: ANN401
+        """Return the closed form for the updates from one rollout, or why there is none."""
+        ...
+
+    def __call__(self, batch: Batch) -> KnownGradients | None:
+        """Return loss and gradients over a minibatch; None if it has none for this one."""
+        ...
+
+
+def closed_form(form: type[ClosedForm], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
+    """Mark a `loss(batch)` that also exists in closed form: whoever edits one of them edits both.
+
+    Args:
+        form: Computes the same loss, and its gradient.
+        reads: Members of the class that `loss` uses and `form` has its own formulas for, and those that take its
+            result. A subclass or an instance that overrides one of them learns by autograd.
+    """
+
+    def mark(loss: _Loss) -> _Loss:
+        setattr(loss, _MARK, (form, tuple(reads)))
+        return loss
+
+    return mark
+
+
+class FastEngine:
+    """Computes gradients, in closed form where there is one, and steps optimizers past Lightning's empty hooks.
+
+    Args:
+        closed_form: Of the loss of the model; None leaves it to autograd.
+    """
+
+    def __init__(self, closed_form: ClosedForm | None = None) -> None:
+        self.closed_form = closed_form
+        self._known: KnownGradients | None = None
+
+    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
+        """Return the context of all updates from a rollout."""
+        # A loss by other authors may take derivatives that `TanhLayers` does not have.
+        own = type(model).__module__.startswith("lightning_rl.")
+        return tanh_layers(model.policy) if self.closed_form is None and own else nullcontext()
+
+    def loss(self, model: Any, batch: Batch, only: str | None = None) -> Tensor:  # noqa: ANN401
+        """Return the loss over a minibatch, for `backward`."""
+        self._known = None
+        if only is not None:
+            return model.loss(batch, only)  # type: ignore[no-any-return]
+        if self.closed_form is not None:
+            self._known = self.closed_form(batch)
+        return model.loss(batch) if self._known is None else self._known.loss
+
+    def backward(self, model: LightningModule, loss: Tensor) -> None:
+        """Compute the gradient of a loss."""
+        known, self._known = self._known, None
+        if known is None or known.loss is not loss:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        for parameter, gradient in zip(known.parameters, known.gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients of all parameters that have one; `FlatAdam` has many in one tensor."""
+        if isinstance(optimizer, FlatAdam):
+            tensors = optimizer.vectors()
+        else:
+            tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
+        """Take a step, as one of Lightning's global steps if it `counts`."""
+        if not counts:
+            optimizer.optimizer.step()
+            return
+        trainer = model.trainer
+        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        progress.increment_ready()
+        trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
+        optimizer.optimizer.step()
+        trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
+        progress.increment_completed()
+
+
+def engine_for(model: LightningModule) -> FastEngine | None:
+    """Return the engine for the updates from the next rollout, None for the plain one; log which, where it changes.
+
+    Args:
+        model: An algorithm that is attached to a Trainer.
+    """
+    reason = why_not(model)
+    form = reason or closed_form_of(model)
+    name = type(model).__name__
+    if reason is not None:
+        line = f"{name} updates by plain PyTorch and Lightning: {reason}"
+    elif isinstance(form, str):
+        line = f"{name} updates by the fast engine, with autograd: {form}"
+    else:
+        line = f"{name} updates by the fast engine, with the closed form of its loss"
+    if _logged.get(model) != line:
+        _logged[model] = line
+        rank_zero_info(line)
+    return None if reason is not None else FastEngine(None if isinstance(form, str) else form)
+
+
+def why_not(model: Any) -> str | None:  # noqa: ANN401
+    """Return why backward passes and steps of a model take Lightning's way, None if they need not."""
+    if not model.fast_paths:
+        return "fast_paths is false"
+    # Lightning puts a compiled training step into the instance.
+    if torch.compiler.is_compiling() or "training_step" in vars(model):
+        return "the training step is compiled or replaced"
+    if torch.is_anomaly_enabled():
+        return "anomaly detection is on"
+    trainer = model.trainer
+    if trainer.world_size > 1:
+        return "several ranks exchange gradients in the backward pass"
+    owners = [model, *trainer.callbacks]
+    plugins = [(trainer.strategy, Strategy), (trainer.strategy.precision_plugin, Precision)]
+    found = [(x, name) for name in _HOOKS for x in owners if is_overridden(name, x, _base(x))]
+    found += [(model, name) for name in _BACKWARD if is_overridden(name, model)]
+    found += [(x, name) for x, base in plugins for name in _STRATEGY if is_overridden(name, x, base)]
+    return f"{type(found[0][0]).__name__} overrides {found[0][1]}" if found else None
+
+
+def closed_form_of(model: Any) -> ClosedForm | str:  # noqa: ANN401
+    """Return the closed form of the loss of a model as it is now, or why there is none."""
+    form, reads = getattr(getattr(type(model), "loss", None), _MARK, (None, ()))
+    if form is None:
+        return f"{type(model).__name__}.loss has no closed form"
+    owner = next(cls for cls in type(model).__mro__ if "loss" in vars(cls))
+    if (name := overridden(model, owner, ("loss", *reads))) is not None:
+        return f"{name} is overridden"
+    return form.of(model)  # type: ignore[no-any-return]
+
+
+def _base(owner: object) -> type[Any]:
+    return LightningModule if isinstance(owner, LightningModule) else Callback

@@ -1,0 +1,317 @@
+"""Linear layers with tanh in NumPy: forward and backward passes for updates, and acting in a few environments.
+
+Starting an operation of PyTorch takes longer than a small network computes, and PyTorch's tanh on a CPU takes longer
+than the matrix product before it (here 12 times as long as NumPy's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_rl.distributions import Categorical, DiagonalGaussian, Distribution
+from lightning_rl.distributions.gaussian_heads import GaussianHead
+from lightning_rl.distributions.heads import CategoricalHead
+from lightning_rl.layers import HeadLinear
+from lightning_rl.nested import Nested
+from lightning_rl.networks import MLPEncoder
+from lightning_rl.normalization import ObservationNormalizer
+from lightning_rl.policy import ActorCritic
+from lightning_rl.policy_interface import PolicyOutput
+
+_DTYPES = (torch.float32, torch.float64)
+_TANH_BACKWARD = torch.ops.aten.tanh_backward.default
+# Multiplications beyond which NumPy's library may run a product on several threads.
+_LARGEST_NUMPY_PRODUCT = 2**18
+# Members of `ActorCritic` that an actor replaces.
+_ACTING = ("act", "prepare_observations", "_acting_features", "_encode_for_actor", "_encode", "_distribution")
+
+
+class NumpyMLP:
+    """Forward and backward pass of linear layers with tanh after each but the last, without autograd.
+
+    Args:
+        parameters: Weight and bias of each layer.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._features: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs `[N, width]` for rows `[N, features]`, and keep the features for `backward`."""
+        self._features = tanh_features(x, self.parameters[:-2])
+        return functional.linear(self._features[-1], *self.parameters[-2:])
+
+    def backward(self, gradient: Tensor) -> list[Tensor]:
+        """Return the gradient of each parameter, given the gradient of the outputs `[N, width]` of the last forward."""
+        features, self._features = self._features, []
+        last = product(gradient.t(), features[-1]), gradient.sum(0)
+        _, *others = tanh_gradients(features, self.parameters[:-2], gradient.mm(self.parameters[-2]))
+        return [*others, *last]
+
+
+class TanhLayers(torch.autograd.Function):
+    """Linear layers with tanh after each as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
+        """Return the features `[..., width]` of `x`, `[..., features]`, given weight and bias of each layer."""
+        features = tanh_features(x, parameters)
+        ctx.save_for_backward(*features, *parameters)
+        return features[-1]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Return the gradients of `x` and of the parameters."""
+        saved = ctx.saved_tensors
+        num_layers = len(saved) // 3
+        features, parameters = saved[: num_layers + 1], saved[num_layers + 1 :]
+        shape = features[0].shape
+        if len(shape) > 2:
+            gradient, *features = (part.flatten(0, -2) for part in (gradient, *features))
+        first, *others = tanh_gradients(features, parameters, gradient)
+        return (first.mm(parameters[0]).reshape(shape) if ctx.needs_input_grad[0] else None, *others)
+
+
+class TanhSequential(nn.Sequential):
+    """Linear layers with tanh after each, computed by `TanhLayers` where NumPy has the dtype of the rows."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the features `[..., width]` of rows `[..., features]`."""
+        parameters = [parameter for layer in self for parameter in layer.parameters()]
+        if not is_plain(input) or input.dtype is not parameters[0].dtype:
+            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
+        return TanhLayers.apply(input, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@contextlib.contextmanager
+def tanh_layers(policy: object) -> Iterator[None]:
+    """Compute the MLPs of a policy by `TanhSequential` in here, as far as they have tanh and no hooks."""
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    plain = [module.layers for module in modules if type(module) is MLPEncoder and sequential_parameters(module.layers)]
+    swapped = [layers for layers in plain if not is_observed(layers)]
+    for layers in swapped:  # the module itself stays, with its parameters
+        layers.__class__ = TanhSequential
+    try:
+        yield
+    finally:
+        for layers in swapped:
+            layers.__class__ = nn.Sequential
+
+
+def tanh_features(x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return `x`, `[..., features]`, and the features after each linear layer with tanh; without gradient."""
+    features = [x]
+    for k in range(0, len(parameters), 2):
+        outputs = functional.linear(features[-1], parameters[k], parameters[k + 1])
+        array = outputs.numpy()
+        np.tanh(array, out=array)
+        features.append(outputs)
+    return features
+
+
+def tanh_gradients(features: Sequence[Tensor], parameters: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
+    """Return the gradients of the first layer's outputs before tanh, `[N, width]`, and of each parameter.
+
+    Args:
+        features: What `tanh_features` returned for rows.
+        parameters: Weight and bias of each layer.
+        gradient: The gradient of the last features, `[N, width]`.
+    """
+    gradients: list[Tensor] = []
+    for k in range(len(features) - 2, -1, -1):
+        gradient = _TANH_BACKWARD(gradient, features[k + 1])
+        gradients += [gradient.sum(0), product(gradient.t(), features[k])]
+        if k > 0:
+            gradient = gradient.mm(parameters[2 * k])
+    return [gradient, *reversed(gradients)]
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices on the CPU that need no gradient, `[N, K]` and `[K, M]`.
+
+    NumPy takes a fraction of PyTorch's time where one side is narrow.
+    """
+    (rows, inner), columns = a.shape, b.shape[1]
+    # Products with a vector have another limit.
+    if min(rows, inner, columns) > 1 and rows * inner * columns <= _LARGEST_NUMPY_PRODUCT:
+        return torch.from_numpy(a.numpy().dot(b.numpy()))
+    # PyTorch takes several times as long where the narrow side is the second.
+    return b.t().mm(a.t()).t().contiguous() if columns < rows else a.mm(b)
+
+
+class Actor:
+    """Acts as an `ActorCritic` does, by NumPy, as long as nothing changes the policy.
+
+    Args:
+        policy: Its parameters and running statistics are read once.
+        parameters: Weight and bias of each layer from observations to the outputs of the actor.
+        distribution: Makes an action distribution of these outputs.
+    """
+
+    max_rows = 64
+    """With more rows the products take most of the time, and PyTorch may run them on several threads."""
+
+    def __init__(
+        self, policy: ActorCritic, parameters: Sequence[Tensor], distribution: Callable[[Tensor], Distribution]
+    ) -> None:
+        self.policy, self.distribution = policy, distribution
+        self._prepare = Preparation(policy)
+        arrays = [parameter.detach().numpy() for parameter in parameters]
+        self._parameters = list(zip(arrays[::2], arrays[1::2], strict=True))
+        self._layers, self._rows = self._parameters, 0
+
+    def __call__(
+        self, observations: Nested, generator: torch.Generator | None = None, deterministic: bool = False
+    ) -> PolicyOutput:
+        """Choose an action for every row; see `Policy.act`."""
+        x = self._prepare(observations)
+        if not is_plain(x) or x.dim() != 2 or len(x) > self.max_rows:
+            return self.policy.act(observations, generator, deterministic)
+        distribution = self.distribution(torch.from_numpy(self.outputs(x.numpy())))
+        action = distribution.mode() if deterministic else distribution.sample(generator)
+        return PolicyOutput(action, environment_action=distribution.to_space(action))
+
+    def outputs(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return what the layers make of rows `[N, features]`."""
+        if len(x) != self._rows:  # contiguous weights and repeated biases halve the time for so few rows
+            self._rows = len(x)
+            self._layers = [(np.ascontiguousarray(w.T), np.repeat(b[None], len(x), 0)) for w, b in self._parameters]
+        for k, (weight, bias) in enumerate(self._layers):
+            if k:
+                np.tanh(x, out=x)
+            x = x.dot(weight)
+            x += bias
+        return x
+
+
+def actor(policy: object) -> Actor | None:
+    """Return an actor for the rollout to come; None unless the policy is a plain tanh MLP on the CPU.
+
+    Args:
+        policy: Any; nothing changes it until the rollout ends. Where it has an attribute `fast_paths` that is false,
+            there is no actor.
+    """
+    if not isinstance(policy, ActorCritic) or not getattr(policy, "fast_paths", True):
+        return None
+    head = linear_head(policy.action_head)
+    layers = None if head is None else tanh_parameters(policy.actor_encoder)
+    # With one encoder for both, acting gives values too.
+    if layers is None or head is None or policy.memory is not None or policy.critic_encoder is None:
+        return None
+    if overridden(policy, ActorCritic, _ACTING) or is_observed(policy) or torch.compiler.is_compiling():
+        return None
+    parameters, distribution = [*layers, *head[0]], head[1]
+    return Actor(policy, parameters, distribution) if have_one_dtype(parameters) else None
+
+
+class Preparation:
+    """`ActorCritic.prepare_observations` for vectors, with the running statistics as they were at the first call."""
+
+    def __init__(self, policy: ActorCritic) -> None:
+        self._policy = policy
+        self._dtype = policy.dtype
+        # By dtype of the observations: mean and scale.
+        self._constants: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, observations: Nested) -> Nested:
+        """Return observations `[..., features]` as the encoders take them."""
+        normalizer = self._policy.observation_normalizer
+        if type(normalizer) is not ObservationNormalizer or not isinstance(observations, Tensor):
+            return self._policy.prepare_observations(observations)
+        x = observations if observations.dtype == torch.float64 else observations.float()
+        if x.dtype not in self._constants:
+            moments = normalizer.moments
+            self._constants[x.dtype] = moments.mean.to(x.dtype), moments.scale(normalizer.epsilon).to(x.dtype)
+        mean, scale = self._constants[x.dtype]
+        return ((x - mean) * scale).clamp(-normalizer.clip, normalizer.clip).to(self._dtype)
+
+
+def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer; None unless they are linear with tanh after each, on plain vectors."""
+    return sequential_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
+
+
+def sequential_parameters(layers: nn.Module) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer; None unless they are linear with tanh after each."""
+    if type(layers) is not nn.Sequential:
+        return None
+    linear, tanh = list(layers)[::2], list(layers)[1::2]
+    if len(linear) != len(tanh) or not linear or any(type(layer) is not nn.Tanh for layer in tanh):
+        return None
+    found = [linear_parameters(layer, nn.Linear) for layer in linear]
+    return [x for parameters in found for x in parameters or ()] if all(found) else None
+
+
+def linear_parameters(layer: nn.Module, kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
+    """Return weight and bias of a linear layer; None where it is of another class or makes them of something else."""
+    parameters = [layer.weight, layer.bias] if type(layer) is kind else []
+    plain = parameters and all(type(parameter) is nn.Parameter for parameter in parameters)
+    return cast(list[nn.Parameter], parameters) if plain else None
+
+
+def linear_head(head: nn.Module) -> tuple[list[nn.Parameter], Callable[[Tensor], Distribution]] | None:
+    """Return weight and bias of a head, and what makes its distribution of their outputs; None for other heads."""
+    if type(head) is CategoricalHead:
+        parameters = linear_parameters(head.logits)
+        return None if parameters is None else (parameters, Categorical)
+    if type(head) is GaussianHead and has_plain_deviation(head):
+        parameters = linear_parameters(head.mean)
+        log_std = head.log_std
+        return None if parameters is None else (parameters, lambda mean: DiagonalGaussian(mean, log_std))
+    return None
+
+
+def has_plain_deviation(head: GaussianHead) -> bool:
+    """Whether the mean is a linear layer's output, and the logarithm of the standard deviation a parameter."""
+    log_std = getattr(head, "log_std", None)
+    return type(log_std) is nn.Parameter and head.log_limits == [None, None] and not head.squashes_mean
+
+
+def is_plain(x: object) -> bool:
+    """Whether `x` is a tensor of rows that NumPy computes with as PyTorch would."""
+    if type(x) is not Tensor or not x.is_cpu or x.dtype not in _DTYPES:
+        return False
+    return x.dim() > 1 and not torch.is_autocast_enabled("cpu")
+
+
+def have_one_dtype(parameters: Sequence[Tensor]) -> bool:
+    """Whether parameters are on the CPU, in a dtype that NumPy has, the same for all."""
+    dtype = parameters[0].dtype
+    return dtype in _DTYPES and all(x.is_cpu and x.dtype == dtype for x in parameters)
+
+
+def overridden(owner: object, base: type[Any], members: Sequence[str]) -> str | None:
+    """Return the first of some members that the class of `owner`, or `owner` itself, overrides; None if there is none.
+
+    Args:
+        owner: An instance of `base`.
+        base: The class whose members are known.
+        members: Names of methods and properties.
+    """
+    cls, own = type(owner), vars(owner)
+    for name in members:
+        # Functions and properties, which a class gives as they are.
+        if name in own or (cls is not base and getattr(cls, name, None) is not getattr(base, name)):
+            return name
+    return None
+
+
+# PyTorch has no public way to find hooks; checked with PyTorch 2.8 and 2.13.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
+_GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS[:4]]
+
+
+def is_observed(root: nn.Module) -> bool:
+    """Whether a module within `root`, or every module, has hooks, is compiled, or has a `forward` of its own."""
+    return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS) or any(
+        "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS) for module in root.modules()
+    )

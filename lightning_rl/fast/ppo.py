@@ -1,0 +1,299 @@
+"""PPO's loss and its gradient in closed form, for networks so small that autograd takes longer than its operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_rl.distributions.gaussian import LOG_2PI
+from lightning_rl.fast.numpy_mlp import (
+    NumpyMLP,
+    Preparation,
+    have_one_dtype,
+    is_observed,
+    is_plain,
+    linear_head,
+    linear_parameters,
+    overridden,
+    tanh_parameters,
+)
+from lightning_rl.policy import ActorCritic
+from lightning_rl.rollout import Batch
+from lightning_rl.trunk import Trunk
+
+Array = NDArray[np.floating[Any]]
+
+_OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
+# The sum after its parts: the first term that is not finite is named in errors.
+_TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
+_ABSOLUTE = "total_abs_loss"
+# Options of PPO that the formulas do not have.
+_OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
+_POLICY = [name for cls in (ActorCritic, Trunk) for name, member in vars(cls).items() if callable(member)]
+
+
+class KnownGradients(NamedTuple):
+    """A loss without graph, and its gradient.
+
+    Attributes:
+        loss: A scalar.
+        parameters: What the loss depends on.
+        gradients: The gradient of each parameter, in its shape and contiguous.
+    """
+
+    loss: Tensor
+    parameters: Sequence[nn.Parameter]
+    gradients: Sequence[Tensor]
+
+
+class PPOLoss:
+    """What `PPO.loss` computes of minibatches, and its gradient, by a few operations of NumPy.
+
+    It covers the default options and policies of two tanh MLPs with a categorical or Gaussian action; see `of`.
+
+    Args:
+        model: A `PPO`.
+        actor: Computes the first parameter of the action distributions.
+        critic: Computes values, `[N, 1]`.
+        make_rows: Makes distributions at given actions.
+        shared: Further parameters of the distributions, the same for all rows.
+    """
+
+    max_rows = 8192
+    """With more rows the operations take longer than starting them, and PyTorch may run them on several threads."""
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - PPO's module imports this one
+        actor: NumpyMLP,
+        critic: NumpyMLP,
+        make_rows: Callable[..., Rows],
+        shared: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self.model, self.actor, self.critic, self.make_rows, self.shared = model, actor, critic, make_rows, shared
+        self.parameters = [*actor.parameters, *critic.parameters, *shared]
+        self._prepare = Preparation(model.policy)
+
+    @classmethod
+    def of(cls, model: Any) -> PPOLoss | str:  # noqa: ANN401
+        """Return the closed form for the updates from one rollout, or why there is none.
+
+        Args:
+            model: A `PPO` with the `loss` and the other members of `PPO` itself.
+        """
+        policy = model.policy
+        for name in _OPTIONS:
+            if getattr(model, name) not in (None, False):
+                return f"{name} is set"
+        if any(model.weight_penalty.coefficients.values()):
+            return "weights are penalized"
+        if model.idle_parameters(None):
+            return "only a part of the policy is learned"
+        if torch.is_anomaly_enabled():
+            return "anomaly detection is on"
+        if type(policy) is not ActorCritic:
+            return f"the policy is a {type(policy).__name__}"
+        if (own := overridden(policy, ActorCritic, _POLICY)) is not None:
+            return f"the policy has its own {own}"
+        if is_observed(policy):
+            return "a module of the policy has hooks or is compiled"
+        return cls._of_networks(model) or "the policy is not two tanh MLPs with a categorical or Gaussian action"
+
+    @classmethod
+    def _of_networks(cls, model: Any) -> PPOLoss | str | None:  # noqa: ANN401
+        """Return the closed form, None for other networks, or what else keeps their parameters from it."""
+        policy = model.policy
+        actor, critic = tanh_parameters(policy.actor_encoder), tanh_parameters(policy.critic_encoder)
+        head, last = linear_head(policy.action_head), linear_parameters(policy.value_head)
+        if policy.memory is not None or policy.value_normalizer is not None:
+            return None
+        if actor is None or critic is None or head is None or last is None:
+            return None
+        shared = [policy.action_head.log_std] if hasattr(policy.action_head, "log_std") else []
+        networks = NumpyMLP([*actor, *head[0]]), NumpyMLP([*critic, *last])
+        made = cls(model, *networks, GaussianRows if shared else CategoricalRows, shared)
+        return made if (reason := _why_unsuited(made.parameters)) is None else reason
+
+    def __call__(self, batch: Batch) -> KnownGradients | None:
+        """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
+        model = self.model
+        if not batch.is_plain or not 0 < len(batch) <= self.max_rows:
+            return None
+        x, actions = self._prepare(batch.observations), batch.actions
+        numbers = [batch.log_probs, batch.advantages, batch.returns, batch.values]
+        numbers += [actions] if actions.is_floating_point() else []
+        if not is_plain(x) or any(tensor.dtype is not x.dtype for tensor in numbers):
+            return None
+        advantages = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
+        with torch.no_grad(), np.errstate(all="ignore"):  # the update sees what is not finite
+            outputs, values = self.actor.forward(x), self.critic.forward(x)
+            shared = (parameter.detach().numpy() for parameter in self.shared)
+            rows = self.make_rows(actions.numpy(), outputs.numpy(), *shared)
+            log_ratios = rows.log_prob - batch.log_probs.numpy()
+            policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages.numpy(), batch.weight)
+            of_outputs, *of_shared = rows.gradients(of_log_probs, -float(model.entropy_coef) * batch.weight)
+            value_loss, of_values = self._value_part(batch, values.numpy()[:, 0])
+            gradients = (
+                *self.actor.backward(torch.from_numpy(of_outputs)),
+                *self.critic.backward(torch.from_numpy(of_values[:, None])),
+                *map(torch.from_numpy, of_shared),
+            )
+            entropy = batch.weight * rows.entropies
+            bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
+            summands = [policy_loss, *bonus, model.value_coef * value_loss]
+            terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
+        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(np.array(terms, of_values.dtype)))
+        return KnownGradients(loss, self.parameters, gradients)
+
+    def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
+        """Return the surrogate loss (equation 7), the gradient of each log-probability, and measures of the change.
+
+        These are the estimates k3 and k1 of the divergence, and the share of clipped ratios.
+        """
+        low, high = map(float, self.model.clip_ranges)
+        changes = np.expm1(log_ratios)
+        losses = -advantages
+        bound = np.minimum(losses * (1 - low), losses * (1 + high))
+        if math.inf in (low, high):
+            # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
+            np.nan_to_num(bound, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
+        # PyTorch's exponential, whose last bit decides at the very edge of the range: NumPy's differs in float32.
+        losses *= torch.from_numpy(log_ratios).exp().numpy()
+        gradient = losses * (losses >= bound)  # of an infinite ratio NaN, clipped or not, as by autograd
+        gradient *= weight
+        policy_loss = weight * np.maximum(losses, bound, out=losses).sum()
+        k3, k1 = weight * (changes - log_ratios).sum(), -weight * log_ratios.sum()
+        clipped = weight * np.count_nonzero((changes < -low) | (changes > high))
+        return policy_loss, gradient, (k3, k1, clipped)
+
+    def _value_part(self, batch: Batch, values: Array) -> tuple[Any, Array]:
+        """Return the value loss and the gradient of each value, times its coefficient."""
+        returns, weight = batch.returns.numpy(), batch.weight
+        errors = values - returns
+        losses, gradient = errors * errors, errors
+        if self.model.clip_range_value is not None:
+            limit, changes = float(self.model.clip_range_value), values - batch.values.numpy()
+            bounded = batch.values.numpy() + np.clip(changes, -limit, limit) - returns
+            bounded *= bounded
+            # Beyond the range the bounded error is constant. Of two equal errors each gets half of the gradient, as in
+            # `torch.maximum`.
+            share = np.heaviside(losses - bounded, 0.5)
+            gradient = errors * np.where(np.abs(changes) > limit, share, 1)
+            losses = np.maximum(losses, bounded)
+        return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
+
+    def _record(self, log_ratios: Tensor, terms: Tensor) -> Tensor:
+        """Record the terms that `PPO.loss` records, and return the loss.
+
+        Args:
+            log_ratios: Of the rows.
+            terms: The terms named in `_TERMS`, and the sum of the absolute values of the summands.
+        """
+        self.model.observe_first_ratios(log_ratios)
+        # One after the other they take longer to record than to compute.
+        self.model.diagnostics.add_together((*_TERMS, _ABSOLUTE), terms, _OBSERVED)
+        self.model.stop_unless_close(terms[_TERMS.index("approx_kl")])
+        return terms[_TERMS.index("loss")]
+
+
+def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
+    """Return what keeps parameters from gradients in closed form, None if nothing does."""
+    if not have_one_dtype(parameters):
+        return "the parameters are not all on the CPU in float32 or all in float64"
+    if len(set(map(id, parameters))) < len(parameters):
+        return "a parameter is in two places"
+    if not all(parameter.requires_grad for parameter in parameters):
+        return "a parameter is frozen"
+    # PyTorch has no public way to find hooks of tensors; checked with PyTorch 2.8 and 2.13.
+    if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
+        return "a parameter has hooks"
+    return None
+
+
+class Rows(Protocol):
+    """Action distributions of some rows, at the actions that were taken.
+
+    Attributes:
+        log_prob: Log-probability of each action, `[N]`.
+        entropies: Sum of the entropies of all rows.
+    """
+
+    log_prob: Array
+    entropies: float
+
+    def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
+        """Return the gradients of what the distributions were made of, in the order of these arguments.
+
+        Args:
+            log_prob: The gradient of each log-probability, `[N]`.
+            entropy: That of the entropy of each row.
+        """
+
+
+class CategoricalRows:
+    """One of `n` actions in each row, as `Categorical` has it.
+
+    Args:
+        actions: That were taken, `[N]`.
+        logits: `[N, n]`.
+    """
+
+    def __init__(self, actions: NDArray[np.integer[Any]], logits: Array) -> None:
+        # Rows side by side, so that a sum over actions is one of few long vectors.
+        log_probs = np.ascontiguousarray(logits.T)
+        log_probs = log_probs - np.maximum.reduce(log_probs)
+        probs = np.exp(log_probs)
+        totals = np.add.reduce(probs)
+        log_probs -= np.log(totals)
+        probs /= totals
+        self._log_probs, self._probs = log_probs, probs
+        self._taken = actions, np.arange(len(actions))
+        self.log_prob = log_probs[self._taken]
+        self._entropies = -np.add.reduce(probs * log_probs)
+        self.entropies = np.add.reduce(self._entropies)
+
+    def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
+        """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), and g more for the action taken."""
+        if entropy:
+            gradient = self._log_probs + self._entropies
+            gradient *= -entropy
+            gradient -= log_prob
+            gradient *= self._probs
+        else:  # of a logit that is -inf the entropy has no gradient
+            gradient = self._probs * -log_prob
+        gradient[self._taken] += log_prob
+        return (gradient.T,)
+
+
+class GaussianRows:
+    """Independent normal distributions, one per action dimension, whose deviations all rows share: `DiagonalGaussian`.
+
+    Args:
+        actions: That were taken, `[N, a]`.
+        mean: `[N, a]`.
+        log_std: Logarithm of the standard deviation, `[a]`.
+    """
+
+    def __init__(self, actions: Array, mean: Array, log_std: Array) -> None:
+        rows, size = mean.shape
+        self._inverse_std = np.exp(-log_std)
+        self._z = (actions - mean) * self._inverse_std
+        log_volume = np.add.reduce(log_std)
+        self.log_prob = np.add.reduce(self._z * self._z, 1)
+        self.log_prob *= -0.5
+        self.log_prob -= log_volume + 0.5 * LOG_2PI * size
+        self.entropies = rows * (log_volume + 0.5 * (1 + LOG_2PI) * size)
+
+    def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
+        """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`."""
+        of_z = self._z * log_prob[:, None]
+        of_mean = of_z * self._inverse_std
+        # Not by a product of matrices, which NumPy's library may share among threads that nobody has counted.
+        of_log_std = np.add.reduce(of_z * self._z)
+        return of_mean, of_log_std + (entropy * len(log_prob) - np.add.reduce(log_prob))
