@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from lightning_rl.nested import Nested, map_leaves
 
@@ -29,4 +30,7 @@ class StepStorage:
         if self.whole is None:
             with torch.inference_mode(False):  # the rollout outlives the mode
                 self.whole = map_leaves(lambda leaf: leaf.new_empty(self._length, *leaf.shape), x)
-        map_leaves(lambda whole, leaf: whole[t].copy_(leaf), self.whole, x)
+        if isinstance(self.whole, Tensor):  # not nested, as most actions are
+            self.whole[t].copy_(x)
+        else:
+            map_leaves(lambda whole, leaf: whole[t].copy_(leaf), self.whole, x)

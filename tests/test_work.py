@@ -123,8 +123,8 @@ def calls_within(function: Callable[..., Any], counts: list[int]) -> Callable[..
 @pytest.mark.parametrize(
     ("env_id", "options", "per_step", "per_minibatch"),
     [
-        ("CartPole-v1", {"entropy_coef": 0.01}, 241, 856),
-        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 330, 910),
+        ("CartPole-v1", {"entropy_coef": 0.01}, 235, 870),
+        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 320, 925),
     ],
 )
 def test_the_short_ways_are_no_longer_than_they_were(monkeypatch, env_id, options, per_step, per_minibatch):

@@ -18,6 +18,7 @@ from torch.nn import functional
 from lightning_rl.distributions import Categorical, DiagonalGaussian, Distribution
 from lightning_rl.distributions.gaussian_heads import GaussianHead
 from lightning_rl.distributions.heads import CategoricalHead
+from lightning_rl.distributions.noise import fill_log_exponential, fill_normal
 from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
 from lightning_rl.networks import MLPEncoder
@@ -165,6 +166,9 @@ class Actor:
     ) -> None:
         self.policy, self.distribution = policy, distribution
         self._prepare = Preparation(policy)
+        # Sampled as `Categorical` and `DiagonalGaussian` are, the latter with its standard deviation.
+        log_std = getattr(policy.action_head, "log_std", None)
+        self._std = None if log_std is None else log_std.detach().exp().numpy()
         arrays = [parameter.detach().numpy() for parameter in parameters]
         self._parameters = list(zip(arrays[::2], arrays[1::2], strict=True))
         self._layers, self._rows = self._parameters, 0
@@ -176,9 +180,13 @@ class Actor:
         x = self._prepare(observations)
         if not is_plain(x) or x.dim() != 2 or len(x) > self.max_rows:
             return self.policy.act(observations, generator, deterministic)
-        distribution = self.distribution(torch.from_numpy(self.outputs(x.numpy())))
-        action = distribution.mode() if deterministic else distribution.sample(generator)
-        return PolicyOutput(action, environment_action=distribution.to_space(action))
+        outputs = self.outputs(x.numpy())
+        if deterministic:
+            return PolicyOutput(self.distribution(torch.from_numpy(outputs)).mode())
+        noise = torch.empty(outputs.shape, dtype=x.dtype)
+        if self._std is None:
+            return PolicyOutput(torch.from_numpy((outputs - fill_log_exponential(noise, generator).numpy()).argmax(-1)))
+        return PolicyOutput(torch.from_numpy(outputs + self._std * fill_normal(noise, generator).numpy()))
 
     def outputs(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return what the layers make of rows `[N, features]`."""
