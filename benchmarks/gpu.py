@@ -82,7 +82,7 @@ class GradientStep:
     def _loss(self) -> Tensor:
         distribution, values = self.policy(self.observations)
         log_ratios = distribution.log_prob(self.actions) - self.old_log_probs
-        surrogate = rl.clipped_surrogate_loss(log_ratios, rl.normalize(self.advantages), 0.2).mean()
+        surrogate = rl.clipped_surrogate_loss(log_ratios, rl.normalize_rows(self.advantages), 0.2).mean()
         return surrogate + 0.5 * rl.value_loss(values, self.returns).mean() - 0.01 * distribution.entropy().mean()
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checksums import check_intact
 from lightning_rl.datamodule import RolloutDataModule
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import TESTING
@@ -71,6 +72,7 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
         ConfigurationError: It is no checkpoint of this package, or its class is not known; or a class in it is not
             trusted, cannot be imported or is another one than its field expects.
     """
+    check_intact(path, field, "an intact checkpoint")
     checkpoint = read_checkpoint(path, field, mapped=True)
     options = checkpoint["hyper_parameters"]
     name = options.get("_class_path") or checkpoint[CHECKPOINT_KEY]["algorithm"]

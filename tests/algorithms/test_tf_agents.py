@@ -464,16 +464,17 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
         model = small(sum_losses_over_ranks=summed, clip_range=0.1, kl_cutoff_coef=50.0, policy_l2=0.01)
         batch = model.targets(random_rollout(model.policy))
         with torch.no_grad():
-            model.policy.action_head.logits.weight.add_(1.0)
+            model.policy.action_head.logits.weight[0].add_(1.0)
         monkeypatch.setattr(TFAgentsPPO, "world_size", ranks)
         monkeypatch.setattr(TFAgentsPPO, "all_reduce", lambda self, x, *_, n=ranks: n * x)
         monkeypatch.setattr(TFAgentsPPO, "of_ranks", lambda self, x, n=ranks: x.expand(n, *x.shape))
         (minibatch,) = model.minibatches(batch, 1)
         model.loss(minibatch)
-        terms.append(model.diagnostics.means())
+        penalties = float(sum(model.penalties(minibatch, model.evaluate(minibatch)[0])))
+        terms.append(model.diagnostics.means() | {"penalties": penalties})
         monkeypatch.undo()
     one, two = terms
-    for name in ("kl_penalty", "clip_fraction"):
+    for name in ("penalties", "clip_fraction"):
         assert two[name] == pytest.approx(2 * one[name])
         assert one[name] > 0
     for name in ("policy_loss", "value_loss", "entropy"):
