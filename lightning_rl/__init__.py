@@ -1,6 +1,5 @@
 """On-policy reinforcement learning for PyTorch Lightning."""
 
-from lightning_rl import functional
 from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms import (
     A2C,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 # Where PyTorch's own allocator would begin a tensor, at the least.
-_ALIGNMENT = 64
+_WEIGHT_ALIGNMENT = 64
 # Seconds for which an actor may keep the learner from publishing: it copies one block of memory meanwhile.
 _PATIENCE = 30.0
 
@@ -130,7 +130,7 @@ def _places(policy: nn.Module) -> tuple[list[int], int]:
     for x in _tensors(policy):
         places.append(end)
         size = x.numel() * x.element_size()
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        end += -(-size // _WEIGHT_ALIGNMENT) * _WEIGHT_ALIGNMENT
     return places, end
 
 

@@ -6,6 +6,7 @@ what is added to their means.
 """
 
 from lightning_rl.functional.losses import (
+    adapted_kl_coef,
     approx_kl_k1,
     approx_kl_k2,
     approx_kl_k3,
@@ -15,12 +16,13 @@ from lightning_rl.functional.losses import (
     dual_clipped_surrogate_loss,
     explained_variance,
     huber_value_loss,
+    kl_cutoff_penalty,
     normalize_rows,
     policy_gradient_loss,
+    squared_norm,
     value_cloning_loss,
     value_loss,
 )
-from lightning_rl.functional.penalties import adapted_kl_coef, kl_cutoff_penalty, squared_norm
 from lightning_rl.functional.returns import (
     VTraceReturns,
     discounted_returns,
