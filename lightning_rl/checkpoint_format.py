@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lightning_rl.checksums import check_intact
+from lightning_rl.files import load_plain
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINT_KEY = "lightning_rl"
 """Key of what this package adds."""
-
 FORMAT = 1
 """Number of the checkpoint format."""
 
@@ -36,39 +32,6 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
     checkpoint = load_plain(path, field, f"a checkpoint of lightning_rl{names}", mapped)
     check_format(checkpoint, f"{field}={str(path)!r}")
     return checkpoint
-
-
-def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False) -> dict[str, Any]:
-    """Read a file of tensors and plain values; nothing in it is executed.
-
-    Raises:
-        ConfigurationError: There is no such file, or it is damaged or holds something else.
-    """
-    named = f"{field}={str(path)!r}"
-    if not Path(path).is_file():
-        raise ConfigurationError(f"{named} does not exist: expected {expected}")
-    if not mapped:
-        check_intact(path, field, expected)
-    try:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:
-        raise ConfigurationError(f"{named} cannot be read ({type(error).__name__}): expected {expected}") from error
-    return content
-
-
-FROM_COMMAND_LINE = ("_class_path", "_instantiator")
-"""What LightningCLI adds to hyper-parameters: the class, and a function that constructs it and all that it is given."""
-
-
-def constructor_options(cls: type[Any], hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters in a checkpoint that the constructor of a class takes.
-
-    Options of its bases are stored too, which a subclass need not take; `FROM_COMMAND_LINE` are no options.
-    """
-    parameters = inspect.signature(cls).parameters
-    takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
-    stored = {name: x for name, x in hyper_parameters.items() if name not in FROM_COMMAND_LINE}
-    return {name: x for name, x in stored.items() if takes_all or name in parameters}
 
 
 def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:

@@ -7,16 +7,15 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rl.checksums import check_intact
 from lightning_rl.clock import ends_epoch, validates_now
+from lightning_rl.files import check_intact, read_data
 from lightning_rl.validation import check
 
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
@@ -75,20 +74,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; {kept}. Make room, or "
                 "choose another folder, and go on from there"
             ) from error
-
-
-def read_data(
-    source: str | Path | IO[bytes],
-    map_location: Any = None,  # noqa: ANN401 - as torch.load has it
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Read a checkpoint, a file or at a URL; unless `weights_only` is False, nothing in it is unpickled."""
-    # Lightning unpickles by default: up to 2.5 every checkpoint, later those at URLs.
-    options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}
-    if not isinstance(source, str | Path):
-        return torch.load(source, **options)  # type: ignore[no-any-return]
-    with get_filesystem(source).open(str(source), "rb") as file:
-        return torch.load(file, **options)  # type: ignore[no-any-return]
 
 
 def write_atomically(trainer: Trainer) -> None:

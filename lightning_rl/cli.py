@@ -24,7 +24,6 @@ from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpoints import LastCheckpoint
-from lightning_rl.checksums import check_intact
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
@@ -41,6 +40,7 @@ from lightning_rl.cli_parts import (
 )
 from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.files import check_intact
 from lightning_rl.interruption import EarlyTermination, early_termination
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.quiet import filter_command_line_warnings

@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lightning_rl.files import read_yaml
 from lightning_rl.quiet import DropMessages
 from lightning_rl.validation import ConfigurationError, check
-from lightning_rl.yaml_files import read_yaml
 
 Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]

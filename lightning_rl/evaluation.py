@@ -16,8 +16,8 @@ from lightning_rl.environments.lives import LIFE_LOST
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy_interface import Policy, as_recurrent
+from lightning_rl.spaces import observation_dtype
 
 Array = np.ndarray[Any, Any]
 

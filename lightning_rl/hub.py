@@ -20,7 +20,6 @@ from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.extras import how_to_install
 from lightning_rl.trained import (
     CONFIG,
     Score,
@@ -31,7 +30,7 @@ from lightning_rl.trained import (
     modules_named_in,
     play_episodes,
 )
-from lightning_rl.validation import ConfigurationError, check
+from lightning_rl.validation import ConfigurationError, check, how_to_install
 
 CHECKPOINT = "model.ckpt"
 SCORE = "score.json"

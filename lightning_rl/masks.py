@@ -225,3 +225,7 @@ def _check_shape(path: str, mask: ActionMask, expected: tuple[int, ...]) -> None
     if mask.shape != expected:
         name = f"action_mask.{path}".rstrip(".")
         raise ConfigurationError(f"{name} has the shape {mask.shape}: expected {expected}")
+
+
+MAX_INTEGER_CHOICES = 256
+"""A component of an integer `Box` with more values than this would need as many logits."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_rl.normalization import exact_dtype
+from lightning_rl.distributed import exact_dtype
 
 
 def _plus(sums: Tensor, values: Sequence[Sequence[float]]) -> Tensor:

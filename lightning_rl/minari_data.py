@@ -18,8 +18,7 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.evaluation import Episode
-from lightning_rl.extras import how_to_install
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, how_to_install
 
 _ROOT = "MINARI_DATASETS_PATH"
 

@@ -12,22 +12,12 @@ from typing import Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_rl.distributed import Reduce, _identity, exact_dtype
 from lightning_rl.functional import reverse_scan
 from lightning_rl.nested import Nested, join, module_name, part_at
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks."""
 RewardScale = Literal["return_std", "reward_std"]
 """What rewards are divided by: the running deviation of the discounted return, or that of the rewards themselves."""
-
-
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
-def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype to keep statistics in: float64, or float32 where a device has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class _Statistics(nn.Module):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.curves import Series, Statistic, summarize
-from lightning_rl.extras import how_to_install
-from lightning_rl.validation import ConfigurationError, check_positive_int
+from lightning_rl.validation import ConfigurationError, check_positive_int, how_to_install
 
 # Of Okabe and Ito: told apart by readers who do not see all colours.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.collector import Collector
+from lightning_rl.distributed import gather_ranks
 from lightning_rl.nested import first_leaf
-from lightning_rl.ranks import gather_ranks
 from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import ConfigurationError, to_plain_data
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
-from lightning_rl.checksums import DamagedFileError, check_intact
+from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.validation import ConfigurationError, make_folder
 
 try:

@@ -10,6 +10,7 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.collector import Collector
+from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.environments import (
     EnvironmentBatch,
     EnvironmentFailure,
@@ -20,7 +21,6 @@ from lightning_rl.environments import (
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.policy_interface import Policy
 from lightning_rl.profiling import Profile
-from lightning_rl.ranks import gather_on_rank_zero
 from lightning_rl.restoring import restore
 from lightning_rl.rollout import Rollout
 from lightning_rl.tensor_collector import TensorCollector

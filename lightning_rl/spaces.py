@@ -1,13 +1,18 @@
-"""Gymnasium spaces as plain data, so that checkpoints and YAML files can carry them."""
+"""Gymnasium spaces as plain data, and the tensors that hold their observations."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from lightning_rl.masks import ActionMask
+from lightning_rl.nested import Nested, map_space
 from lightning_rl.validation import ConfigurationError
 
 SpaceDict = dict[str, Any]
@@ -127,3 +132,51 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             return spaces.Tuple([space_from_dict(value) for value in spec["spaces"]])
         case other:
             raise ConfigurationError(f"space: type {other!r} is unknown: expected a description made by space_to_dict")
+
+
+def is_image(space: spaces.Space[Any]) -> bool:
+    """Whether `space` holds one image: a uint8 `Box` of three dimensions."""
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
+    """Return whether channels come last, and the number of channels, height and width.
+
+    Gymnasium has both orders: stacked frames come channels first, colour images channels last.
+    """
+    first, middle, last = shape
+    is_square = middle in (first, last)
+    channels_last = first == middle != last if is_square else last < first
+    return (True, last, first, middle) if channels_last else (False, first, middle, last)
+
+
+def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the dtype in which a rollout stores observations of `space`, a leaf of a nested one.
+
+    Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
+    """
+    assert space.dtype is not None
+    if not np.issubdtype(space.dtype, np.floating):
+        return np.dtype(space.dtype)
+    return np.dtype(np.float64 if parameter_dtype == torch.float64 else np.float32)
+
+
+def sampled_observations(
+    space: spaces.Space[Any], parameter_dtype: torch.dtype, num_rows: int, seed: int = 0
+) -> Nested:
+    """Return the same observation from a space several times, with masks that allow everything.
+
+    Args:
+        space: Of one environment.
+        parameter_dtype: Of the policy that they are for.
+        num_rows: How often.
+        seed: Which one.
+    """
+
+    def rows(leaf: spaces.Space[Any]) -> Tensor:
+        leaf = copy.deepcopy(leaf)  # a space has a generator
+        leaf.seed(seed)
+        row = np.asarray(leaf.sample()).astype(observation_dtype(leaf, parameter_dtype))
+        return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(leaf, ActionMask) else row] * num_rows))
+
+    return map_space(rows, space)

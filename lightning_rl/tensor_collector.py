@@ -15,16 +15,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl import fast
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.distributions import tensor_conversion
 from lightning_rl.environments import TensorEnvironments, TensorStep
 from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.normalization import exact_dtype
-from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.profiling import ENVIRONMENT, POLICY, Profile, profiled
 from lightning_rl.rollout import EpisodeSummary, Rollout
+from lightning_rl.spaces import observation_dtype
 from lightning_rl.step_storage import StepStorage
 
 

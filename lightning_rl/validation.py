@@ -1,4 +1,4 @@
-"""Checks of user input: each error names the field, its value and what was expected."""
+"""Checks of what users pass: options, class paths, and the modules that loaded data may import."""
 
 from __future__ import annotations
 
@@ -6,19 +6,54 @@ import difflib
 import importlib
 import inspect
 import math
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from lightning_rl.trust import may_import
+_ALWAYS = ("lightning_rl", "torch", "gymnasium")
+# None outside `loading`: the user named the classes.
+_trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=None)
+
+
+@contextmanager
+def loading(trust: Iterable[str] = ()) -> Iterator[None]:
+    """Treat the class paths, modules and environment ids that are used inside as loaded data, not as the user's words.
+
+    Args:
+        trust: Packages whose modules may be imported besides `lightning_rl`, `torch` and `gymnasium`. A module that
+            Python has imported already is trusted without being listed.
+    """
+    token = _trusted.set((trust,) if isinstance(trust, str) else tuple(trust))
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def is_loading() -> bool:
+    """Return whether `loading` is active."""
+    return _trusted.get() is not None
+
+
+def may_import(module: str) -> bool:
+    """Return whether a module may be imported here; outside `loading` every module may."""
+    trusted = _trusted.get()
+    if trusted is None or module in sys.modules:
+        return True
+    # Importing `package.__main__` runs a program.
+    parents = module.split(".")
+    return "__main__" not in parents and any(f"{module}.".startswith(f"{name}.") for name in (*_ALWAYS, *trusted))
+
 
 ClassSpec = dict[str, Any]
 """`{"class_path": "package.Class", "init_args": {...}}`, the plain-data form of a class and its arguments."""
-
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -284,3 +319,26 @@ def instantiate(
         return cls(*args, **kwargs, **spec["init_args"])
     except Exception as error:
         raise _refused(field, spec, error) from error
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra, for an installed package and for a checkout, to end a message with.
+
+    In a checkout the first would do only once the package is installed there.
+    """
+    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"
+
+
+FROM_COMMAND_LINE = ("_class_path", "_instantiator")
+"""What LightningCLI adds to hyper-parameters: the class, and a function that constructs it and all that it is given."""
+
+
+def constructor_options(cls: type[Any], hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters in a checkpoint that the constructor of a class takes.
+
+    Options of its bases are stored too, which a subclass need not take; `FROM_COMMAND_LINE` are no options.
+    """
+    parameters = inspect.signature(cls).parameters
+    takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+    stored = {name: x for name, x in hyper_parameters.items() if name not in FROM_COMMAND_LINE}
+    return {name: x for name, x in stored.items() if takes_all or name in parameters}

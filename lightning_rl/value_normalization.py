@@ -12,7 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.normalization import Reduce, RunningMoments
+from lightning_rl.distributed import Reduce
+from lightning_rl.normalization import RunningMoments
 from lightning_rl.validation import check, is_one_of
 
 ValueNormalization = Literal["running_std", "popart"]

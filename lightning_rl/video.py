@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_rl.extras import how_to_install
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, how_to_install
 
 Frame = np.ndarray[Any, Any]
 

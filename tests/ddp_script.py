@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 
 from lightning_rl import CLEAR, PPG, VMPO, OffPolicyPPG
-from lightning_rl.ranks import gather_on_rank_zero
+from lightning_rl.distributed import gather_on_rank_zero
 from tests.helpers import (
     DISCRETE,
     VECTOR,

@@ -7,8 +7,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.networks import MLPEncoder
-from lightning_rl.observation_tensors import observation_dtype
 from lightning_rl.policy import ActorCritic
+from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError
 
 VECTOR = spaces.Box(-1, 1, (3,))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
-from lightning_rl.checksums import DamagedFileError
+from lightning_rl.files import DamagedFileError
 from lightning_rl.runs import RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import flip_a_bit

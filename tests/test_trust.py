@@ -24,8 +24,7 @@ from lightning_rl.cli import main
 from lightning_rl.commands import run_command
 from lightning_rl.hub import push_to_hub
 from lightning_rl.trained import load_algorithm, load_data, modules_named_in
-from lightning_rl.trust import is_loading, loading, may_import
-from lightning_rl.validation import ConfigurationError, import_class
+from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, random_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")

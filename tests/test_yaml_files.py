@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from lightning_rl.commands import run_command
+from lightning_rl.files import read_yaml
 from lightning_rl.validation import ConfigurationError
-from lightning_rl.yaml_files import read_yaml
 from tests.helpers import make_data, make_model, make_trainer
 
 # Nine times nine times … entries, and the same with merged keys, which would be copied as they are read.

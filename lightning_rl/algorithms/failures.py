@@ -16,12 +16,11 @@ from torch import Tensor
 from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.run_state import replay_states, restore_replays
 from lightning_rl.algorithms.updates import Updates, not_finite_throughout
-from lightning_rl.checkpoint_format import constructor_options, load_plain
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
-from lightning_rl.ranks import gather_ranks
+from lightning_rl.distributed import gather_ranks
+from lightning_rl.files import load_plain
 from lightning_rl.rollout import Batch, Rollout
-from lightning_rl.trust import loading
-from lightning_rl.validation import ConfigurationError, import_class
+from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
 
 WHAT_TO_TRY = (
     "Look at the rewards and observations (normalize_rewards, normalize_observations bound them), lower learning_rate, "

@@ -22,19 +22,26 @@ from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
 from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format, constructor_options
-from lightning_rl.checkpoints import AtomicCheckpointIO, read_data
-from lightning_rl.checksums import check_intact
+from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format
+from lightning_rl.checkpoints import AtomicCheckpointIO
 from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
+from lightning_rl.files import check_intact, read_data
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policy import check_modes_agree
 from lightning_rl.quiet import filter_misleading_warnings
 from lightning_rl.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
-from lightning_rl.trust import loading
-from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
+from lightning_rl.validation import (
+    ClassSpec,
+    ConfigurationError,
+    check,
+    constructor_options,
+    import_class,
+    instantiate,
+    loading,
+)
 
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.functional import explained_variance, normalize_rows
-from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.updates import StepOutput
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.nested import map_leaves
-from lightning_rl.normalization import exact_dtype
 from lightning_rl.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollout import Batch, Rollout
 from lightning_rl.spaces import SpaceDict

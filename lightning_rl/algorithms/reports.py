@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_rl.algorithms.histograms import histograms, that_show_histograms
 from lightning_rl.algorithms.log_window import LogWindow
 from lightning_rl.algorithms.updates import Updates
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.evaluation import Episode
 from lightning_rl.metrics import EpisodeStatistics
-from lightning_rl.normalization import exact_dtype
 from lightning_rl.rollout import Batch, Rollout
 
 # Of this there is one value for each rollout.

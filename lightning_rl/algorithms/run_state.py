@@ -14,8 +14,8 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.algorithms.reports import Reports
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
+from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.random_state import random_state, set_random_state
-from lightning_rl.ranks import gather_on_rank_zero
 from lightning_rl.replay import Replay
 
 

@@ -10,13 +10,12 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.distributed import exact_dtype
 from lightning_rl.environments.rewards import RewardClip, check_reward_options, make_reward_transform
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.normalization import exact_dtype
-from lightning_rl.observation_tensors import sampled_observations
 from lightning_rl.policy_interface import as_recurrent
 from lightning_rl.rollout import Batch, Rollout, on_grid
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceDict, sampled_observations
 from lightning_rl.validation import check, is_one_of
 
 Reduction = Literal["mean", "sum"]

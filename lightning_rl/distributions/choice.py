@@ -19,7 +19,7 @@ from lightning_rl.distributions.heads import (
     JointHead,
     MultiCategoricalHead,
 )
-from lightning_rl.masks import ActionMask, MaskLayout, num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
 from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, is_one_of, to_class_spec
 
@@ -27,10 +27,6 @@ ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
 """Of a part: the name of a kind, `{"kind": name, option: value, …}`, `{"class_path": …, "init_args": …}` of a head, or
 None for the kind that the space has by default. Of a `Dict` or `Tuple` space: one for each path, None, or
 `autoregressive` for all of it."""
-
-MAX_INTEGER_CHOICES = 256
-"""A component of an integer `Box` with more values than this would need as many logits."""
-
 _FIELD = "action_distribution"
 _AUTOREGRESSIVE = "autoregressive"
 
@@ -77,9 +73,7 @@ _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
 _CONTINUOUS = _is_continuous, "a floating-point Box"
 _BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
 _TF_AGENTS_STD = {"std_transform": "softplus", "initial_std": 0.35, "initialization": "tf_agents"}
-
 _DEVIATION = ("std", "std_transform", "min_std", "max_std", "initial_std", "initialization")
-
 KINDS: dict[str, _Kind] = {
     "categorical": _Kind(_categorical, *_CHOICES, ("initialization",), {}),
     "bernoulli": _Kind(BernoulliHead, *_SWITCHES, ("initialization",), {}),
@@ -94,7 +88,6 @@ KINDS: dict[str, _Kind] = {
     "tf_agents_squashed_normal": _Kind(SquashedGaussianHead, *_BOUNDED, _DEVIATION, _TF_AGENTS_STD),
 }
 """The kinds by name."""
-
 _DEFAULTS = ("categorical", "bernoulli", "gaussian")
 
 

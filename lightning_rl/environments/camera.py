@@ -14,8 +14,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.errors import is_failure
-from lightning_rl.extras import how_to_install
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, how_to_install
 
 _MAX_FPS = 30
 _ATARI_FPS = 60

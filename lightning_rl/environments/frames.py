@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from lightning_rl.environments.vector_history import Array, VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, replace_leaves
 from lightning_rl.networks import is_image
-from lightning_rl.networks.images import image_layout
+from lightning_rl.spaces import image_layout
 
 
 def stack_frames(env: gymnasium.Env[Any, Any], size: int) -> gymnasium.Env[Any, Any]:

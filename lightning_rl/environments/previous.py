@@ -12,12 +12,11 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.distributions.choice import MAX_INTEGER_CHOICES
 from lightning_rl.environments.lives import LIFE_LOST
 from lightning_rl.environments.repeat import EARNED
 from lightning_rl.environments.rewards import RewardTransform
 from lightning_rl.environments.vector_history import Array, VectorHistory
-from lightning_rl.masks import num_choices
+from lightning_rl.masks import MAX_INTEGER_CHOICES, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space
 from lightning_rl.validation import ConfigurationError, check
 

@@ -11,8 +11,7 @@ import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl.environments.errors import is_failure, summary
-from lightning_rl.extras import how_to_install
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}

@@ -11,7 +11,6 @@ from gymnasium.vector import VectorWrapper
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.options import WrapperOptions
-from lightning_rl.trust import is_loading
 from lightning_rl.validation import (
     ClassSpec,
     check,
@@ -19,6 +18,7 @@ from lightning_rl.validation import (
     check_module,
     check_number,
     import_class,
+    is_loading,
     is_one_of,
 )
 

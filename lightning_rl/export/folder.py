@@ -22,7 +22,7 @@ from lightning_rl.export.description import describe
 from lightning_rl.export.program import DeployedPolicy, deploy, example_inputs, example_observations, export_program
 from lightning_rl.export.round_trip import Program, check_round_trip
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
-from lightning_rl.observation_tensors import observation_dtype
+from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]

@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_rl.export.description import input_names, output_names
 from lightning_rl.export.program import DeployedPolicy
-from lightning_rl.extras import how_to_install
 from lightning_rl.nested import Nested
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.validation import ConfigurationError, how_to_install
 
 METADATA_KEY = "policy"
 """Under which a model carries its description."""

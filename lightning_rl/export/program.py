@@ -12,9 +12,9 @@ from torch.export import Dim, ExportedProgram
 from lightning_rl.acting import acting_space
 from lightning_rl.distributions import tensor_conversion
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.observation_tensors import sampled_observations
 from lightning_rl.policy import copy_to_cpu
 from lightning_rl.policy_interface import as_recurrent
+from lightning_rl.spaces import sampled_observations
 from lightning_rl.validation import ConfigurationError
 
 

@@ -1,9 +1,10 @@
 """Encoders: observation space in, feature vector out."""
 
-from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image
+from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder
 from lightning_rl.networks.inputs import DiscreteEncoding, embedding_size
 from lightning_rl.networks.make import Network, make_encoder, network_to_plain_data
 from lightning_rl.networks.mlp import ACTIVATIONS, MLPEncoder
+from lightning_rl.spaces import is_image
 
 __all__ = [
     "ACTIVATIONS",

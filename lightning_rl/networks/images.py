@@ -13,28 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.layers import orthogonal, orthogonal_linear
+from lightning_rl.spaces import image_layout
 from lightning_rl.validation import check
 
 _NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
 # Numbers that convolutions on a CPU take at a time. What they make of more is too large for the memory that is kept for
 # reuse: the system hands it out anew, filled with zeros, at every batch, which takes as long as a convolution or two.
 _PIXELS_AT_A_TIME = 2**20
-
-
-def is_image(space: spaces.Space[Any]) -> bool:
-    """Whether `space` holds one image: a uint8 `Box` of three dimensions."""
-    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
-
-
-def image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
-    """Return whether channels come last, and the number of channels, height and width.
-
-    Gymnasium has both orders: stacked frames come channels first, colour images channels last.
-    """
-    first, middle, last = shape
-    is_square = middle in (first, last)
-    channels_last = first == middle != last if is_square else last < first
-    return (True, last, first, middle) if channels_last else (False, first, middle, last)
 
 
 def network_for_image(space: spaces.Space[Any]) -> str:

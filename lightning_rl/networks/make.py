@@ -11,10 +11,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.nested import space_leaves
-from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, is_image, network_for_image
+from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
 from lightning_rl.networks.inputs import DiscreteEncoding
 from lightning_rl.networks.mlp import MLPEncoder
-from lightning_rl.observation_tensors import sampled_observations
+from lightning_rl.spaces import is_image, sampled_observations
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 
 # Not `dict[str, Any]`: a parser of configurations would make objects of the class specs of leaves.

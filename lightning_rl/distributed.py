@@ -1,11 +1,13 @@
-"""Python objects that ranks tell each other."""
+"""Communication between the ranks of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 _ON_THE_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Of each group of all ranks the one of the same ranks that has nothing to do with devices."""
@@ -46,3 +48,16 @@ def _group_on_the_cpu() -> Any:  # noqa: ANN401 - a `ProcessGroup`, which not ev
     if everyone not in _ON_THE_CPU:
         _ON_THE_CPU[everyone] = torch.distributed.new_group(backend="gloo")
     return _ON_THE_CPU[everyone]
+
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks."""
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype to keep statistics in: float64, or float32 where a device has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
