@@ -25,7 +25,7 @@ from record import add_saving, save
 
 from lightning_rl import IMPALA, RolloutDataModule
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.sampler import Sampler
 
 WARM_UP = 30

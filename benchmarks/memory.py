@@ -21,7 +21,7 @@ from record import add_saving, save
 
 from lightning_rl import PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.nested import leaves
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 _MIB = 2**20
 

@@ -39,7 +39,7 @@ from record import RESULTS, hardware, source, versions, write_json
 from run_files import history, interruptions
 
 from lightning_rl.cli import OnPolicyCLI, main
-from lightning_rl.evaluation import Episode
+from lightning_rl.rollouts.episode import Episode
 
 EPISODES = 100
 

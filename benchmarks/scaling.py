@@ -29,7 +29,7 @@ from workload_models import make_data, make_model
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import Backend
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 COUNTS = (8, 32, 128, 512, 1024)
 ROWS = 8192

@@ -32,7 +32,7 @@ from workload_models import BareLoop, make_data, make_model  # noqa: E402
 
 import lightning_rl  # noqa: E402
 from lightning_rl.progress import EnvStepProgressBar  # noqa: E402
-from lightning_rl.rollout import Rollout  # noqa: E402
+from lightning_rl.rollouts.rollout import Rollout  # noqa: E402
 
 clock.imported()
 

@@ -19,7 +19,7 @@ from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.environments import Backend
 from lightning_rl.fast import FastEngine
 from lightning_rl.fast.engine import closed_form_of
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ClassSpec
 
 # The other backends want the newer name; no sticky actions makes it the same game.

@@ -32,7 +32,8 @@ from lightning_rl.policy import ActorCritic
 from lightning_rl.policy_interface import PolicyOutput
 from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 
 __all__ = [
     "A2C",

@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_rl.checkpoints import LastCheckpoint
 from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.distributed import gather_ranks
-from lightning_rl.evaluation import Episode
+from lightning_rl.rollouts.episode import Episode
 from lightning_rl.shipped_configs import resolve
 from lightning_rl.validation import is_int
 

@@ -38,7 +38,7 @@ from lightning_rl.episodes_datamodule import EpisodesDataModule
 from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.policy_interface import Policy
 from lightning_rl.restoring import check_same_environment, plain_parts, say_changes
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.sampler import Sampler
 from lightning_rl.validation import (
     ClassSpec,

@@ -17,33 +17,8 @@ from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy_interface import Policy, as_recurrent
+from lightning_rl.rollouts.episode import Episode
 from lightning_rl.spaces import observation_dtype
-
-Array = np.ndarray[Any, Any]
-
-
-class Episode:
-    """One episode played for evaluation.
-
-    Attributes:
-        episode_return: Undiscounted sum of raw rewards.
-        length: Number of steps.
-        terminated: Whether it ended in a terminal state rather than by a time limit.
-        observations: `[length + 1, ...]`, nested as the space is, the final one included; None unless recorded.
-        actions: `[length, ...]`, nested as the action space is, as the environment got them; None unless recorded.
-        rewards: `[length]`; None unless recorded.
-    """
-
-    def __init__(self, episode_return: float, length: int, terminated: bool) -> None:
-        self.episode_return = episode_return
-        self.length = length
-        self.terminated = terminated
-        self.observations: Nested | None = None
-        self.actions: Nested | None = None
-        self.rewards: Array | None = None
-
-    def __repr__(self) -> str:
-        return f"Episode(episode_return={self.episode_return:g}, length={self.length}, terminated={self.terminated})"
 
 
 class _Slot:

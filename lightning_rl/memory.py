@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.sequences import Segments
+from lightning_rl.rollouts.sequences import Segments
 from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
 
 Memory = str | dict[str, Any] | None

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.evaluation import Episode
+from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 _ROOT = "MINARI_DATASETS_PATH"

@@ -18,7 +18,7 @@ from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested, part_at
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.policy_interface import PolicyOutput
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.trunk import Trunk
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalization, make_value_normalizer

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rl.distributions import Distribution
 from lightning_rl.memory import MemoryOptions
 from lightning_rl.nested import Nested
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences
 
 
 @dataclass

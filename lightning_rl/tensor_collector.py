@@ -23,7 +23,7 @@ from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.profiling import ENVIRONMENT, POLICY, Profile, profiled
-from lightning_rl.rollout import EpisodeSummary, Rollout
+from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.step_storage import StepStorage
 

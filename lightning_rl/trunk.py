@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested, map_leaves, part_at, space_leaves, witho
 from lightning_rl.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.normalization import NestedNormalizer, ObservationNormalizer
 from lightning_rl.observations import check_critic_only, make_normalizer, network_of_actor
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences
 
 T = TypeVar("T")
 

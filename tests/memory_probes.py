@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_rl.nested import map_leaves
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Rollout
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.rollouts.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR
 
 KINDS = ("lstm", "gru")

@@ -24,7 +24,7 @@ from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves
 from lightning_rl.policy import ActorCritic
 from lightning_rl.policy_interface import PolicyOutput
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import space_from_dict
 
 

@@ -11,8 +11,9 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch, EpisodeSummary
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import EpisodeSummary
+from lightning_rl.rollouts.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
 from tests.memory_probes import random_memory
 

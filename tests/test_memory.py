@@ -6,7 +6,7 @@ import torch
 from lightning_rl.memory import MemoryOptions, RecurrentCore
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policy import ActorCritic, copy_to_cpu
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR
 from tests.memory_probes import KINDS, make_policy, random_episodes, random_memory, step_by_step, whole

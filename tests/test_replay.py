@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl.replay import RolloutMemory, UnrollMemory, UseLimitedBuffer
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.replay import RolloutMemory, UnrollMemory, UseLimitedBuffer
+from lightning_rl.rollouts.rollout import Rollout
 from tests.vectors.load import load
 
 BUFFERS = load("ppg_vtrace/ding_buffers")

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_rl import Batch, Rollout
 from lightning_rl.nested import leaves
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import check_minibatches, on_grid
+from lightning_rl.rollouts.batch import check_minibatches, on_grid
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, random_rollout
 
@@ -116,7 +116,7 @@ def test_minibatches_partition_the_rows(num_minibatches):
 
 @pytest.mark.parametrize(("large", "storage"), [(0, 6), (2**24, 20)])
 def test_large_minibatches_are_gathered_one_at_a_time_and_are_the_same(monkeypatch, large, storage):
-    monkeypatch.setattr("lightning_rl.rollout._LARGE", large)
+    monkeypatch.setattr("lightning_rl.rollouts.batch._LARGE", large)
     batch, order = make_batch(), torch.randperm(10, generator=torch.Generator().manual_seed(0))
     together = list(batch.ordered(order).split(4))
     for expected, minibatch in zip(together, batch.minibatches(order, 4), strict=True):

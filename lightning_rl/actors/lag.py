@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_rl.actors.options import RolloutSource
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 
 class BoundedLag:

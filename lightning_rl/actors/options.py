@@ -10,7 +10,7 @@ from typing import Literal, Protocol, get_args
 from torch import nn
 
 from lightning_rl.environments import EnvironmentSpec
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import check, check_number, check_positive_int, how_to_install, is_int, is_one_of
 
 StartMethod = Literal["fork", "spawn", "forkserver"]

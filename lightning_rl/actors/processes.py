@@ -24,7 +24,7 @@ from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.workers import kill, none_left_on_failure, signals_waiting
 from lightning_rl.policy import copy_to_cpu
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 
 # Seconds after which the learner, while it waits, looks whether its actors are still there.

@@ -20,7 +20,7 @@ from lightning_rl.actors.worker import ActorSetup, Failure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.policy import copy_to_cpu
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 
 # Seconds after which the learner, while it waits, looks whether an actor takes too long.

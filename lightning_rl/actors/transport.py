@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, leaves, map_leaves
-from lightning_rl.rollout import EpisodeSummary, Rollout
+from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
 # Up to here what a pipe costs is less than the handing over of shared memory, which takes a connection for each block.
 _MAX_IN_PIPE = 2**18

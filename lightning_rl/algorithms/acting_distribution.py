@@ -11,7 +11,8 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributions import Distribution
 from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 
 
 class ActingDistribution(OnPolicyAlgorithm):

@@ -11,7 +11,7 @@ from lightning_rl.distributions import Distribution
 from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import check, is_one_of
 
 Architecture = Literal["dual", "shared", "detached"]

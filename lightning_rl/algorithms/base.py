@@ -34,7 +34,8 @@ from lightning_rl.nested import Nested
 from lightning_rl.networks import DiscreteEncoding, Network
 from lightning_rl.normalization import RewardScale, make_reward_normalizer
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict
 from lightning_rl.validation import ClassSpec, refuse_unknown_options

@@ -19,7 +19,8 @@ from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
 
 WHAT_TO_TRY = (

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from torch import Tensor, nn
 
 from lightning_rl.nested import leaves, space_leaves
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 
 
 def that_show_histograms(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:

@@ -30,7 +30,7 @@ from lightning_rl.files import check_intact, read_data
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policy import check_modes_agree
 from lightning_rl.quiet import filter_misleading_warnings
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.strategies import check_strategy
 from lightning_rl.validation import (

@@ -14,7 +14,8 @@ from lightning_rl.algorithms.unrolls import Unroll, UnrollLearner
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.algorithms.values import values_reached
 from lightning_rl.distributions import Distribution
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import ClassSpec, check, check_bool, check_number

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 from torch import nn
 
 from lightning_rl.metrics import EpisodeStatistics, Largest, ScalarMeans, Total
-from lightning_rl.rollout import EpisodeSummary
+from lightning_rl.rollouts.rollout import EpisodeSummary
 
 _Count: TypeAlias = Largest | Total
 _COUNTS: dict[str, type[_Count]] = {

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from lightning_rl.distributed import exact_dtype
 from lightning_rl.functional import explained_variance, normalize_rows
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 
 
 class OverRanks(LightningModule):

@@ -20,7 +20,7 @@ from lightning_rl.algorithms.unrolls import Unroll
 from lightning_rl.algorithms.values import revalued, values_reached
 from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import map_leaves
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 # Bounds of the importance weights of temporal differences, traces and advantages.
 _CLIP = 1.0

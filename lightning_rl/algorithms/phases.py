@@ -18,9 +18,10 @@ from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves, space_leaves
-from lightning_rl.replay import Layout, RolloutMemory, drop_unless_alike
-from lightning_rl.rollout import Batch, Rollout, on_grid
-from lightning_rl.sequences import Sequences
+from lightning_rl.rollouts.batch import Batch, on_grid
+from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import check
 

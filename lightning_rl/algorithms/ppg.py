@@ -15,8 +15,9 @@ from lightning_rl.algorithms.auxiliary_head import Architecture, AuxiliaryActorC
 from lightning_rl.algorithms.phases import Phases
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
-from lightning_rl.replay import RolloutMemory
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.replay import RolloutMemory
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check_bool, check_number, check_positive_int

@@ -15,8 +15,9 @@ from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributed import exact_dtype
 from lightning_rl.nested import map_leaves
-from lightning_rl.replay import Layout, UseLimitedBuffer, drop_unless_alike
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_positive_int
 

@@ -22,7 +22,8 @@ from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
-from lightning_rl.rollout import Batch, Rollout, check_minibatches
+from lightning_rl.rollouts.batch import Batch, check_minibatches
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check

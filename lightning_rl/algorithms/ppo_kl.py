@@ -16,7 +16,8 @@ from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributions import Distribution
 from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import Nested
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check_number

@@ -13,9 +13,10 @@ from lightning_rl.algorithms.histograms import histograms, that_show_histograms
 from lightning_rl.algorithms.log_window import LogWindow
 from lightning_rl.algorithms.updates import Updates
 from lightning_rl.distributed import exact_dtype
-from lightning_rl.evaluation import Episode
 from lightning_rl.metrics import EpisodeStatistics
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.rollout import Rollout
 
 # Of this there is one value for each rollout.
 _FOR_EACH = "time/update_seconds"

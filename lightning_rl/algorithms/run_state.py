@@ -16,7 +16,7 @@ from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.random_state import random_state, set_random_state
-from lightning_rl.replay import Replay
+from lightning_rl.rollouts.replay import Replay
 
 
 def run_state(module: Reports) -> dict[str, Any]:

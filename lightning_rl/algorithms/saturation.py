@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.nested import map_leaves, space_leaves
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 _MOST = 0.1
 # Policies begin wide and narrow down on their own.

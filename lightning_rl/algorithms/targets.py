@@ -14,7 +14,8 @@ from lightning_rl.algorithms.warm_start import part_of
 from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.validation import check
 from lightning_rl.value_normalization import ValueNormalizer
 

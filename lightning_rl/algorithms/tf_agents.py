@@ -18,7 +18,8 @@ from lightning_rl.distributed import exact_dtype
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves
 from lightning_rl.normalization import RewardScale, RunningMoments
-from lightning_rl.rollout import Batch, OnTruncation, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.validation import check, check_bool, check_number

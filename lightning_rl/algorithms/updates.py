@@ -25,8 +25,8 @@ from lightning_rl.diagnostics import Diagnostics
 from lightning_rl.distributions import Distribution
 from lightning_rl.normalization import RewardNormalizer
 from lightning_rl.policy import ActorCritic
-from lightning_rl.replay import Replay
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.replay import Replay
 
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
 """What the norms of the gradients of the optimisers are logged by, before they are clipped."""

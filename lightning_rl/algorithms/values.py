@@ -13,7 +13,7 @@ from lightning_rl.episode_memory import EpisodeMemory
 from lightning_rl.estimates import Finals, estimate_values
 from lightning_rl.nested import map_leaves
 from lightning_rl.policy_interface import Policy, RecurrentPolicy
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 
 
 @torch.no_grad()

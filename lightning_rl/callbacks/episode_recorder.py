@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.distributed import gather_on_rank_zero
-from lightning_rl.evaluation import Episode
 from lightning_rl.minari_data import check_can_write, write_minari
+from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError, check, make_folder
 from lightning_rl.video import Films, check_imageio
 

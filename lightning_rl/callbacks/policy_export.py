@@ -13,7 +13,7 @@ from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
 from lightning_rl.export.folder import check_exportable, check_options, first_steps
 from lightning_rl.nested import Nested
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import check, check_positive_int, is_int, make_folder
 
 

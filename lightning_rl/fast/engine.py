@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_rl.fast.flat_adam import FlatAdam
 from lightning_rl.fast.numpy_mlp import overridden, tanh_layers
 from lightning_rl.fast.ppo import KnownGradients
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _MARK = "closed_form"

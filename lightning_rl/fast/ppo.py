@@ -24,7 +24,7 @@ from lightning_rl.fast.numpy_mlp import (
     tanh_parameters,
 )
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.trunk import Trunk
 
 Array = NDArray[np.floating[Any]]

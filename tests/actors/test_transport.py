@@ -9,7 +9,7 @@ from lightning_rl import IMPALA
 from lightning_rl.actors import transport
 from lightning_rl.actors.transport import pack, unpack
 from lightning_rl.nested import leaves
-from lightning_rl.rollout import EpisodeSummary
+from lightning_rl.rollouts.rollout import EpisodeSummary
 from tests import nested_probes  # noqa: F401 - registers
 from tests.helpers import make_data, make_trainer
 

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, OffPolicyPPG, PPOKLPenalty
-from lightning_rl.rollout import Batch, Rollout
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_numerics import NAN, Sabotaged, make
 from tests.helpers import (

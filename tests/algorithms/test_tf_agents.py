@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_rl import PPO, Rollout, TFAgentsPPO
 from lightning_rl.distributions import Distribution
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.distributions.test_golden import as_action, build
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, random_rollout

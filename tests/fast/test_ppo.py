@@ -19,7 +19,7 @@ from lightning_rl.distributions.heads import CategoricalHead
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import KnownGradients, PPOLoss
 from lightning_rl.policy import ActorCritic
-from lightning_rl.rollout import Batch
+from lightning_rl.rollouts.batch import Batch
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 ROWS = 48

@@ -3,10 +3,12 @@
 Everything is stored once, in the type it came with, so that images stay bytes.
 """
 
-from lightning_rl.replay.base import Fields, Layout, Replay, drop_unless_alike
-from lightning_rl.replay.rollouts import RolloutMemory
-from lightning_rl.replay.rows import UseLimitedBuffer
-from lightning_rl.replay.unrolls import ReplayPolicy, UnrollMemory, layout_of_unrolls
+from __future__ import annotations
+
+from lightning_rl.rollouts.replay.base import Fields, Layout, Replay, drop_unless_alike
+from lightning_rl.rollouts.replay.phase_memory import RolloutMemory
+from lightning_rl.rollouts.replay.row_buffer import UseLimitedBuffer
+from lightning_rl.rollouts.replay.unroll_memory import ReplayPolicy, UnrollMemory, layout_of_unrolls
 
 __all__ = [
     "Fields",

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
-from lightning_rl.replay.base import Fields, Layout, copy_to_memory, num_bytes
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.replay.base import Fields, Layout, copy_to_memory, num_bytes
+from lightning_rl.rollouts.rollout import Rollout
 
 ReplayPolicy = Literal["reservoir", "fifo"]
-
 _PER_STEP = (
     *("observations", "actions", "rewards", "terminated", "truncated", "log_probs", "values"),
     *("valid", "starts", "repeats"),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
-from lightning_rl.replay.base import Fields, Layout, copy_to_memory, num_bytes
-from lightning_rl.sequences import Sequences, cut
+from lightning_rl.rollouts.replay.base import Fields, Layout, copy_to_memory, num_bytes
+from lightning_rl.rollouts.sequences import Sequences, cut
 
 
 class _Kept(NamedTuple):

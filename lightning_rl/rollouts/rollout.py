@@ -7,22 +7,18 @@ rewards and log-probabilities too, to the precision of the network.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
-from lightning_rl.sequences import Sequences, cut
-from lightning_rl.validation import ConfigurationError
+from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.sequences import cut
 
 OnTruncation = Literal["bootstrap", "terminal"]
-
-# Of which no second copy is made: bytes of the rows of a rollout.
-_LARGE = 2**24
-
 _FIELDS = (
     *("observations", "actions", "rewards", "terminated", "truncated", "valid", "log_probs", "values", "next_values"),
     *("final_indices", "final_observations", "starts", "memory", "repeats"),
@@ -230,168 +226,3 @@ class EpisodeSummary:
     def __init__(self, returns: list[float], lengths: list[int]) -> None:
         self.returns = returns
         self.lengths = lengths
-
-
-class Batch:
-    """Rows of a rollout, in any order: tensors of equal length by name, nested or not, read as attributes.
-
-    Attributes:
-        sequences: For a policy with memory, which of the rows follow one another; None: each stands for itself.
-        weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
-            are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
-        weights: Where it is there, `[N]`: rows count for `weight · weights` instead.
-    """
-
-    observations: Nested
-    actions: Nested
-    log_probs: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    weights: Tensor
-
-    def __init__(
-        self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
-    ) -> None:
-        self.fields = fields
-        self.sequences = sequences
-        self._given_weight = weight
-        self._own_weight: float | None = None
-        self._normalized: tuple[Tensor, int, Tensor] | None = None
-
-    @property
-    def weight(self) -> float:
-        """One over the total weight of the rows, 0 where that is 0, unless it was set."""
-        if self._given_weight is not None:
-            return self._given_weight
-        if self._own_weight is None:
-            total = float(self.total_weight)
-            self._own_weight = 1 / total if total else 0.0
-        return self._own_weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._given_weight = weight
-
-    @property
-    def total_weight(self) -> Tensor | int:
-        """Sum of the rows' weights: their number, where they have none."""
-        return self.fields["weights"].sum() if "weights" in self.fields else len(self)
-
-    @property
-    def normalized_advantages(self) -> Tensor | None:
-        """What `advantages` normalised are, if somebody has said so and they are still what they were then."""
-        if self._normalized is None:
-            return None
-        advantages, version, normalized = self._normalized
-        return normalized if self.fields["advantages"] is advantages and advantages._version == version else None
-
-    @normalized_advantages.setter
-    def normalized_advantages(self, normalized: Tensor) -> None:
-        self._normalized = self.advantages, self.advantages._version, normalized
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its rows count alike and belong to no sequences."""
-        return self.sequences is None and "weights" not in self.fields
-
-    @property
-    def num_items(self) -> int:
-        """Number of things that `ordered` puts in order: rows, or sequences where rows belong to such."""
-        return len(self) if self.sequences is None else len(self.sequences)
-
-    def __getattr__(self, name: str) -> Nested:
-        fields: dict[str, Nested] = self.__dict__.get("fields", {})  # missing while a copy is being made
-        if name not in fields:
-            raise AttributeError(f"batch has no field {name!r}: it has {', '.join(fields)}")
-        return fields[name]
-
-    def __len__(self) -> int:
-        return len(first_leaf(self.fields))
-
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`).
-
-        Rows of weight 0 take no part, not even by a NaN in `x`.
-        """
-        if "weights" in self.fields:
-            x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
-        elif self._given_weight is None and len(x):
-            return x.mean()
-        return x.sum() * self.weight
-
-    def shuffled(self, generator: torch.Generator | None = None) -> Batch:
-        """Return the rows in a fresh random order; where there are sequences, these are what is put into it."""
-        return self.ordered(torch.randperm(self.num_items, generator=generator))
-
-    def ordered(self, order: Tensor) -> Batch:
-        """Return the rows, or sequences, with the indices `order`, which may leave some out or repeat them."""
-        weight = self._given_weight if len(order) == self.num_items else None
-        if self.sequences is not None:
-            rows, sequences = self.sequences.select(order)
-            return self._of(rows.to(first_leaf(self.fields).device), sequences, weight)
-        order = order.to(first_leaf(self.fields).device)
-        return Batch(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
-
-    def split(self, num_minibatches: int) -> Iterator[Batch]:
-        """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.
-
-        Sequences stay whole: it is their numbers that differ by one at the most.
-        """
-        if self.sequences is not None:
-            for rows, sequences in self.sequences.split(num_minibatches):
-                yield self._of(rows, sequences)
-            return
-        # Lists, which are leaves: a tuple would be nested.
-        parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
-        for index in range(num_minibatches):
-            yield Batch(map_leaves(itemgetter(index), parts))
-
-    def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
-        """Yield what `ordered(order).split(num_minibatches)` yields.
-
-        Where that would put a large copy of the rows beside them, as of images, each minibatch is gathered by itself.
-        """
-        large = self.sequences is None and sum(leaf.nbytes for leaf in leaves(self.fields)) > _LARGE
-        if not large:
-            yield from self.ordered(order).split(num_minibatches)
-            return
-        for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
-            yield Batch(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
-
-    def replace(self, **fields: Nested) -> Batch:
-        """Return a batch with some fields replaced or added."""
-        return Batch({**self.fields, **fields}, self._given_weight, self.sequences)
-
-    def _of(self, rows: Tensor | slice, sequences: Sequences, weight: float | None = None) -> Batch:
-        return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
-
-
-def on_grid(rows: Tensor, places: Tensor, elsewhere: Tensor) -> Tensor:
-    """Return a copy of `elsewhere`, `[T, B, ...]`, that has `rows`, `[N, ...]`, at the places t · B + b, `[N]`."""
-    grid = elsewhere.clone(memory_format=torch.contiguous_format)
-    grid.view(-1, *grid.shape[2:])[places] = rows.to(grid.dtype)
-    return grid
-
-
-def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:
-    """Raise unless a rollout can be cut into equal minibatches.
-
-    Args:
-        num_rows: Steps of a rollout.
-        num_minibatches: Parts.
-        num_sequences: Of which each part has to have whole ones; None: of steps.
-
-    Raises:
-        ConfigurationError: `num_minibatches` does not divide that.
-    """
-    if num_sequences is not None and num_sequences % num_minibatches:
-        raise ConfigurationError(
-            f"num_minibatches={num_minibatches} does not divide the {num_sequences} sequences of a rollout "
-            "(num_envs * rollout_length / memory.sequence_length): expected a divisor of it"
-        )
-    if num_rows % num_minibatches:
-        raise ConfigurationError(
-            f"num_minibatches={num_minibatches} does not divide the {num_rows} steps of a rollout "
-            "(num_envs * rollout_length): expected a divisor of it"
-        )

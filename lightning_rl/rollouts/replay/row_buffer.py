@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import first_leaf, map_leaves
-from lightning_rl.replay.base import Fields, num_bytes
+from lightning_rl.rollouts.replay.base import Fields, num_bytes
 
 
 class UseLimitedBuffer:

@@ -1,0 +1,1 @@
+"""What algorithms learn from: rollouts, batches, sequences, episodes and replay memories."""
