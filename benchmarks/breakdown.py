@@ -28,7 +28,7 @@ from lightning_rl.environments import EnvironmentBatch
 from lightning_rl.fast import Actor, FastEngine, PPOLoss
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.numpy_mlp import NumpyMLP
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 
 Part: TypeAlias = tuple[type[Any], str, str]
 """Class, method, and what it is called in the report: a part is charged for what the others inside it are not."""

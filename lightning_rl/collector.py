@@ -13,12 +13,12 @@ from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import fast
-from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, Step
-from lightning_rl.episode_memory import EpisodeMemory
-from lightning_rl.estimates import Finals, estimate
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.policy_interface import Policy, PolicyOutput, as_recurrent
+from lightning_rl.policies.distributions import to_environment
+from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent
+from lightning_rl.policies.recurrent_state import EpisodeMemory
+from lightning_rl.policies.values import Finals, estimate
 from lightning_rl.profiling import ENVIRONMENT, POLICY, TRANSFER, Profile, profiled
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype

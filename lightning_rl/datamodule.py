@@ -36,7 +36,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.bottleneck import BottleneckWatch
 from lightning_rl.episodes_datamodule import EpisodesDataModule
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy_interface import Policy
+from lightning_rl.policies.interface import Policy
 from lightning_rl.restoring import check_same_environment, plain_parts, say_changes
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.sampler import Sampler

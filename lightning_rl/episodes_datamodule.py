@@ -19,8 +19,8 @@ from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.evaluator import Evaluator
 from lightning_rl.files import read_data
 from lightning_rl.loaders import OnDemandLoader
-from lightning_rl.policy import copy_to_cpu
-from lightning_rl.policy_interface import Policy
+from lightning_rl.policies.actor_critic import copy_to_cpu
+from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.sampler import take_failures
 from lightning_rl.validation import (

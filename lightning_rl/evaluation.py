@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from lightning_rl.distributions import to_environment
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.lives import LIFE_LOST
 from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
-from lightning_rl.episode_memory import forget
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.policy_interface import Policy, as_recurrent
+from lightning_rl.policies.distributions import to_environment
+from lightning_rl.policies.interface import Policy, as_recurrent
+from lightning_rl.policies.recurrent_state import forget
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.spaces import observation_dtype
 

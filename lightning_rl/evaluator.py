@@ -10,7 +10,7 @@ from gymnasium import spaces
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, FilmMaker, cameras, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.evaluation import play
-from lightning_rl.policy_interface import Policy
+from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.episode import Episode
 
 _MOST_ENVIRONMENTS = 8

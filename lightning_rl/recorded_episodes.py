@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lightning_rl.datamodule import RolloutDataModule
-from lightning_rl.distributions import from_environment
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.files import load_plain
 from lightning_rl.minari_data import read_minari
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
+from lightning_rl.policies.distributions import from_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import observation_dtype

@@ -19,7 +19,7 @@ from lightning_rl.environments import (
     make_environments,
 )
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
-from lightning_rl.policy_interface import Policy
+from lightning_rl.policies.interface import Policy
 from lightning_rl.profiling import Profile
 from lightning_rl.restoring import restore
 from lightning_rl.rollouts.rollout import Rollout

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_rl import PPO, Rollout, RolloutDataModule
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 
 VECTOR = spaces.Box(-1, 1, (3,), np.float32)
 DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,), np.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import map_leaves
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from tests.helpers import DISCRETE, VECTOR

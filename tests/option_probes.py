@@ -69,7 +69,7 @@ _SHAPES: list[Callable[[Any], Any]] = [
     *_class(f"{_SCHEDULERS}.CosineAnnealingLR", "T_max", "eta_min"),
     *_class(f"{_SCHEDULERS}.ExponentialLR", "gamma"),
     *_class(f"{_SCHEDULERS}.LinearLR", "start_factor", "total_iters"),
-    *_class("lightning_rl.networks.MLPEncoder", "hidden_sizes", "activation", "discrete_encoding", "encoders"),
+    *_class("lightning_rl.policies.networks.MLPEncoder", "hidden_sizes", "activation", "discrete_encoding", "encoders"),
     lambda v: {"kind": v},
     lambda v: {"kind": "constant", "value": v},
     lambda v: {"kind": "linear", "start": v, "end": 0.1},

@@ -22,8 +22,8 @@ from lightning_rl.collector import Collector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves
-from lightning_rl.policy import ActorCritic
-from lightning_rl.policy_interface import PolicyOutput
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import space_from_dict
 

@@ -10,7 +10,7 @@ from lightning_rl import IMPALA, PPG, PPO, VMPO, PPOKLPenalty, Rollout
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import EpisodeSummary
 from lightning_rl.rollouts.sequences import Sequences

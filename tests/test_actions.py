@@ -13,7 +13,7 @@ from gymnasium import spaces
 from lightning_rl import PPO, Rollout, RolloutDataModule
 from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
 from tests.helpers import (
     MemoryLogger,

@@ -6,9 +6,9 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from lightning_rl import estimates
-from lightning_rl.policy import ActorCritic
-from lightning_rl.policy_interface import PolicyOutput
+from lightning_rl.policies import values
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.probes import Told, collect, make_batch, make_collector
 
@@ -131,7 +131,7 @@ def test_info_that_is_no_number_is_refused():
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10**6])
 def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(monkeypatch, rows):
-    monkeypatch.setattr(estimates, "_MAX_ROWS", rows)
+    monkeypatch.setattr(values, "_MAX_ROWS", rows)
     environments = make_batch("Probe/Counter-v0", 3, lengths=(2,))
     policy = make_policy(environments, torch.float64)
     largest = []
@@ -148,7 +148,7 @@ def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(mon
 
 
 def test_large_observations_are_evaluated_in_small_parts(monkeypatch):
-    monkeypatch.setattr(estimates, "_MAX_ENTRIES", 1000)  # four images of 243
+    monkeypatch.setattr(values, "_MAX_ENTRIES", 1000)  # four images of 243
     environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
     policy = make_policy(environments, shared_encoder=False)
     largest = []

@@ -14,7 +14,7 @@ import yaml
 
 from lightning_rl import save_episodes
 from lightning_rl.cli import main
-from lightning_rl.memory import MemoryOptions
+from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.batch import check_minibatches
 from lightning_rl.rollouts.episode import Episode
 from tests.procgen import has_procgen

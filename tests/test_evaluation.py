@@ -8,8 +8,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.seeding import SeededEpisodes, derive_seed
 from lightning_rl.evaluation import play
-from lightning_rl.memory import MemoryOptions
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.recurrent import MemoryOptions
 from tests.environments.test_lives import whole_game
 from tests.probes import Told, make_batch, seeds_of
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from lightning_rl import A2C, PPO, RolloutDataModule
 from lightning_rl.masks import ActionMask
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.mask_probes import CASES, kwargs_of, source_of

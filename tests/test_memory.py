@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lightning_rl.memory import MemoryOptions, RecurrentCore
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic, copy_to_cpu
+from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
+from lightning_rl.policies.recurrent import MemoryOptions, RecurrentCore
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
 from tests.memory_probes import KINDS, check_against_steps, make_policy, step_by_step
 from tests.probes import make_batch, make_collector, seeds_of

@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from lightning_rl.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, embedding_size, make_encoder
+from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, embedding_size, make_encoder
 from lightning_rl.validation import ConfigurationError
 from tests.nested_probes import SENSORS
 from tests.test_nested_policy import ROBOT, Mean, samples

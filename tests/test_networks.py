@@ -6,14 +6,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.networks import (
-    ImpalaEncoder,
-    MLPEncoder,
-    NatureEncoder,
-    images,
-    is_image,
-    make_encoder,
-)
+from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, images, is_image, make_encoder
 from lightning_rl.validation import ConfigurationError
 from tests.test_orthogonal_layers import assert_orthogonal
 

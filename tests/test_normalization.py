@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rl.normalization import ObservationNormalizer, RewardNormalizer, RunningMoments
+from lightning_rl.policies.normalization import ObservationNormalizer, RunningMoments
+from lightning_rl.training.reward_normalization import RewardNormalizer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

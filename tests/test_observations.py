@@ -17,8 +17,8 @@ from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.evaluation import play
 from lightning_rl.functional import gae
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic
-from lightning_rl.policy_interface import PolicyOutput
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.interface import PolicyOutput
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
@@ -238,7 +238,10 @@ def test_trainer_validates_and_predicts():
 
 
 def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_actor_does_not_see_the_answer():
-    small = {"class_path": "lightning_rl.networks.ImpalaEncoder", "init_args": {"channels": [4], "out_features": 16}}
+    small = {
+        "class_path": "lightning_rl.policies.networks.ImpalaEncoder",
+        "init_args": {"channels": [4], "out_features": 16},
+    }
     data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, eval_episodes=20)
     options = {"learning_rate": 3e-3, "entropy_coef": 0.01, "gamma": 0.0, "num_epochs": 4, "num_minibatches": 4}
     model = make_model(data, network={"picture": small}, critic_only=["answer"], hidden_sizes=(32,), **options)

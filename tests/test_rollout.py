@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_rl import Batch, Rollout
 from lightning_rl.nested import leaves
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import check_minibatches, on_grid
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, random_rollout

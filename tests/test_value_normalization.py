@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_rl import A2C, PPO
-from lightning_rl.policy import ActorCritic, copy_to_cpu
+from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
+from lightning_rl.policies.normalization import PopArt, ValueNormalizer, make_value_normalizer
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
-from lightning_rl.value_normalization import PopArt, ValueNormalizer, make_value_normalizer
 from tests.helpers import (
     CONTINUOUS,
     DISCRETE,

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import make_trainer
 
 ENVIRONMENTS, STEPS, EPOCHS, MINIBATCHES = 4, 32, 2, 4

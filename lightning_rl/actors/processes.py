@@ -23,7 +23,7 @@ from lightning_rl.actors.weights import SharedWeights, WeightsLocked
 from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.workers import kill, none_left_on_failure, signals_waiting
-from lightning_rl.policy import copy_to_cpu
+from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
 

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_rl.actors.transport import PackedRollout, pack
 from lightning_rl.actors.weights import move_into_one_block
 from lightning_rl.actors.worker import ActorSetup, Failure
-from lightning_rl.policy_interface import Policy
+from lightning_rl.policies.interface import Policy
 from lightning_rl.sampler import Sampler
 
 

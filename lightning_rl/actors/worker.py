@@ -20,7 +20,7 @@ from lightning_rl.actors.weights import SharedWeights
 from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec
 from lightning_rl.environments.seeding import ACTORS, derive_seed
 from lightning_rl.environments.workers import live_with_parent
-from lightning_rl.policy_interface import Policy, PolicyOutput
+from lightning_rl.policies.interface import Policy, PolicyOutput
 from lightning_rl.sampler import Sampler
 from lightning_rl.validation import ConfigurationError
 

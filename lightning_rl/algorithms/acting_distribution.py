@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.distributions import Distribution
-from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.values import in_chunks
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 

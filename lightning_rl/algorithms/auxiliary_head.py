@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.distributions import Distribution
-from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.networks.layers import HeadLinear
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import check, is_one_of
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.acting import act
 from lightning_rl.algorithms.failures import explained_anomaly, skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
 from lightning_rl.algorithms.optimizers import step_scheduler
@@ -28,18 +27,19 @@ from lightning_rl.algorithms.updates import NotFiniteError
 from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.checkpoint_format import read_checkpoint
-from lightning_rl.distributions import Distribution
-from lightning_rl.memory import Memory
 from lightning_rl.nested import Nested
-from lightning_rl.networks import DiscreteEncoding, Network
-from lightning_rl.normalization import RewardScale, make_reward_normalizer
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.acting import act
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.networks import DiscreteEncoding, Network
+from lightning_rl.policies.normalization import RewardScale, ValueNormalization
+from lightning_rl.policies.recurrent import Memory
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict
+from lightning_rl.training.reward_normalization import make_reward_normalizer
 from lightning_rl.validation import ClassSpec, refuse_unknown_options
-from lightning_rl.value_normalization import ValueNormalization
 
 
 class OnPolicyAlgorithm(Targets, Hooks):
@@ -70,7 +70,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
             off, `terminal` treats the limit as a terminal state.
         network: `auto`, `mlp`, `nature`, `impala`, the class of an encoder, or one of these for some leaves of a nested
-            observation, by path; see `lightning_rl.networks.make_encoder`.
+            observation, by path; see `lightning_rl.policies.networks.make_encoder`.
         hidden_sizes: Layers of the MLP.
         activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
         discrete_encoding: What the MLP makes of `Discrete` and `MultiDiscrete` observations: `one_hot` vectors, or an
@@ -92,7 +92,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         normalized_reward_clip: Bound on the absolute normalised reward; None does not clip.
         value_normalization: `running_std`: the value head predicts returns over their running deviation, and the value
             loss is in these units; `popart`: less their running mean besides, with a head that is rescaled whenever
-            these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.value_normalization`.
+            these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.policies.normalization`.
         update_normalizers: `after` the updates from a rollout the normalisers take it in, so that they are the same in
             acting and learning, or `before`, so that the rollout is seen through them: importance ratios then do not
             begin at 1.
@@ -245,7 +245,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
-        In the units of the action space; `lightning_rl.distributions.to_environment` clips, shifts and shapes them for
+        In the units of the action space; `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes them for
         an environment.
 
         Args:

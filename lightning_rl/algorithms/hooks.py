@@ -28,7 +28,7 @@ from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.interruption import InterruptionGuard
-from lightning_rl.policy import check_modes_agree
+from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.quiet import filter_misleading_warnings
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.unrolls import Unroll, UnrollLearner
 from lightning_rl.algorithms.updates import StepOutput
-from lightning_rl.algorithms.values import values_reached
-from lightning_rl.distributions import Distribution
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.values import values_reached
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled

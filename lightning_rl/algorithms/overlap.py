@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.unrolls import Unroll
-from lightning_rl.algorithms.values import revalued, values_reached
-from lightning_rl.estimates import in_chunks
 from lightning_rl.nested import map_leaves
+from lightning_rl.policies.values import in_chunks, revalued, values_reached
 from lightning_rl.rollouts.rollout import Rollout
 
 # Bounds of the importance weights of temporal differences, traces and advantages.

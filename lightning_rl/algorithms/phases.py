@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves, space_leaves
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, on_grid
 from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout

@@ -14,7 +14,7 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.auxiliary_head import Architecture, AuxiliaryActorCritic, check_architecture
 from lightning_rl.algorithms.phases import Phases
 from lightning_rl.algorithms.updates import StepOutput
-from lightning_rl.distributions import Distribution
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import RolloutMemory
 from lightning_rl.rollouts.rollout import Rollout

@@ -21,7 +21,7 @@ from lightning_rl.algorithms.parameter_groups import Half, check_critic, paramet
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.algorithms.updates import StepOutput
-from lightning_rl.distributions import Distribution
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.schedules import Scheduled

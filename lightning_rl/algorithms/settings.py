@@ -7,8 +7,8 @@ from typing import Any
 
 from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
 from lightning_rl.algorithms.parameter_groups import group_options
-from lightning_rl.memory import MemoryOptions
-from lightning_rl.networks import network_to_plain_data
+from lightning_rl.policies.networks import network_to_plain_data
+from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import (

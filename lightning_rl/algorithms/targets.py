@@ -9,15 +9,15 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_rl.algorithms.updates import Updates
-from lightning_rl.algorithms.values import revalued
 from lightning_rl.algorithms.warm_start import part_of
 from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.normalization import ValueNormalizer
+from lightning_rl.policies.values import revalued
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.validation import check
-from lightning_rl.value_normalization import ValueNormalizer
 
 
 class Targets(Updates):

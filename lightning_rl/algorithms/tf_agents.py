@@ -15,9 +15,9 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributed import exact_dtype
-from lightning_rl.distributions import Distribution
 from lightning_rl.nested import map_leaves
-from lightning_rl.normalization import RewardScale, RunningMoments
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.normalization import RewardScale, RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.schedules import Scheduled

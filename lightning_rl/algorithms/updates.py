@@ -22,11 +22,11 @@ from lightning_rl.algorithms.over_ranks import OverRanks
 from lightning_rl.algorithms.parameter_groups import Half, parameters_of_other_half
 from lightning_rl.algorithms.weight_penalty import WeightPenalty
 from lightning_rl.diagnostics import Diagnostics
-from lightning_rl.distributions import Distribution
-from lightning_rl.normalization import RewardNormalizer
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Replay
+from lightning_rl.training.reward_normalization import RewardNormalizer
 
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
 """What the norms of the gradients of the optimisers are logged by, before they are clipped."""

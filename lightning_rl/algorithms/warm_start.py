@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_rl.normalization import reward_scale
+from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.validation import ConfigurationError, check
 
 Part = Literal["policy", "critic", "normalizers"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.parameter_groups import is_of_critic
 from lightning_rl.functional import squared_norm
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import check
 
 

@@ -13,7 +13,7 @@ from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.vector_history import Array, VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, replace_leaves
-from lightning_rl.networks import is_image
+from lightning_rl.policies.networks import is_image
 from lightning_rl.spaces import image_layout
 
 

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.acting import acting_space
 from lightning_rl.export.program import DeployedPolicy, example_inputs
 from lightning_rl.nested import Nested, join, leaves, map_leaves
-from lightning_rl.policy import copy_to_cpu
+from lightning_rl.policies.acting import acting_space
+from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.spaces import space_to_dict
 
 FORMAT = 2

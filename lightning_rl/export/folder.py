@@ -16,12 +16,12 @@ from gymnasium import spaces
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_rl.acting import acting_space
 from lightning_rl.export import onnx
 from lightning_rl.export.description import describe
 from lightning_rl.export.program import DeployedPolicy, deploy, example_inputs, example_observations, export_program
 from lightning_rl.export.round_trip import Program, check_round_trip
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
+from lightning_rl.policies.acting import acting_space
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import check, check_can_make
 

@@ -9,11 +9,11 @@ from gymnasium import spaces
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_rl.acting import acting_space
-from lightning_rl.distributions import tensor_conversion
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.policy import copy_to_cpu
-from lightning_rl.policy_interface import as_recurrent
+from lightning_rl.policies.acting import acting_space
+from lightning_rl.policies.actor_critic import copy_to_cpu
+from lightning_rl.policies.distributions import tensor_conversion
+from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.spaces import sampled_observations
 from lightning_rl.validation import ConfigurationError
 

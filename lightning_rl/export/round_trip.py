@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.export.program import DeployedPolicy
 from lightning_rl.nested import Nested, leaves, map_leaves
-from lightning_rl.policy_interface import as_recurrent
+from lightning_rl.policies.interface import as_recurrent
 
 TOLERANCE = 1e-5
 """How far numbers of a program may be from those of the policy: absolutely up to 1, relatively above."""

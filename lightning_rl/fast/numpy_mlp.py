@@ -15,16 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rl.distributions import Categorical, DiagonalGaussian, Distribution
-from lightning_rl.distributions.gaussian_heads import GaussianHead
-from lightning_rl.distributions.heads import CategoricalHead
-from lightning_rl.distributions.noise import fill_log_exponential, fill_normal
-from lightning_rl.layers import HeadLinear
 from lightning_rl.nested import Nested
-from lightning_rl.networks import MLPEncoder
-from lightning_rl.normalization import ObservationNormalizer
-from lightning_rl.policy import ActorCritic
-from lightning_rl.policy_interface import PolicyOutput
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution
+from lightning_rl.policies.distributions.heads import CategoricalHead, GaussianHead
+from lightning_rl.policies.distributions.noise import fill_log_exponential, fill_normal
+from lightning_rl.policies.interface import PolicyOutput
+from lightning_rl.policies.networks import MLPEncoder
+from lightning_rl.policies.networks.layers import HeadLinear
+from lightning_rl.policies.normalization import ObservationNormalizer
 
 _DTYPES = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default

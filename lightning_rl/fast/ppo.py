@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.distributions.gaussian import LOG_2PI
 from lightning_rl.fast.numpy_mlp import (
     NumpyMLP,
     Preparation,
@@ -23,9 +22,9 @@ from lightning_rl.fast.numpy_mlp import (
     overridden,
     tanh_parameters,
 )
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic, Trunk
+from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.trunk import Trunk
 
 Array = NDArray[np.floating[Any]]
 

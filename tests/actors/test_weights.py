@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rl.actors.weights import SharedWeights, WeightsLocked
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import DISCRETE, VECTOR
 
 FORK = multiprocessing.get_context("fork")

@@ -11,7 +11,7 @@ import torch
 
 from lightning_rl import IMPALA, PPG, PPO, CriticPretraining, OffPolicyPPG
 from lightning_rl import functional as rl
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.test_impala import learn, make
 from tests.algorithms.test_impala_golden import AS_IT_IS, LENGTH, NUM_ENVS, RIGHT, double, rollout_of

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPO, ActorCritic, PolicyOutput
-from lightning_rl.distributions import Categorical
+from lightning_rl.policies.distributions import Categorical
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, FailedUpdate, Rollout
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.values import revalued, values_reached
+from lightning_rl.policies.values import revalued, values_reached
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_rl import CLEAR, IMPALA, Rollout
 from lightning_rl.algorithms.unrolls import UnrollLearner
-from lightning_rl.distributions import Distribution
-from lightning_rl.distributions.categorical import Categorical
-from lightning_rl.distributions.joint import Joint
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.distributions.discrete import Categorical
+from lightning_rl.policies.distributions.joint import Joint
 from tests.helpers import Recorder, make_trainer
 from tests.vectors.load import load
 

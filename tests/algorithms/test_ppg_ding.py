@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_rl import PPG, Batch, OffPolicyPPG, Rollout
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
-from lightning_rl.distributions import Distribution
-from lightning_rl.distributions.categorical import Categorical
 from lightning_rl.functional import clipped_value_loss, value_loss
 from lightning_rl.nested import Nested
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.distributions.discrete import Categorical
 from tests.helpers import FixedRollouts, Recorder, make_trainer, parameters_of
 from tests.vectors.load import load
 

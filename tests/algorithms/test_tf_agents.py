@@ -9,8 +9,8 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPO, Rollout, TFAgentsPPO
-from lightning_rl.distributions import Distribution
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.validation import ConfigurationError
 from tests.distributions.test_golden import as_action, build

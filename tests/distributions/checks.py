@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from lightning_rl.distributions import Distribution
+from lightning_rl.policies.distributions import Distribution
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 

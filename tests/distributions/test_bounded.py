@@ -17,7 +17,7 @@ from torch.distributions import (
 )
 from torch.distributions import Beta as TorchBeta
 
-from lightning_rl.distributions import Beta, Bounds, Distribution, SquashedGaussian
+from lightning_rl.policies.distributions import Beta, Bounds, Distribution, SquashedGaussian
 from tests.distributions.checks import EXACT, assert_samples_repeat, generator, randn
 
 LOW, HIGH = torch.tensor([-2.0, 0.0, 1.0]).double(), torch.tensor([2.0, 0.5, 4.0]).double()

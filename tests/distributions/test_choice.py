@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.distributions import (
+from lightning_rl.policies.distributions import (
     Bernoulli,
     Beta,
     Categorical,
@@ -20,8 +20,8 @@ from lightning_rl.distributions import (
     SquashedGaussian,
     make_action_head,
 )
-from lightning_rl.distributions.autoregressive_head import AutoregressiveHead
-from lightning_rl.distributions.choice import KINDS
+from lightning_rl.policies.distributions.autoregressive_head import AutoregressiveHead
+from lightning_rl.policies.distributions.make import KINDS
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import VECTOR
 

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent, Normal
 
-from lightning_rl.distributions import (
-    Categorical,
-    DiagonalGaussian,
-    Distribution,
-    make_action_head,
-)
+from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution, make_action_head
 from lightning_rl.validation import ConfigurationError
 from tests.distributions.checks import EXACT, assert_equal_to_torch, assert_samples_repeat, generator, randn
 

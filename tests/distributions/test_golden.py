@@ -8,7 +8,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.distributions import (
+from lightning_rl.nested import Nested, leaves
+from lightning_rl.policies.distributions import (
     Bounds,
     Categorical,
     DiagonalGaussian,
@@ -18,7 +19,6 @@ from lightning_rl.distributions import (
     SquashedGaussian,
     make_action_head,
 )
-from lightning_rl.nested import Nested, leaves
 from tests.vectors.load import load
 
 VECTORS = load("tf_agents/02_losses")

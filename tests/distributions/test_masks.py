@@ -8,9 +8,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.distributions import Autoregressive, Categorical, MultiCategorical, make_action_head
 from lightning_rl.masks import ActionMask, MaskLayout
 from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.policies.distributions import Autoregressive, Categorical, MultiCategorical, make_action_head
 from lightning_rl.validation import ConfigurationError
 from tests.distributions.checks import EXACT, generator, randn
 

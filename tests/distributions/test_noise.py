@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_rl.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
+from lightning_rl.policies.distributions import Bernoulli, Categorical, DiagonalGaussian, Distribution
 
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 

@@ -10,7 +10,7 @@ from torch.distributions import Bernoulli as TorchBernoulli
 from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Independent
 
-from lightning_rl.distributions import (
+from lightning_rl.policies.distributions import (
     Bernoulli,
     Categorical,
     DiagonalGaussian,

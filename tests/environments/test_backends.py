@@ -8,7 +8,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl.environments import EnvironmentSpec, make_environments
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
 from tests.probes import Told, collect, make_batch, make_collector
 

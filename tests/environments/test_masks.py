@@ -16,7 +16,7 @@ from lightning_rl.environments.masks import MaskedEnvironment, MaskSource
 from lightning_rl.environments.seeding import SeededEpisodes
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.mask_probes import CASES, Invalid, kwargs_of, source_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_rl.environments.seeding import EVALUATION, SAMPLING, TRAINING, SeededEpisodes, derive_seed
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
 from tests.probes import Random, make_batch, make_collector, seeds_of
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from lightning_rl import PPO, RolloutDataModule, fast
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
-from lightning_rl.distributions import Categorical
 from lightning_rl.fast.numpy_mlp import (
     Actor,
     NumpyMLP,
@@ -24,8 +23,9 @@ from lightning_rl.fast.numpy_mlp import (
     tanh_parameters,
 )
 from lightning_rl.masks import ActionMask
-from lightning_rl.networks import MLPEncoder
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions import Categorical
+from lightning_rl.policies.networks import MLPEncoder
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_trainer
 
 

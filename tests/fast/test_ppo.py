@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_rl import PPO
 from lightning_rl.algorithms.ppo import READ_BY_LOSS
 from lightning_rl.algorithms.ppo_rows import policy_rows, value_rows
-from lightning_rl.distributions.heads import CategoricalHead
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import KnownGradients, PPOLoss
-from lightning_rl.policy import ActorCritic
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions.heads import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
 

@@ -15,7 +15,6 @@ from lightning_rl.validation import check, check_bool, check_positive_int, is_in
 
 Memory = str | dict[str, Any] | None
 """`lstm`, `gru`, or one of these with options: `{"kind": "lstm", "hidden_size": 256}`; None: no memory."""
-
 _KINDS = ("lstm", "gru")
 
 

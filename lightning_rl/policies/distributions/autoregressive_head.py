@@ -11,11 +11,11 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.distributions.autoregressive import Autoregressive
-from lightning_rl.distributions.heads import IMPOSSIBLE, Initialization, projection
-from lightning_rl.layers import HeadLinear
 from lightning_rl.masks import MaskLayout, component_names, has_choices, num_choices
 from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
+from lightning_rl.policies.distributions.discrete import Autoregressive
+from lightning_rl.policies.distributions.heads import IMPOSSIBLE, Initialization, projection
+from lightning_rl.policies.networks.layers import HeadLinear
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
 MAX_COMBINATIONS = 4096

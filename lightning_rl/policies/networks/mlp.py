@@ -11,9 +11,9 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.layers import orthogonal_linear
 from lightning_rl.nested import Nested, module_name, part_at, space_leaves
-from lightning_rl.networks.inputs import DiscreteEncoding, make_input
+from lightning_rl.policies.networks.inputs import DiscreteEncoding, make_input
+from lightning_rl.policies.networks.layers import orthogonal_linear
 from lightning_rl.validation import check, check_positive_int, is_one_of
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {

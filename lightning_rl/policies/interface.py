@@ -8,9 +8,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from lightning_rl.distributions import Distribution
-from lightning_rl.memory import MemoryOptions
 from lightning_rl.nested import Nested
+from lightning_rl.policies.distributions import Distribution
+from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.sequences import Sequences
 
 
@@ -20,7 +20,7 @@ class PolicyOutput:
 
     Attributes:
         action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is. In the policy's own form,
-            in which its log-probability is exact (see `lightning_rl.distributions.Distribution`).
+            in which its log-probability is exact (see `lightning_rl.policies.distributions.Distribution`).
         log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
         value: Value estimate of the observation, shape `[B]`; None likewise.
         environment_action: The action in the units of the action space, for `to_environment`; None: the same.

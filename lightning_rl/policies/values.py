@@ -1,16 +1,20 @@
-"""What the policy makes of a whole rollout: log-probabilities and values, under the parameters that acted."""
+"""Values and log-probabilities of whole rollouts: while collecting, and recomputed later."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
+from lightning_rl.policies.interface import Policy, RecurrentPolicy
+from lightning_rl.policies.recurrent_state import EpisodeMemory
+from lightning_rl.rollouts.rollout import Rollout
 
 # Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
 _MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
@@ -107,3 +111,61 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
     starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk of a rank that has no rows too
     chunks = [map_leaves(itemgetter(slice(start, start + size)), x) for start in starts]
     return map_stacked(torch.cat, [function(chunk) for chunk in chunks])
+
+
+@torch.no_grad()
+def revalued(policy: Policy, rollout: Rollout) -> Rollout:
+    """Return a rollout of the same steps with the values of `policy` as it is now.
+
+    A policy with memory goes through the rollout again from the memory with which it began.
+
+    Args:
+        policy: Estimates them.
+        rollout: Stays as it is.
+    """
+    result = copy.copy(rollout)
+    result.values, result.next_values = _estimate(policy, rollout)
+    return result
+
+
+@torch.no_grad()
+def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
+    """Return the values of what the steps of a rollout reached, `[T, B]`; 0 at a terminal state.
+
+    A policy with memory goes through the rollout again from the memory with which it began.
+
+    Args:
+        policy: Estimates those of the last observations and of the final ones of truncated episodes.
+        rollout: Of this policy, or another.
+        values: Of its observations by `policy`, `[T, B]`.
+    """
+    return _estimate(policy, rollout, values)[1]
+
+
+def _estimate(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return values of a rollout's observations, `known` where they are, and of what its steps reached, `[T, B]`."""
+    memory, values = EpisodeMemory(), None
+    if rollout.memory is not None:
+        memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
+    values = values if known is None else known
+    finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
+    here, reached = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
+    return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
+
+
+def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, Tensor]:
+    """Return what the policy remembers after a rollout, and its value at each step."""
+    assert rollout.starts is not None
+    memory, values = EpisodeMemory(), []
+    memory.state = map_leaves(itemgetter(0), rollout.memory)
+    ends = rollout.ends if rollout.valid is None else rollout.ends | ~rollout.valid
+    reached: list[list[int]] = [[] for _ in range(rollout.shape[0])]
+    for t, index in rollout.final_indices.tolist():
+        reached[t].append(index)
+    for t, environments in enumerate(reached):
+        observations = map_leaves(itemgetter(t), rollout.observations)
+        output = policy.act(observations, deterministic=True, memory=memory.state)
+        assert output.value is not None
+        values.append(output.value)
+        memory.after(t, output.memory, ends[t], environments, ())
+    return memory, torch.stack(values)

@@ -1,4 +1,4 @@
-"""Which distribution each part of an action has."""
+"""Chooses the action head of an action space."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl.distributions.autoregressive_head import MAX_COMBINATIONS, AutoregressiveHead, is_suitable
-from lightning_rl.distributions.gaussian_heads import GaussianHead, SquashedGaussianHead
-from lightning_rl.distributions.heads import (
+from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
+from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
+from lightning_rl.policies.distributions.autoregressive_head import MAX_COMBINATIONS, AutoregressiveHead, is_suitable
+from lightning_rl.policies.distributions.heads import (
     BernoulliHead,
     BetaHead,
     CategoricalHead,
+    GaussianHead,
     JointHead,
     MultiCategoricalHead,
+    SquashedGaussianHead,
 )
-from lightning_rl.masks import MAX_INTEGER_CHOICES, ActionMask, MaskLayout, num_choices
-from lightning_rl.nested import join, map_space, part_at, replace_leaves, space_leaves
 from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"

@@ -11,16 +11,15 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.nested import space_leaves
-from lightning_rl.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
-from lightning_rl.networks.inputs import DiscreteEncoding
-from lightning_rl.networks.mlp import MLPEncoder
+from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
+from lightning_rl.policies.networks.inputs import DiscreteEncoding
+from lightning_rl.policies.networks.mlp import MLPEncoder
 from lightning_rl.spaces import is_image, sampled_observations
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 
 # Not `dict[str, Any]`: a parser of configurations would make objects of the class specs of leaves.
 Network = str | dict[str, str | dict[str, Any] | None]
 """A name, a class spec, or these by the path of a leaf: `{"camera": "impala", "arm.0": {"class_path": ...}}`."""
-
 _NAMES = ("auto", "mlp", "nature", "impala")
 
 

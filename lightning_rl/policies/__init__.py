@@ -1,0 +1,1 @@
+"""From observations to action distributions and values."""

@@ -1,0 +1,31 @@
+"""Action distributions, and the heads that make them from features.
+
+Only what a policy gradient needs, without the validation of `torch.distributions` (a third of its cost here).
+Log-probabilities, entropies and divergences are computed in at least float32, whatever the network's precision.
+"""
+
+from __future__ import annotations
+
+from lightning_rl.policies.distributions.base import Distribution
+from lightning_rl.policies.distributions.continuous import Beta, Bounds, DiagonalGaussian, SquashedGaussian
+from lightning_rl.policies.distributions.discrete import Autoregressive, Bernoulli, Categorical, MultiCategorical
+from lightning_rl.policies.distributions.joint import Joint, from_environment, tensor_conversion, to_environment
+from lightning_rl.policies.distributions.make import ActionDistribution, make_action_head
+
+__all__ = [
+    "ActionDistribution",
+    "Autoregressive",
+    "Bernoulli",
+    "Beta",
+    "Bounds",
+    "Categorical",
+    "DiagonalGaussian",
+    "Distribution",
+    "Joint",
+    "MultiCategorical",
+    "SquashedGaussian",
+    "from_environment",
+    "make_action_head",
+    "tensor_conversion",
+    "to_environment",
+]

@@ -1,0 +1,1 @@
+"""What algorithms share: advantages, losses, optimization, metrics, the clock."""
