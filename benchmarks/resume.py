@@ -22,7 +22,7 @@ import torch
 from record import RESULTS, hardware, source, versions, write_json
 
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, make_environments
-from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.episodes import SeededEpisodes
 
 REPEATS, STEPS = 9, 20_000
 GAMES, GAME_STEPS = 8, 1_000

@@ -11,8 +11,8 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
-from lightning_rl.environments.lives import LIFE_LOST
-from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
+from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import to_environment
 from lightning_rl.policies.interface import Policy, as_recurrent

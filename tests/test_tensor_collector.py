@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl import PPO
 from lightning_rl.collector import Collector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
-from lightning_rl.environments.tensors import AsArrays, TensorStep
+from lightning_rl.environments.tensor_batch import AsArrays, TensorStep
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import tensor_conversion, to_environment

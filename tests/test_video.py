@@ -24,8 +24,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rl import EpisodeRecorder, RecordedEpisodes, VideoRecorder, load_episodes
 from lightning_rl.callbacks.video import show_video
 from lightning_rl.cli import main
-from lightning_rl.environments import camera
-from lightning_rl.environments.camera import explained_rendering, prepare_rendering
+from lightning_rl.environments import rendering
+from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
 from lightning_rl.validation import ConfigurationError
 from lightning_rl.video import MovingPicture, VideoFile
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
@@ -240,9 +240,9 @@ def test_without_pygame_the_extra_that_brings_it_is_named(tmp_path, monkeypatch)
 
 def test_atari_frames_are_counted_at_the_speed_of_the_console():
     single = SimpleNamespace(metadata={"render_fps": 30})
-    assert camera.steps_per_second(single, is_atari=True, frames_per_step=4) == 15
-    assert camera.steps_per_second(single, is_atari=False, frames_per_step=1) == 30
-    assert camera.steps_per_second(SimpleNamespace(metadata={}), is_atari=False, frames_per_step=2) == 15
+    assert rendering.steps_per_second(single, is_atari=True, frames_per_step=4) == 15
+    assert rendering.steps_per_second(single, is_atari=False, frames_per_step=1) == 30
+    assert rendering.steps_per_second(SimpleNamespace(metadata={}), is_atari=False, frames_per_step=2) == 15
 
 
 def test_a_failing_environment_ends_no_run_in_which_others_are_replaced(tmp_path, monkeypatch):

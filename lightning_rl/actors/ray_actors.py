@@ -18,7 +18,7 @@ from lightning_rl.actors.transport import PackedRollout, unpack
 from lightning_rl.actors.weights import WeightsCopy
 from lightning_rl.actors.worker import ActorSetup, Failure
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.restarting import MAX_RESTARTS_IN_A_ROW
+from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributed import exact_dtype
-from lightning_rl.environments.rewards import RewardClip, check_reward_options, make_reward_transform
+from lightning_rl.environments.wrappers.rewards import RewardClip, check_reward_options, make_reward_transform
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.rollouts.batch import Batch, on_grid

@@ -2,15 +2,13 @@
 
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.batch import EnvironmentBatch, Step
-from lightning_rl.environments.camera import FilmMaker, cameras
-from lightning_rl.environments.endless import TerminationAsTruncation
-from lightning_rl.environments.errors import EnvironmentFailure
+from lightning_rl.environments.contract import EnvironmentFailure
 from lightning_rl.environments.make import check_filmable, make_environments, spaces_of
-from lightning_rl.environments.options import WrapperOptions
-from lightning_rl.environments.partial import PartialObservation
-from lightning_rl.environments.rewards import RewardClip
-from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure
-from lightning_rl.environments.tensors import TensorEnvironments, TensorStep
+from lightning_rl.environments.rendering import FilmMaker, cameras
+from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure, WrapperOptions
+from lightning_rl.environments.tensor_batch import TensorEnvironments, TensorStep
+from lightning_rl.environments.wrappers.partial_observation import PartialObservation, TerminationAsTruncation
+from lightning_rl.environments.wrappers.rewards import RewardClip
 
 __all__ = [
     "AtariPreprocessing",

@@ -1,4 +1,4 @@
-"""One contract over the three autoreset modes of Gymnasium's vector environments."""
+"""A batch of environments behind one contract, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -10,24 +10,111 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
-from lightning_rl.environments.autoreset import autoreset_mode
-from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
-from lightning_rl.environments.finite import complaint, first_not_finite, surely_finite
-from lightning_rl.environments.native import cartpole_state, load_cartpole_state
-from lightning_rl.environments.places import Places
-from lightning_rl.environments.records import for_seeds, recorded, restore, to_arrays, to_tensors
-from lightning_rl.environments.repeat import FRAMES, REPEATS
-from lightning_rl.environments.restarting import EPISODE, FAILURE, LOST
-from lightning_rl.environments.restarting_workers import RestartingProcesses
-from lightning_rl.environments.seeding import role_prefix
-from lightning_rl.environments.vector_history import IDLE
-from lightning_rl.environments.workers import WorkerFailure
+from lightning_rl.environments.contract import (
+    EPISODE,
+    FAILURE,
+    IDLE,
+    LOST,
+    OWN_STATE,
+    EnvironmentFailure,
+    WorkerFailure,
+    autoreset_mode,
+    complaint,
+    first_not_finite,
+    is_failure,
+    summary,
+    surely_finite,
+)
+from lightning_rl.environments.seeding import Places, role_prefix
+from lightning_rl.environments.workers import RestartingProcesses
+from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
+
+
+def recorded(env: Any, places: Places) -> list[dict[str, Any]]:  # noqa: ANN401 - a vector environment of single ones
+    """Return the record of every environment (see `SeededEpisodes.recorded`)."""
+    records = []
+    for index, record in enumerate(env.call("recorded")):
+        # A worker that was lost since the last step is only replaced in the next one.
+        lost = {"stream_seed": places.streams[index], "episode": int(places.episodes[index])}
+        records.append(lost if record is None else to_tensors(record))
+    return records
+
+
+def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
+    """Give every environment its own record.
+
+    Returns:
+        Which environments are where they were, `[B]`, and the observations, `[B, ...]`; the others have begun new
+        episodes.
+    """
+    records = [to_arrays(state) for state in states]
+    places.streams = [record["stream_seed"] for record in records]
+    base = env.unwrapped
+    if isinstance(base, SyncVectorEnv):
+        answers: Any = [one.get_wrapper_attr("restore")(record) for one, record in zip(base.envs, records, strict=True)]
+    else:
+        answers = base.call_each("restore", [(record,) for record in records])
+        # None comes from a worker that was lost while it played the episode again.
+        answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
+    exact, rows = zip(*answers, strict=True)
+    places.begin(~np.array(exact))
+    # Environments may give keys in any order, and lists for tuples.
+    like = nested_paths(env.single_observation_space)
+    return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
+
+
+def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
+    """Return the state of a batch as one of `len(seeds)` environments: the first ones stay, further ones begin anew."""
+    kept, added = state["environments"][: len(seeds)], seeds[len(state["environments"]) :]
+    # Before the first episode of the stream that is the new environment's own.
+    beginning = [{"stream_seed": seed, "episode": -1} for seed in added]
+    counts = {
+        name: torch.cat([state[name][: len(seeds)], torch.full((len(added),), value, dtype=state[name].dtype)])
+        for name, value in (("began", 0), ("episodes", -1), ("resets_next", False))
+    }
+    return {**state, **counts, "environments": [*kept, *beginning]}
+
+
+def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy arrays to tensors, nested ones too."""
+
+    def convert(x: Any) -> Any:  # noqa: ANN401
+        return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
+
+    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
+
+
+def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
+    """View tensors as arrays: worker processes would get them as shared memory, which does not outlive its maker."""
+
+    def convert(x: Any) -> Any:  # noqa: ANN401
+        return x.numpy() if isinstance(x, torch.Tensor) else x
+
+    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
+
+
+_ARRAYS = ("state", "steps", "prev_done")
+
+
+def cartpole_state(env: CartPoleVectorEnv) -> dict[str, Any]:
+    """Return its arrays and its random generator."""
+    arrays = {name: np.asarray(getattr(env, name)) for name in _ARRAYS}
+    return arrays | {"random": env.np_random.bit_generator.state}
+
+
+def load_cartpole_state(env: CartPoleVectorEnv, state: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """Take over what `cartpole_state` returned, and return the observations `[B, 4]`."""
+    env.reset(seed=0)
+    env.np_random.bit_generator.state = state["random"]
+    for name in _ARRAYS:
+        setattr(env, name, state[name].copy())
+    return state["state"].T.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class Step(NamedTuple):

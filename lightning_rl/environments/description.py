@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector.utils import CloudpickleWrapper
 
-from lightning_rl.environments.errors import EnvironmentFailure, summary
+from lightning_rl.environments.contract import EnvironmentFailure, summary
 from lightning_rl.environments.workers import kill, live_with_parent, signals_waiting
 from lightning_rl.validation import ConfigurationError
 

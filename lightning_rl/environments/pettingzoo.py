@@ -10,8 +10,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
+from lightning_rl.environments.contract import IDLE
 from lightning_rl.environments.seeding import derive_seed
-from lightning_rl.environments.vector_history import IDLE
 from lightning_rl.nested import Nested, map_space
 from lightning_rl.validation import check
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.environments.errors import is_failure, summary
+from lightning_rl.environments.contract import is_failure, summary
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 # Packages that register environments when they are imported, with the extra that installs them.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, WrapperOptions, make_environments
-from lightning_rl.environments.ale import SeededGame
+from lightning_rl.environments.atari import SeededGame
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError

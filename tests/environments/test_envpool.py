@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_rl.environments import EnvironmentSpec
-from lightning_rl.environments.vectorised import explained
+from lightning_rl.environments.make import explained
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 from tests.procgen import needs_procgen

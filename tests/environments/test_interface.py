@@ -9,8 +9,7 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.environments import EnvironmentFailure, make_environments
-from lightning_rl.environments.interface import ObservationForm, Unexpected, misfit, stored, to_flag
-from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.episodes import ObservationForm, SeededEpisodes, Unexpected, misfit, stored, to_flag
 from tests.helpers import make_data
 
 UNIT = spaces.Box(-1, 1, (3,), np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from lightning_rl.environments.lives import EpisodicLife, GameScore, WholeGame
+from lightning_rl.environments.atari import EpisodicLife, GameScore, WholeGame
 
 
 class Script(gymnasium.Env):

@@ -12,8 +12,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.masks import MaskedEnvironment, MaskSource
-from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.episodes import SeededEpisodes
+from lightning_rl.environments.wrappers.action_mask import MaskedEnvironment, MaskSource
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic

@@ -13,10 +13,10 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl.environments import AtariPreprocessing, EnvironmentBatch, EnvironmentSpec, WrapperOptions
 from lightning_rl.environments.atari import sign
-from lightning_rl.environments.frames import stack_frames
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
-from lightning_rl.environments.rewards import make_reward_transform
+from lightning_rl.environments.wrappers.frame_stack import stack_frames
+from lightning_rl.environments.wrappers.rewards import make_reward_transform
 from lightning_rl.nested import leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.policies.networks import is_image

@@ -8,8 +8,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
 from lightning_rl.environments import seeding
-from lightning_rl.environments.restarting import RestartingEpisodes
-from lightning_rl.environments.seeding import SeededEpisodes
+from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from tests.probes import Counter, Random, make_batch
 
 

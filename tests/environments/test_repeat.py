@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
 from lightning_rl.environments.atari import sign
-from lightning_rl.environments.options import WrapperOptions
-from lightning_rl.environments.repeat import FRAMES, REPEATS, LearnedActionRepeat
+from lightning_rl.environments.spec import WrapperOptions
+from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS, LearnedActionRepeat
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_lives import whole_game

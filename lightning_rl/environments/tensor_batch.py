@@ -11,8 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
-from lightning_rl.environments.autoreset import autoreset_mode
-from lightning_rl.environments.errors import EnvironmentFailure, is_failure, summary
+from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, is_failure, summary
 from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.validation import check
 

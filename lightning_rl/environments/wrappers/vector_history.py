@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from lightning_rl.environments.autoreset import autoreset_mode
+from lightning_rl.environments.contract import IDLE, autoreset_mode
 from lightning_rl.nested import Nested, map_leaves, nested_paths
 
 Array = np.ndarray[Any, Any]
-
-IDLE = "lightning_rl/idle"
-"""Key of the `info` of a step: rows that ignored their action since they wait for others, `[B]`."""
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.

@@ -11,7 +11,7 @@ from gymnasium import spaces, wrappers
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.vector_history import Array, VectorHistory
+from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, replace_leaves
 from lightning_rl.policies.networks import is_image
 from lightning_rl.spaces import image_layout

@@ -15,7 +15,6 @@ from lightning_rl.validation import check, check_number
 RewardClip = Literal["abs_one", "soft_asymmetric"] | float
 RewardTransform = Callable[[Any], Any]
 """From rewards, one or `[B]`, to what is learned from."""
-
 _NAMED = get_args(get_args(RewardClip)[0])
 
 

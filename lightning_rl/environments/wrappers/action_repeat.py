@@ -7,16 +7,14 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from lightning_rl.environments.lives import LIFE_LOST
-from lightning_rl.environments.rewards import RewardTransform
+from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
 FRAMES = "lightning_rl/frames"
 """Key of the `info` of a step that took more or fewer than one step of the environment: how many."""
-
 REPEATS = "lightning_rl/repeats"
 """Key of the `info` of a step whose action the policy had repeated: how often it was taken, so many times γ counts."""
-
 EARNED = "lightning_rl/earned"
 """Key of the `info` of a step of evaluation: what it would have earned in training, where its reward is another."""
 

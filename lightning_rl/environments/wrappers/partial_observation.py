@@ -1,4 +1,4 @@
-"""A wrapper that hides entries of an observation, to make tasks that need memory of those that do not."""
+"""Wrappers that change what an environment reveals: hidden entries, terminations as truncations."""
 
 from __future__ import annotations
 
@@ -39,3 +39,15 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
         """Return the entries that are shown."""
         shown: np.ndarray[Any, Any] = observation[self._indices]
         return shown
+
+
+class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Report the end of an episode as a cut, so that values bootstrap from where it led to (DI-engine's `ignore_done`).
+
+    For environments that terminate where only time is up, such as old versions of Pendulum or HalfCheetah.
+    """
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401 - the environment's
+        """Take a step that never terminates."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        return observation, reward, False, terminated or truncated, info

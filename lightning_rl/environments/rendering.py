@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.environments.errors import is_failure
+from lightning_rl.environments.contract import is_failure
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 _MAX_FPS = 30

@@ -12,10 +12,10 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.lives import LIFE_LOST
-from lightning_rl.environments.repeat import EARNED
-from lightning_rl.environments.rewards import RewardTransform
-from lightning_rl.environments.vector_history import Array, VectorHistory
+from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.wrappers.action_repeat import EARNED
+from lightning_rl.environments.wrappers.rewards import RewardTransform
+from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
 from lightning_rl.masks import MAX_INTEGER_CHOICES, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space
 from lightning_rl.validation import ConfigurationError, check

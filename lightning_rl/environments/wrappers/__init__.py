@@ -1,0 +1,1 @@
+"""Environment wrappers, each for a single environment or a vectorized one."""
