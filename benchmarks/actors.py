@@ -24,9 +24,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from record import add_saving, save
 
 from lightning_rl import IMPALA, RolloutDataModule
+from lightning_rl.data.collector import Sampler
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.sampler import Sampler
 
 WARM_UP = 30
 

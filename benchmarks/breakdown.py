@@ -23,7 +23,7 @@ from record import RESULTS, hardware, source, versions, write_json
 from workload_models import make_data, make_model
 
 from lightning_rl import PPO
-from lightning_rl.collector import Collector
+from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentBatch
 from lightning_rl.fast import Actor, FastEngine, PPOLoss
 from lightning_rl.fast.engine import closed_form_of

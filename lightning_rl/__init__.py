@@ -26,12 +26,12 @@ from lightning_rl.callbacks import (
     VideoRecorder,
 )
 from lightning_rl.checkpoints import LastCheckpoint
-from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.data.datamodule import RolloutDataModule
+from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
-from lightning_rl.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 

@@ -39,7 +39,7 @@ from lightning_rl.cli_parts import (
     say,
 )
 from lightning_rl.commands import COMMANDS, overview
-from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
 from lightning_rl.interruption import EarlyTermination, early_termination
 from lightning_rl.progress import EnvStepProgressBar

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from lightning_rl.collector import Collector
+from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves

@@ -15,10 +15,11 @@ from gymnasium import spaces
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 
-from lightning_rl import PPO, RolloutDataModule, evaluator, sampler
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.data import collector
+from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
-from lightning_rl.loaders import OnDemandLoader
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 from tests.probes import Told
@@ -212,7 +213,7 @@ def test_each_rank_tells_of_the_first_environment_that_it_replaced():
 
 def test_evaluation_has_other_seeds_than_training(monkeypatch):
     made = []
-    make = sampler.make_environments
+    make = collector.make_environments
 
     def spy(spec, num_envs, seeds, **options):
         made.append((spec.evaluation, tuple(seeds)))

@@ -12,9 +12,9 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO
 from lightning_rl.algorithms.failures import FailedUpdate
+from lightning_rl.data.evaluation import play
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.episodes import SeededEpisodes
-from lightning_rl.evaluation import play
 from lightning_rl.functional import gae
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import SimpleProfiler
 
-from lightning_rl import collector
-from lightning_rl.profiling import profiled
+from lightning_rl.data import collector
+from lightning_rl.data.collector import profiled
 from tests.helpers import make_data, make_model, make_trainer
 from tests.torch_environments import ID
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import PPO, RolloutDataModule, restoring
+from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.checkpoint_format import FORMAT
+from lightning_rl.data import datamodule
 from lightning_rl.validation import ConfigurationError
 from tests.programs import run_ranks
 from tests.test_resume import SETTINGS, fit
@@ -240,7 +241,7 @@ def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
 
 
 def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(restoring, "_MANY_STEPS", 10)
+    monkeypatch.setattr(datamodule, "_MANY_STEPS", 10)
     fit("continuous", tmp_path / "first", 2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fit("continuous", tmp_path / "second", 3, str(tmp_path / "first/after_2.ckpt"))

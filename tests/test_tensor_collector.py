@@ -10,13 +10,12 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl import PPO
-from lightning_rl.collector import Collector
+from lightning_rl.data.collector import Collector, TensorCollector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
 from lightning_rl.environments.tensor_batch import AsArrays, TensorStep
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
-from lightning_rl.tensor_collector import TensorCollector
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.torch_environments import ID, MASKED_ID, Reach

@@ -11,8 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_rl.callbacks.video import data_of
+from lightning_rl.data.minari import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero
-from lightning_rl.minari_data import check_can_write, write_minari
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError, check, make_folder
 from lightning_rl.video import Films, check_imageio

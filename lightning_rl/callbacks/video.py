@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.callbacks.interval import EnvStepInterval
-from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import check, check_positive_int, make_folder
 from lightning_rl.video import Films, VideoFile, check_imageio

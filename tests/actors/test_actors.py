@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import dataloader
 
 from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint
-from lightning_rl.actors import worker
+from lightning_rl.data.actors import processes
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import nested_probes, probes  # noqa: F401 - they register environments
@@ -315,7 +315,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
 
 
 def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatch):
-    monkeypatch.setattr("lightning_rl.actors.processes._GRACE", 0.1)
+    monkeypatch.setattr("lightning_rl.data.actors.processes._GRACE", 0.1)
     data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": "hang"})
     model = make(data)
     with pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"):
@@ -328,7 +328,7 @@ def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatc
 def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepared, found, monkeypatch):
     """What is blocked in the learner while it starts processes is blocked in those, until they ignore it."""
     if not prepared:  # for ever as it is before the first rollout
-        monkeypatch.setattr(worker, "live_with_parent", lambda: None)
+        monkeypatch.setattr(processes, "live_with_parent", lambda: None)
     left_alone = []
 
     class Look(Callback):

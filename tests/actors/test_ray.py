@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_rl import IMPALA
-from lightning_rl.actors import BoundedLag
+from lightning_rl.data.actors import BoundedLag
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import probes  # noqa: F401 - registers environments

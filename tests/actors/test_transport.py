@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_rl import IMPALA
-from lightning_rl.actors import transport
-from lightning_rl.actors.transport import pack, unpack
+from lightning_rl.data.actors import transport
+from lightning_rl.data.actors.transport import pack, unpack
 from lightning_rl.nested import leaves
 from lightning_rl.rollouts.rollout import EpisodeSummary
 from tests import nested_probes  # noqa: F401 - registers

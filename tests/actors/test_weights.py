@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from lightning_rl.actors.weights import SharedWeights, WeightsLocked
+from lightning_rl.data.actors.transport import SharedWeights, WeightsLocked
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import DISCRETE, VECTOR
 
@@ -112,7 +112,7 @@ def test_parameters_and_buffers_of_every_precision_arrive():
 
 
 def test_a_lock_that_nobody_gives_back_ends_in_an_error(monkeypatch):
-    monkeypatch.setattr("lightning_rl.actors.weights._PATIENCE", 0.05)
+    monkeypatch.setattr("lightning_rl.data.actors.transport._PATIENCE", 0.05)
     weights = SharedWeights(make_policy(), FORK)
     weights._lock.acquire()
     with pytest.raises(WeightsLocked, match=r"0\.05 seconds"):

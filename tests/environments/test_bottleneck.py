@@ -2,8 +2,9 @@
 
 import pytest
 
-from lightning_rl.environments import EnvironmentSpec, bottleneck
-from lightning_rl.environments.bottleneck import BottleneckWatch
+from lightning_rl.data import bottleneck
+from lightning_rl.data.bottleneck import BottleneckWatch
+from lightning_rl.environments import EnvironmentSpec
 
 
 def hints(env_seconds, between=10.0, count=20, backend="sync", num_envs=8):

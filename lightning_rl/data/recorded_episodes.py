@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_rl.datamodule import RolloutDataModule
+from lightning_rl.data.datamodule import RolloutDataModule
+from lightning_rl.data.minari import read_minari
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.files import load_plain
-from lightning_rl.minari_data import read_minari
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import from_environment
 from lightning_rl.rollouts.episode import Episode

@@ -1,4 +1,4 @@
-"""Actors in the worker processes of a PyTorch `DataLoader`."""
+"""Asynchronous actors in processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,110 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
-from lightning_rl.actors.options import ActorOptions
-from lightning_rl.actors.transport import unpack
-from lightning_rl.actors.weights import SharedWeights, WeightsLocked
-from lightning_rl.actors.worker import Actors, ActorSetup, Failure, Signs
+from lightning_rl.data.actors.base import ActorOptions, ActorSetup, Failure
+from lightning_rl.data.actors.transport import PackedRollout, SharedWeights, WeightsLocked, pack, unpack
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.environments.workers import kill, none_left_on_failure, signals_waiting
+from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
 from lightning_rl.policies.actor_critic import copy_to_cpu
+from lightning_rl.policies.interface import Policy, PolicyOutput
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
+
+
+class Signs:
+    """Signs between learner and actors, in shared memory.
+
+    Args:
+        num_actors: How many actors there are.
+    """
+
+    def __init__(self, num_actors: int) -> None:
+        now = time.monotonic()  # the same clock in all processes of a machine
+        self._since = torch.full((num_actors,), now, dtype=torch.float64).share_memory_()  # type: ignore[no-untyped-call]
+        self._stop = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, actor: int) -> None:
+        """Say that an actor begins a rollout."""
+        self._since[actor] = time.monotonic()
+
+    def rest(self, actor: int) -> None:
+        """Say that an actor waits to be asked for the next one."""
+        self._since[actor] = torch.inf
+
+    def busy_for(self, actor: int) -> float:
+        """Return for how many seconds an actor has been collecting, or starting; 0 of one that waits."""
+        return max(0.0, time.monotonic() - float(self._since[actor]))
+
+    def stop(self) -> None:
+        """Ask all actors to leave their rollouts as they are."""
+        self._stop.fill_(True)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether they were asked to."""
+        return bool(self._stop)
+
+
+class _Stopped(Exception):
+    """The learner needs no more rollouts."""
+
+
+def _act_unless_stopped(signs: Signs, act: Callable[..., PolicyOutput], *args: Any, **kwargs: Any) -> PolicyOutput:  # noqa: ANN401
+    if signs.stopped:
+        raise _Stopped
+    return act(*args, **kwargs)
+
+
+class Actors(IterableDataset[PackedRollout | Failure]):
+    """What the worker processes of a `DataLoader` iterate over: each of them is one actor.
+
+    Args:
+        setup: What they are told.
+        policy: On the CPU; each process acts with a copy of its own.
+        weights: What the learner publishes.
+        signs: Between learner and actors.
+    """
+
+    def __init__(self, setup: ActorSetup, policy: nn.Module, weights: SharedWeights, signs: Signs) -> None:
+        self.setup, self.policy, self.weights, self.signs = setup, policy, weights, signs
+
+    def __iter__(self) -> Iterator[PackedRollout | Failure]:
+        """Yield the rollouts of one actor, or what has ended it."""
+        worker = get_worker_info()
+        assert worker is not None
+        live_with_parent()
+        if worker.id > 0:  # all would say the same
+            rank_zero_only.rank = worker.id  # type: ignore[attr-defined]
+        try:
+            yield from self._act(worker.id)
+        except _Stopped:
+            pass
+        except Exception as error:
+            yield Failure.of(worker.id, error)
+        finally:
+            self.signs.rest(worker.id)
+
+    def _act(self, actor: int) -> Iterator[PackedRollout]:
+        policy = cast(Policy, self.policy)
+        reader = self.weights.reader(self.policy.requires_grad_(False))
+        sampler = self.setup.start_sampler(self.policy, self.setup.seed_of(actor))
+        try:
+            # A rollout may take long: it is left at the next step. Not a property of the class, which others share.
+            vars(policy)["act"] = functools.partial(_act_unless_stopped, self.signs, policy.act)
+            while True:
+                self.signs.begin(actor)
+                packed = pack(sampler.collect(policy, reader.refresh()), actor)
+                self.signs.rest(actor)
+                yield packed
+        finally:
+            sampler.close()
+
 
 # Seconds after which the learner, while it waits, looks whether its actors are still there.
 _LOOK_EVERY = 0.5

@@ -1,27 +1,149 @@
-"""Actors of Ray: on any machine of a cluster, joining and leaving while the learner learns."""
+"""Asynchronous actors in a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import platform
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import (
+    rank_zero_only,  # type: ignore[attr-defined]
+    rank_zero_warn,  # type: ignore[attr-defined]
+)
+from numpy.typing import NDArray
 from torch import nn
 
-from lightning_rl.actors.options import ActorOptions
-from lightning_rl.actors.ray_session import as_options, connect, tell_of_room
-from lightning_rl.actors.ray_worker import RayWorker
-from lightning_rl.actors.transport import PackedRollout, unpack
-from lightning_rl.actors.weights import WeightsCopy
-from lightning_rl.actors.worker import ActorSetup, Failure
+from lightning_rl.data.actors.base import ActorOptions, ActorSetup, Failure
+from lightning_rl.data.actors.transport import PackedRollout, WeightsCopy, move_into_one_block, pack, unpack
+from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.policies.actor_critic import copy_to_cpu
+from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ConfigurationError
+
+
+def connect(ray: ModuleType, address: str | None) -> bool:
+    """Begin a session with Ray, unless there is one, and return whether that was done.
+
+    Args:
+        ray: The package.
+        address: As `ray.init` has it.
+
+    Raises:
+        ConfigurationError: There is no cluster.
+    """
+    if ray.is_initialized():
+        return False
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"ray_address={address!r} leads to no cluster of Ray ({error}): expected its address, or None"
+        ) from error
+    finally:
+        # Ray would have the signal end this process at once, where a run has a checkpoint to write.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+    return True
+
+
+def as_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return resources, by their names, as the options of an actor in which Ray wants to be told of them."""
+    named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    own = {option: resources[name] for name, option in named.items() if name in resources}
+    others = {name: amount for name, amount in resources.items() if name not in named}
+    return {"num_cpus": 0} | own | ({"resources": others} if others else {})
+
+
+def tell_of_room(ray: ModuleType, num_actors: int, resources: Mapping[str, float]) -> None:
+    """Warn where not all actors find a place now.
+
+    Args:
+        ray: The package.
+        num_actors: How many there shall be.
+        resources: What each needs.
+    """
+    there = ray.cluster_resources()
+    room = [there.get(name, 0) // amount for name, amount in resources.items() if amount]
+    if room and min(room) < num_actors:
+        rank_zero_warn(
+            f"num_actors={num_actors}: the cluster of Ray has room for {math.floor(min(room))} of them, with "
+            f"{dict(resources)} each; the others join when machines do"
+        )
+
+
+class RayWorker:
+    """Environments and a copy of the policy, in a process of Ray's.
+
+    It makes its environments at the first rollout that it is asked for, and seeds them by the number of that: whoever
+    takes the place of one that died was never asked for the same rollout, so it plays other episodes.
+    The policy comes when it joins, since Ray keeps no objects for processes that it may start later.
+
+    Args:
+        setup: What actors are told.
+        actor: Which one this is.
+        num_threads: That networks may use.
+    """
+
+    def __init__(self, setup: ActorSetup, actor: int, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        if actor > 0:  # all would say the same
+            rank_zero_only.rank = actor  # type: ignore[attr-defined]
+        self._setup, self._actor = setup, actor
+        self._policy: nn.Module | None = None
+        self._weights: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._sampler: Sampler | None = None
+
+    def join(self, policy: nn.Module) -> str:
+        """Take over the policy, and say where this actor is.
+
+        Args:
+            policy: On the CPU.
+        """
+        self._policy = policy.requires_grad_(False)
+        self._weights = move_into_one_block(policy).numpy()
+        return f"process {os.getpid()} on {platform.node()}"
+
+    def collect(self, number: int, weights: NDArray[np.uint8], version: int) -> PackedRollout | Failure | None:
+        """Collect a rollout; what ends an actor is returned, since not every exception can be sent.
+
+        None is returned where another process was meant, whose place this one has taken without having joined yet.
+
+        Args:
+            number: Of all that this actor and those before it were asked for; none is asked for twice.
+            weights: To act with, in memory that may not be written.
+            version: Number of updates they have seen.
+        """
+        if self._policy is None:
+            return None
+        try:
+            if self._sampler is None:
+                self._sampler = self._setup.start_sampler(self._policy, self._setup.seed_of(self._actor, number))
+            self._weights[:] = weights
+            rollout = self._sampler.collect(cast(Policy, self._policy), version)
+            return _as_array(pack(rollout, self._actor, share=False))
+        except Exception as error:
+            return Failure.of(self._actor, error)
+
+
+def _as_array(packed: PackedRollout) -> PackedRollout:
+    """Make the block what Ray writes into its store without copying it first."""
+    as_array: Any = np.frombuffer(cast(bytearray, packed.block), np.uint8)
+    return replace(packed, block=as_array)
+
 
 # Seconds after which the learner, while it waits, looks whether an actor takes too long.
 _LOOK_EVERY = 0.5

@@ -1,17 +1,31 @@
-"""What a user may say about asynchronous actors, and what a source of rollouts is."""
+"""Asynchronous actors: options, the rollout source they implement, and bounded policy lag."""
 
 from __future__ import annotations
 
 import importlib.util
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
+import torch
+from gymnasium import spaces
 from torch import nn
 
-from lightning_rl.environments import EnvironmentSpec
+from lightning_rl.data.collector import Sampler
+from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec
+from lightning_rl.environments.seeding import ACTORS, derive_seed
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.validation import check, check_number, check_positive_int, how_to_install, is_int, is_one_of
+from lightning_rl.validation import (
+    ConfigurationError,
+    check,
+    check_number,
+    check_positive_int,
+    how_to_install,
+    is_int,
+    is_one_of,
+)
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
 ActorBackend = Literal["processes", "ray"]
@@ -130,3 +144,132 @@ class RolloutSource(Protocol):
     def close(self) -> None:
         """End what collects; may be called twice."""
         ...
+
+
+class BoundedLag:
+    """A source of rollouts that leaves out those of policies too far behind.
+
+    Args:
+        source: Whose rollouts.
+        max_policy_lag: Versions of the policy that a rollout may be behind; None: any number.
+        version: Of the policy that was published.
+    """
+
+    def __init__(self, source: RolloutSource, max_policy_lag: int | None, version: int) -> None:
+        self.source = source
+        self.max_policy_lag = max_policy_lag
+        self._version = version
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Make a policy the one to collect with from now on, unless it is that already."""
+        if version != self._version:
+            self.source.publish(policy, version)
+            self._version = version
+
+    def take(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
+        """Wait for a rollout that is young enough; what happened to environments in those before it is in it too."""
+        begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
+        while True:
+            rollout = self.source.take(while_waiting)
+            failures += rollout.failures or []
+            lost += rollout.actors_lost or 0
+            if self.max_policy_lag is None or self._version - rollout.policy_version <= self.max_policy_lag:
+                break
+            dropped += 1
+        rollout.failures = None if rollout.failures is None else failures
+        rollout.actors_lost = None if rollout.actors_lost is None else lost
+        rollout.dropped = dropped
+        rollout.seconds = time.perf_counter() - begin
+        return rollout
+
+    def close(self) -> None:
+        """End what collects; may be called twice."""
+        self.source.close()
+
+
+@dataclass(frozen=True)
+class ActorSetup:
+    """What actors are told when they are started, as plain data but for the spaces.
+
+    Attributes:
+        spec: Of one environment.
+        num_envs: How many each actor has.
+        rollout_length: Steps of each in a rollout.
+        info_keys: Keys of `info` whose values are wanted.
+        spaces: Observation and action space of one environment.
+        seed: Root of all seeds.
+        rank: Of the learner.
+        start: How often this run has started actors or environments before, in the runs that it goes on from too.
+    """
+
+    spec: EnvironmentSpec
+    num_envs: int
+    rollout_length: int
+    info_keys: tuple[str, ...]
+    spaces: tuple[spaces.Space[Any], spaces.Space[Any]]
+    seed: int
+    rank: int
+    start: int
+
+    def seed_of(self, actor: int, first: int = 0) -> int:
+        """Return the root of the seeds of one actor: of its environments, and of the actions it draws.
+
+        Args:
+            actor: Which one.
+            first: Of the rollouts that were asked of it the one it begins with: not 0 where it takes another's place.
+        """
+        path = (self.seed, ACTORS, self.rank, actor, self.start)
+        return derive_seed(*path, first) if first else derive_seed(*path)
+
+    def describe(self, actor: int) -> str:
+        """Say which actor this is, and what its environments are."""
+        seed = self.seed_of(actor)
+        return f"actor {actor}, with {self.num_envs} environments {self.spec.env_id} (seeds from {seed}),"
+
+    def start_sampler(self, policy: nn.Module, seed: int) -> Sampler:
+        """Make the environments of an actor in this process, which from now on computes in the policy's precision.
+
+        Args:
+            policy: On the CPU.
+            seed: As `seed_of` returned it.
+        """
+        dtype = next(policy.parameters()).dtype
+        torch.set_default_dtype(dtype)  # as the Trainer's precision has it
+        sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
+        try:
+            sampler.start(self.spaces, seed, 0, torch.device("cpu"), dtype)
+        except BaseException:
+            sampler.close()
+            raise
+        return sampler
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended an actor, in words, since not every exception can be sent.
+
+    Attributes:
+        actor: Which one.
+        kind: Class to raise it as.
+        message: What happened; an environment's failure names environment, episode, seed and step.
+        trace: Where, in the process of the actor.
+    """
+
+    actor: int
+    kind: type[Exception]
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, actor: int, error: Exception) -> Failure:
+        """Describe an error, in the process of the actor."""
+        known = (EnvironmentFailure, ConfigurationError)
+        kind = next((kind for kind in known if isinstance(error, kind)), RuntimeError)
+        what = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
+        return cls(actor, kind, what, "".join(traceback.format_exception(error)))
+
+    def to_error(self) -> Exception:
+        """Return what the learner raises."""
+        error = self.kind(f"actor {self.actor}: {self.message}")
+        error.add_note(f"In the process of the actor:\n{self.trace}")
+        return error
