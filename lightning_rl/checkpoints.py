@@ -14,8 +14,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rl.clock import ends_epoch, validates_now
 from lightning_rl.files import check_intact, read_data
+from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import check
 
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.

@@ -19,7 +19,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.algorithms.resuming import check_fits, check_resumable
-from lightning_rl.algorithms.warm_start import Part
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
@@ -43,11 +42,12 @@ from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
 from lightning_rl.interruption import EarlyTermination, early_termination
 from lightning_rl.progress import EnvStepProgressBar
-from lightning_rl.quiet import filter_command_line_warnings
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
-from lightning_rl.strategies import check_strategy
+from lightning_rl.training.checks import check_strategy
+from lightning_rl.training.parameter_groups import Part
+from lightning_rl.training.warning_filters import filter_command_line_warnings
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
 _CKPT_PATH_HELP = {

@@ -21,7 +21,7 @@ from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.event_files import LogFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure, causes
-from lightning_rl.schedules import OR_SCHEDULE
+from lightning_rl.training.schedules import OR_SCHEDULE
 from lightning_rl.validation import ConfigurationError, did_you_mean
 
 _OURS = (

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lightning_rl.files import read_yaml
-from lightning_rl.quiet import DropMessages
+from lightning_rl.training.warning_filters import DropMessages
 from lightning_rl.validation import ConfigurationError, check
 
 Array = np.ndarray[Any, Any]

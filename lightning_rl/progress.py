@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_rl.clock import planned_env_steps
 from lightning_rl.notebook_line import NotebookLine, in_notebook
 from lightning_rl.progress_text import PARTS, RETURNS, RunStatus, line, number
+from lightning_rl.training.clock import planned_env_steps
 
 
 class _EnvStepBar(ProgressBar):

@@ -11,10 +11,10 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl import PPO, Rollout, RolloutDataModule
-from lightning_rl.algorithms.saturation import SaturationWatch
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
+from lightning_rl.training.saturation import SaturationWatch
 from tests.helpers import (
     MemoryLogger,
     Recorder,

@@ -23,7 +23,7 @@ from lightning_rl import (
     LastCheckpoint,
     PolicyExport,
 )
-from lightning_rl.clock import planned_env_steps
+from lightning_rl.training.clock import planned_env_steps
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 

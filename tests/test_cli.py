@@ -33,8 +33,8 @@ from lightning_rl.__main__ import run
 from lightning_rl.cli import link_spaces, main
 from lightning_rl.cli_parts import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
-from lightning_rl.schedules import OR_SCHEDULE
 from lightning_rl.spaces import space_to_dict
+from lightning_rl.training.schedules import OR_SCHEDULE
 from tests import programs
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl import PPO
-from lightning_rl.diagnostics import Diagnostics
+from lightning_rl.training.loss import Diagnostics
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, Recorder, make_trainer, parameters_of, random_rollout
 
 

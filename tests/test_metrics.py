@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_rl.diagnostics import Diagnostics
-from lightning_rl.metrics import EpisodeStatistics, ScalarMeans, Total
+from lightning_rl.training.loss import Diagnostics
+from lightning_rl.training.metrics import EpisodeStatistics, ScalarMeans, Total
 
 
 def test_episode_statistics_are_those_of_every_episode_since_the_reset():

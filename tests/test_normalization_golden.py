@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl import TFAgentsPPO
-from lightning_rl.algorithms.gradients import gradients_of
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.normalization import NestedNormalizer, ObservationNormalizer, RunningMoments
+from lightning_rl.training.optimization import gradients_of
 from lightning_rl.training.reward_normalization import RewardNormalizer
 from tests.helpers import DISCRETE, VECTOR
 from tests.vectors.load import load

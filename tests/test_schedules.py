@@ -5,7 +5,7 @@ import ast
 import pytest
 import yaml
 
-from lightning_rl.schedules import parse_schedule
+from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import ConfigurationError
 
 STEPS = [[100, 1.0], [200, 3.0], [400, 2.0]]

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import ClassSpec, check_bool, check_number
 
 

@@ -17,15 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.algorithms.failures import explained_anomaly, skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
-from lightning_rl.algorithms.optimizers import step_scheduler
-from lightning_rl.algorithms.parameter_groups import ParameterGroups, check_optimizers, set_learning_rate
-from lightning_rl.algorithms.saturation import SaturationWatch
-from lightning_rl.algorithms.scheduling import RATES
-from lightning_rl.algorithms.settings import plain_settings
-from lightning_rl.algorithms.targets import Targets
-from lightning_rl.algorithms.updates import NotFiniteError
-from lightning_rl.algorithms.warm_start import Part, WarmStart, warm_start
-from lightning_rl.algorithms.weight_penalty import WeightPenalty
+from lightning_rl.algorithms.warm_start import WarmStart, warm_start
 from lightning_rl.checkpoint_format import read_checkpoint
 from lightning_rl.nested import Nested
 from lightning_rl.policies.acting import act
@@ -36,9 +28,15 @@ from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.policies.recurrent import Memory
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict, space_from_dict
+from lightning_rl.training.advantages import Targets
+from lightning_rl.training.checks import plain_settings
+from lightning_rl.training.clock import RATES
+from lightning_rl.training.optimization import NotFiniteError, check_optimizers, set_learning_rate, step_scheduler
+from lightning_rl.training.parameter_groups import ParameterGroups, Part, WeightPenalty
 from lightning_rl.training.reward_normalization import make_reward_normalizer
+from lightning_rl.training.saturation import SaturationWatch
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import ClassSpec, refuse_unknown_options
 
 
@@ -51,7 +49,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser: a number, or a schedule; see `lightning_rl.schedules.parse_schedule`.
+        learning_rate: Step size of the optimiser: a number, or a schedule; see `lightning_rl.training.schedules.parse_schedule`.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
             spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
             above 0 as they took.

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_positive_int
 
 # Of values, which are not learned, and of what the recorded steps do not say.

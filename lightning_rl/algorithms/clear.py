@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.impala import IMPALA, Evaluated
-from lightning_rl.algorithms.unrolls import Unroll, example_unroll
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.batch import on_grid
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.unroll import Unroll, example_unroll
 from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 

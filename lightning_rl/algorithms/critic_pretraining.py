@@ -9,13 +9,13 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.algorithms.unrolls import UnrollLearner
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.parameter_groups import Half, check_critic, parameters_of_policy
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_positive_int, is_one_of
 
 

@@ -13,14 +13,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
 from lightning_rl.algorithms.run_state import replay_states, restore_replays
-from lightning_rl.algorithms.updates import Updates, not_finite_throughout
 from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.optimization import Updates, not_finite_throughout, optimizers_and_schedulers
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
 
 WHAT_TO_TRY = (

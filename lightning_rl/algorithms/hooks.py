@@ -14,25 +14,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import fast
 from lightning_rl.algorithms.compilation import compile_policy_alone
-from lightning_rl.algorithms.histograms import that_show_histograms
-from lightning_rl.algorithms.optimizers import adam
-from lightning_rl.algorithms.parameter_groups import make_optimizers, try_optimizers
-from lightning_rl.algorithms.reports import Reports, StepMetric
 from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
-from lightning_rl.algorithms.scheduling import RATES, ScheduledOptions
-from lightning_rl.algorithms.tuners import refuse_automatic_optimization, refuse_tuners
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format
 from lightning_rl.checkpoints import AtomicCheckpointIO
-from lightning_rl.clock import is_bounded, planned_env_steps
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policies.actor_critic import check_modes_agree
-from lightning_rl.quiet import filter_misleading_warnings
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict
-from lightning_rl.strategies import check_strategy
+from lightning_rl.training.checks import check_strategy, refuse_automatic_optimization, refuse_tuners
+from lightning_rl.training.clock import RATES, ScheduledOptions, is_bounded, planned_env_steps
+from lightning_rl.training.metrics import Reports, StepMetric, that_show_histograms
+from lightning_rl.training.optimization import adam, make_optimizers, try_optimizers
+from lightning_rl.training.warning_filters import filter_misleading_warnings
 from lightning_rl.validation import (
     ClassSpec,
     ConfigurationError,

@@ -10,14 +10,15 @@ from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.unrolls import Unroll, UnrollLearner
-from lightning_rl.algorithms.updates import StepOutput
+from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import values_reached
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
+from lightning_rl.training.unroll import Unroll
 from lightning_rl.validation import ClassSpec, check, check_bool, check_number
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.unrolls import Unroll
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.values import in_chunks, revalued, values_reached
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.unroll import Unroll
 
 # Bounds of the importance weights of temporal differences, traces and advantages.
 _CLIP = 1.0

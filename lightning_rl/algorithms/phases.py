@@ -14,7 +14,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
-from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.nested import map_leaves, space_leaves
 from lightning_rl.policies.distributions import Distribution
@@ -23,6 +22,7 @@ from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alik
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import observation_dtype
+from lightning_rl.training.parameter_groups import Half
 from lightning_rl.validation import check
 
 

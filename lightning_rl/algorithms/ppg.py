@@ -13,13 +13,13 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.auxiliary_head import Architecture, AuxiliaryActorCritic, check_architecture
 from lightning_rl.algorithms.phases import Phases
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import RolloutMemory
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_bool, check_number, check_positive_int
 
 

@@ -10,15 +10,15 @@ from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppg import PPG
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.distributed import exact_dtype
 from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.parameter_groups import Half
 from lightning_rl.validation import check, check_positive_int
 
 Samples = dict[str, Batch]

@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from lightning_rl import fast
 from lightning_rl import functional as rl
 from lightning_rl.algorithms import overlap
-from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
 from lightning_rl.algorithms.ppo_settings import check_settings
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import AdaptiveLearningRate, StepOutput
+from lightning_rl.training.parameter_groups import Half, check_critic, parameters_of_policy
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check
 
 T = TypeVar("T")
@@ -45,7 +44,7 @@ class PPO(OnPolicyAlgorithm):
 
         policy loss (equation 7) + value_coef · value loss - entropy_coef · entropy      (equation 9)
 
-    Options given as a number may be a schedule where it says so; see `lightning_rl.schedules.parse_schedule`.
+    Options given as a number may be a schedule where it says so; see `lightning_rl.training.schedules.parse_schedule`.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.

@@ -12,14 +12,14 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.acting_distribution import ActingDistribution
 from lightning_rl.algorithms.ppo import PPO
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import in_chunks
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_number
 
 

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms.optimizers import optimizers_and_schedulers
-from lightning_rl.algorithms.parameter_groups import SCALE
 from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
-from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import differing, space_from_dict
+from lightning_rl.training.optimization import optimizers_and_schedulers
+from lightning_rl.training.parameter_groups import SCALE
 from lightning_rl.training.reward_normalization import reward_scale
+from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import FROM_COMMAND_LINE, ClassSpec, ConfigurationError, import_class, loading
 
 _OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")

@@ -11,12 +11,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from torch import Tensor
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms.reports import Reports
-from lightning_rl.algorithms.updates import Updates
 from lightning_rl.checkpoint_format import FORMAT
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.random_state import random_state, set_random_state
 from lightning_rl.rollouts.replay import Replay
+from lightning_rl.training.metrics import Reports
+from lightning_rl.training.optimization import Updates
 
 
 def run_state(module: Reports) -> dict[str, Any]:

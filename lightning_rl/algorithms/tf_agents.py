@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.parameter_groups import Half
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributed import exact_dtype
 from lightning_rl.nested import map_leaves
@@ -20,8 +19,9 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.normalization import RewardScale, RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.parameter_groups import Half
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number
 
 # Advantages are standardised with this beside the variance.

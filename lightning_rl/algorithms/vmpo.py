@@ -11,12 +11,12 @@ from torch.nn.functional import pad, softplus
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.acting_distribution import ActingDistribution
-from lightning_rl.algorithms.updates import StepOutput
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.schedules import Scheduled
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_number, check_positive_int
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_rl.training.parameter_groups import PARTS, Part, part_of
 from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.validation import ConfigurationError, check
-
-Part = Literal["policy", "critic", "normalizers"]
-PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class WarmStart(NamedTuple):
@@ -45,15 +43,6 @@ class WarmStart(NamedTuple):
             if names:
                 lines.append(f"{len(names)} {what}: {', '.join(names)}")
         return "\n  ".join(lines)
-
-
-def part_of(name: str) -> Part | None:
-    """Return the part that a tensor of an algorithm's `state_dict` belongs to; None for what counts a run."""
-    if "normalizer" in name and not name.startswith("policy.value_"):  # in whose units the critic predicts
-        return "normalizers"
-    if not name.startswith("policy."):
-        return None
-    return "critic" if name.startswith(("policy.critic_", "policy.value_")) else "policy"
 
 
 def warm_start(

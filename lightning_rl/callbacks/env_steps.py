@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.clock import ends_epoch, validates_now
+from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import check, check_positive_int
 
 

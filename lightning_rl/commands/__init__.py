@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from lightning_rl.cli_errors import end_with_message
-from lightning_rl.quiet import filter_command_line_warnings
+from lightning_rl.training.warning_filters import filter_command_line_warnings
 
 COMMANDS = {
     "export": "Write the policy of a checkpoint as programs that act without this package.",

@@ -7,8 +7,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.log_window import LogWindow
 from lightning_rl.rollouts.rollout import EpisodeSummary
+from lightning_rl.training.metrics import LogWindow
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl import PPO, FailedUpdate
-from lightning_rl.algorithms.adaptive import AdaptiveLearningRate
-from lightning_rl.algorithms.parameter_groups import parameters_of_other_half
+from lightning_rl.training.optimization import AdaptiveLearningRate
+from lightning_rl.training.parameter_groups import parameters_of_other_half
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.slow_options import MORE, SlowOptions
 from tests.algorithms.slow_ppo import DEFAULTS

@@ -9,8 +9,8 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, VMPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
-from lightning_rl.algorithms.weight_penalty import weights_by_part
 from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.parameter_groups import weights_by_part
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     CONTINUOUS,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Adam, Optimizer
 
-from lightning_rl.algorithms.gradients import scale_to_norm, total_norm
 from lightning_rl.fast import FastEngine, FlatAdam
+from lightning_rl.training.optimization import scale_to_norm, total_norm
 
 gradients_of = FastEngine().gradients
 

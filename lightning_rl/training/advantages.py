@@ -1,4 +1,4 @@
-"""What an update begins with: advantages, returns, and how much each step counts."""
+"""Advantages, returns and step weights of a rollout."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_rl.algorithms.updates import Updates
-from lightning_rl.algorithms.warm_start import part_of
 from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
@@ -17,6 +15,8 @@ from lightning_rl.policies.normalization import ValueNormalizer
 from lightning_rl.policies.values import revalued
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
+from lightning_rl.training.optimization import Updates
+from lightning_rl.training.parameter_groups import part_of
 from lightning_rl.validation import check
 
 

@@ -1,17 +1,29 @@
-"""The options that every algorithm has: checked, and as plain data."""
+"""Checks of options, tuners and strategies before a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rl.algorithms.optimizers import optimizer_spec, scheduler_spec
-from lightning_rl.algorithms.parameter_groups import group_options
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.strategies.xla import XLAStrategy
+
 from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
-from lightning_rl.schedules import parse_schedule
 from lightning_rl.spaces import space_to_dict
+from lightning_rl.training.optimization import optimizer_spec, scheduler_spec
+from lightning_rl.training.parameter_groups import group_options
+from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (
+    ConfigurationError,
     check,
     check_bool,
     check_names,
@@ -102,3 +114,74 @@ def _check(given: Mapping[str, Any]) -> None:
     check(is_list(sizes), "hidden_sizes", sizes, "a list of integers of at least 1")
     if paths is not None:
         check_names("critic_only", paths, "a list of paths")
+
+
+_REASONS = {
+    LearningRateFinder: (
+        "it picks a rate by how fast a loss falls, and the loss of a policy gradient does not measure the policy; it "
+        "would also train on while the rate grows: expected runs compared by their return, as in examples/tune.py, or "
+        "adaptive_learning_rate"
+    ),
+    BatchSizeFinder: (
+        "a batch is a rollout, whose size is part of the algorithm, not whatever fits into memory: expected num_envs "
+        "and rollout_length as the task needs them, and more minibatches where memory is short"
+    ),
+}
+
+
+def refuse_tuners(trainer: Trainer) -> None:
+    """Raise if a Trainer has a callback that looks for a learning rate or a batch size; the Tuner adds them.
+
+    Raises:
+        ConfigurationError: It has; says why that cannot work, and what does.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, reason in _REASONS.items():
+            if isinstance(callback, kind):
+                raise ConfigurationError(f"trainer.callbacks: {kind.__name__} cannot be used: {reason}")
+
+
+def refuse_automatic_optimization(trainer: Trainer) -> None:
+    """Raise if a Trainer is to clip or add up gradients, which it does in automatic optimisation alone.
+
+    Lightning's own error tells to switch to that.
+
+    Raises:
+        ConfigurationError: It is; says which option of the model does so.
+    """
+    clip, added_up = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    check(not clip, "trainer.gradient_clip_val", clip, "None; set max_grad_norm or max_grad_value of the model instead")
+    expected = "1, since a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
+    check(added_up == 1, "trainer.accumulate_grad_batches", added_up, expected)
+
+
+# Their parameters are whole only inside the forward pass of `training_step`, but acting needs them outside of it.
+_SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+
+
+def check_strategy(strategy: str | Strategy) -> None:
+    """Refuse strategies that divide the parameters of one network among devices.
+
+    Args:
+        strategy: As the Trainer takes it, or as it has it.
+
+    Raises:
+        ConfigurationError: It is of FSDP, model parallelism or DeepSpeed, or for several XLA devices.
+    """
+    if isinstance(strategy, Strategy):
+        kind = type(strategy)
+        value = kind.__name__
+    else:
+        # Lightning has no name for model parallelism, but an error of its own would not say what to use.
+        named = {"model_parallel": ModelParallelStrategy} | {k: v["strategy"] for k, v in StrategyRegistry.items()}
+        kind, value = named.get(strategy, Strategy), strategy
+    if issubclass(kind, _SHARDED):
+        raise ConfigurationError(
+            f"strategy={value!r} divides the parameters among devices, and the policy needs them whole to act: "
+            "expected 'ddp', which has a copy on each device; networks of on-policy learning are small enough"
+        )
+    if issubclass(kind, XLAStrategy):
+        raise ConfigurationError(
+            f"strategy={value!r} averages gradients after each device has clipped its own: expected one XLA device, "
+            "devices=1 and strategy='single_xla'"
+        )
