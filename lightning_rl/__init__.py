@@ -15,7 +15,6 @@ from lightning_rl.algorithms import (
     PPOKLPenalty,
     TFAgentsPPO,
 )
-from lightning_rl.algorithms.failures import FailedUpdate
 from lightning_rl.callbacks import (
     EnvStepCheckpoint,
     EnvStepInterval,
@@ -25,7 +24,8 @@ from lightning_rl.callbacks import (
     PolicyExport,
     VideoRecorder,
 )
-from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.checkpointing.atomic import LastCheckpoint
+from lightning_rl.checkpointing.failed_update import FailedUpdate
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
 from lightning_rl.environments import AtariPreprocessing

@@ -18,11 +18,21 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl.algorithms import OnPolicyAlgorithm
-from lightning_rl.algorithms.resuming import check_fits, check_resumable
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.checkpointing.atomic import LastCheckpoint
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpointing.interruption import EarlyTermination, early_termination
+from lightning_rl.checkpointing.resuming import check_fits, check_resumable
+from lightning_rl.checkpointing.run_folders import (
+    CHECKPOINTS,
+    RunLock,
+    find_checkpoint,
+    new_run_dir,
+    remove_empty,
+    run_dir_of,
+    run_root,
+)
 from lightning_rl.cli_errors import OneErrorParser, end_with_message
 from lightning_rl.cli_parts import (
     CONFIG,
@@ -40,10 +50,8 @@ from lightning_rl.cli_parts import (
 from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
-from lightning_rl.interruption import EarlyTermination, early_termination
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
-from lightning_rl.runs import CHECKPOINTS, RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.parameter_groups import Part

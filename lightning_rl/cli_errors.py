@@ -15,10 +15,9 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rl import algorithms, callbacks, checkpoints, progress
-from lightning_rl.checkpoints import CheckpointFailure
+from lightning_rl import algorithms, callbacks, progress
+from lightning_rl.checkpointing.atomic import CheckpointFailure, LogFailure
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.event_files import LogFailure
 from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure, causes
 from lightning_rl.training.schedules import OR_SCHEDULE

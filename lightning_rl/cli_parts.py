@@ -24,7 +24,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
-from lightning_rl.checkpoints import LastCheckpoint
+from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.rollouts.episode import Episode

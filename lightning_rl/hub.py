@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.trained import (
     CONFIG,
     Score,

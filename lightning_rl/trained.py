@@ -15,7 +15,8 @@ from lightning.pytorch import LightningModule
 
 from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpointing.run_folders import RUNS, find_checkpoint, run_root
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
@@ -23,7 +24,6 @@ from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import TESTING
 from lightning_rl.files import check_intact, read_yaml
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.runs import RUNS, find_checkpoint, run_root
 from lightning_rl.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
+from lightning_rl.checkpointing.run_folders import find_checkpoint
 from lightning_rl.cli import main
-from lightning_rl.runs import find_checkpoint
 from tests import programs
 from tests.helpers import make_data, make_model, make_trainer
 from tests.programs import Program
@@ -87,7 +87,7 @@ def test_the_new_checkpoint_is_on_the_disk_before_it_takes_its_place(path, monke
 def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write_tidies_up(path):
     code = (
         "import os, time, sys, torch\n"
-        "from lightning_rl.checkpoints import AtomicCheckpointIO\n"
+        "from lightning_rl.checkpointing.atomic import AtomicCheckpointIO\n"
         "os.fsync = lambda descriptor: (print('writing', flush=True), time.sleep(100))\n"
         f"AtomicCheckpointIO().save_checkpoint({{'weights': torch.ones(100_000)}}, {str(path)!r})\n"
     )
@@ -115,8 +115,8 @@ def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write
 KILLED = """
 import os, random, signal, sys, time
 import torch
-from lightning_rl.checkpoint_format import load_plain
-from lightning_rl.checkpoints import AtomicCheckpointIO
+from lightning_rl.checkpointing.format import load_plain
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 
 path, generator, number, while_writing = sys.argv[1], random.Random(0), 0, 0
 fsync = os.fsync

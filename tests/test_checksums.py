@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rl import PPO, FailedUpdate
-from lightning_rl.checkpoint_format import read_checkpoint
+from lightning_rl.checkpointing.format import read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.hub import make_hub_folder
 from lightning_rl.trained import Score, load_algorithm, load_data

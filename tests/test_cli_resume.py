@@ -10,9 +10,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import validation
+from lightning_rl.checkpointing.run_folders import RunLock
 from lightning_rl.cli import main
 from lightning_rl.commands import run_command
-from lightning_rl.runs import RunLock
 from tests import programs
 from tests.helpers import flip_a_bit
 from tests.test_cli import CARTPOLE, SMALL, unexpected
@@ -98,7 +98,7 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
     cli = main(["fit", *SMALL, "--max_env_steps=64"])
     before = files(RUN)
     code = (
-        "import sys, time; from pathlib import Path; from lightning_rl.runs import RunLock\n"
+        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import RunLock\n"
         f"RunLock().take(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
     )
     monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))

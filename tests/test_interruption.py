@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
 from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
-from lightning_rl.interruption import InterruptionGuard, early_termination
+from lightning_rl.checkpointing.interruption import InterruptionGuard, early_termination
 from tests.helpers import make_data, make_model, make_trainer
 from tests.test_resume import differences, run_state
 

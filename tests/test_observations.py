@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.failures import FailedUpdate
+from lightning_rl.checkpointing.failed_update import FailedUpdate
 from lightning_rl.data.evaluation import play
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.episodes import SeededEpisodes

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.checkpoint_format import FORMAT
+from lightning_rl.checkpointing.format import FORMAT
 from lightning_rl.data import datamodule
 from lightning_rl.validation import ConfigurationError
 from tests.programs import run_ranks

@@ -6,9 +6,16 @@ import re
 import pytest
 import torch
 
-from lightning_rl.checkpoint_format import FORMAT, read_checkpoint
+from lightning_rl.checkpointing.format import FORMAT, read_checkpoint
+from lightning_rl.checkpointing.run_folders import (
+    RunLock,
+    find_checkpoint,
+    new_run_dir,
+    remove_empty,
+    run_dir_of,
+    run_root,
+)
 from lightning_rl.files import DamagedFileError
-from lightning_rl.runs import RunLock, find_checkpoint, new_run_dir, remove_empty, run_dir_of, run_root
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import flip_a_bit
 
@@ -51,7 +58,9 @@ def test_runs_are_numbered_and_a_new_one_takes_no_older_folder(tmp_path):
 
 def test_two_runs_that_start_at_the_same_moment_get_two_folders(tmp_path, monkeypatch):
     new_run_dir(tmp_path)
-    monkeypatch.setattr("lightning_rl.runs._version", lambda path: -1)  # as if the other one were not there yet
+    monkeypatch.setattr(
+        "lightning_rl.checkpointing.run_folders._version", lambda path: -1
+    )  # as if the other one were not there yet
     assert new_run_dir(tmp_path).name == "version_1"
 
 

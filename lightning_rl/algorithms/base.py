@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_rl.algorithms.failures import explained_anomaly, skip_or_raise
 from lightning_rl.algorithms.hooks import Hooks
-from lightning_rl.algorithms.warm_start import WarmStart, warm_start
-from lightning_rl.checkpoint_format import read_checkpoint
+from lightning_rl.checkpointing.failed_update import explained_anomaly, skip_or_raise
+from lightning_rl.checkpointing.format import read_checkpoint
+from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
 from lightning_rl.nested import Nested
 from lightning_rl.policies.acting import act
 from lightning_rl.policies.actor_critic import ActorCritic

@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import fast
 from lightning_rl.algorithms.compilation import compile_policy_alone
-from lightning_rl.algorithms.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.algorithms.run_state import restore_own_replays, restore_rank, run_state
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, check_format
-from lightning_rl.checkpoints import AtomicCheckpointIO
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format
+from lightning_rl.checkpointing.interruption import InterruptionGuard
+from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
+from lightning_rl.checkpointing.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
-from lightning_rl.interruption import InterruptionGuard
 from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import differing, space_to_dict

@@ -22,13 +22,11 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
     rank_zero_warn,
 )
 
-from lightning_rl.checkpoints import LastCheckpoint, write_atomically
-from lightning_rl.event_files import name_event_files
+from lightning_rl.checkpointing.atomic import LastCheckpoint, name_event_files, write_atomically
 from lightning_rl.training.clock import ends_epoch, validates_now
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
 _SAME = 0.2
-
 Handler = Callable[[int, FrameType | None], Any]
 
 

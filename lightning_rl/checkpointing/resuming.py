@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.spaces import differing, space_from_dict
 from lightning_rl.training.optimization import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.checkpoint_format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
+from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.validation import ConfigurationError, make_folder
 
@@ -21,9 +21,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+
 RUNS = Path("runs")
 """Where runs are that nothing else was said of, by algorithm and environment."""
-
 CHECKPOINTS = "checkpoints"
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")

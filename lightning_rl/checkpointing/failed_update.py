@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
-from lightning_rl.algorithms.run_state import replay_states, restore_replays
-from lightning_rl.checkpoints import AtomicCheckpointIO, CheckpointFailure
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
+from lightning_rl.checkpointing.run_state import replay_states, restore_replays
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.batch import Batch

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, how runs resume, and how they end early without losing data."""
