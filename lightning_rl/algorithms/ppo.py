@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from gymnasium import spaces
@@ -14,10 +15,8 @@ from torch import Tensor, nn
 
 from lightning_rl import fast
 from lightning_rl import functional as rl
-from lightning_rl.algorithms import overlap
+from lightning_rl.algorithms import overlapped_ppo
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
-from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
-from lightning_rl.algorithms.ppo_settings import check_settings
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
@@ -25,10 +24,138 @@ from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.optimization import AdaptiveLearningRate, StepOutput
 from lightning_rl.training.parameter_groups import Half, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import check
+from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int, is_one_of
+
+Range = Tensor | float
+"""What a schedule may change: compiled functions are given tensors, since numbers would be compiled in."""
+
+
+class PolicyRows(NamedTuple):
+    """What came of the policy's part, `[N]` each; only the losses have a gradient.
+
+    Attributes:
+        losses: Surrogate loss.
+        log_ratios: Logarithm of the importance ratio, of log-probabilities that are not clipped.
+        approx_kl: Estimate k3 of the divergence, likewise.
+        is_clipped: 1 where the importance ratio is outside of its range, else 0.
+    """
+
+    losses: Tensor
+    log_ratios: Tensor
+    approx_kl: Tensor
+    is_clipped: Tensor
+
+
+def policy_rows(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    low: Range,
+    high: Range,
+    log_prob_clip: float | None,
+    dual_clip: float | None,
+) -> PolicyRows:
+    """Return the surrogate loss of each row, and how far the policy has moved there.
+
+    Args:
+        log_probs: Of the current policy, `[N]`.
+        old_log_probs: Of the one that acted.
+        advantages: Likewise.
+        low: How far below 1 the importance ratio may be.
+        high: How far above.
+        log_prob_clip: Bound on the absolute value of `log_probs`.
+        dual_clip: See `PPO`.
+    """
+    log_ratios = in_loss = log_probs - old_log_probs
+    if log_prob_clip is not None:
+        in_loss = log_probs.clamp(-log_prob_clip, log_prob_clip) - old_log_probs
+    losses = rl.dual_clipped_surrogate_loss(in_loss, advantages, low, high, dual_clip)
+    changes, log_ratios = in_loss.detach().expm1(), log_ratios.detach()
+    is_clipped = ((changes < -low) | (changes > high)).to(log_ratios.dtype)
+    return PolicyRows(losses, log_ratios, rl.approx_kl_k3(log_ratios), is_clipped)
+
+
+def value_rows(
+    values: Tensor, returns: Tensor, old_values: Tensor, limit: Range | None, huber_delta: float | None
+) -> Tensor:
+    """Return the value loss of each row.
+
+    Args:
+        values: By the current critic, `[N]`.
+        returns: To be predicted.
+        old_values: By the critic at the time of the rollout.
+        limit: Bound on the change since then; None: none.
+        huber_delta: See `PPO`.
+    """
+    error: Callable[[Tensor, Tensor], Tensor] = rl.value_loss
+    if huber_delta is not None:
+        error = partial(rl.huber_value_loss, delta=huber_delta)
+    losses = error(values, returns)
+    if limit is None:
+        return losses
+    change = (values - old_values).clamp(-limit, limit)  # type: ignore[arg-type]
+    return torch.maximum(losses, error(old_values + change, returns))
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled by `torch.compile`: once in a process, for all models."""
+    return torch.compile(function, fullgraph=True)
+
+
+_SETS_THE_RATE = ("anneal_learning_rate", "lr_scheduler")
+
+
+def check_settings(given: Mapping[str, Any]) -> None:
+    """Check options by themselves and against each other.
+
+    Raises:
+        ConfigurationError: One of them is out of range, or has no meaning beside another.
+    """
+    check_positive_int("num_epochs", given["num_epochs"])
+    check_positive_int("num_minibatches", given["num_minibatches"])
+    if given["num_value_epochs"] is not None:
+        check_positive_int("num_value_epochs", given["num_value_epochs"])
+    warmup = given["critic_warmup_steps"]
+    check(is_int(warmup) and warmup >= 0, "critic_warmup_steps", warmup, "an integer of at least 0")
+    check_number("value_coef", given["value_coef"], at_least=0)
+    for name, bound in (("log_prob_clip", 0), ("dual_clip", 1), ("value_huber_delta", 0)):
+        if given[name] is not None:
+            check_number(name, given[name], above=bound)
+    choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]
+    check(is_one_of(choice, choices), "normalize_advantages", choice, f"one of {choices}")
+    for name in ("recompute_advantages", "kl_rollback", "compile_loss", "overlapped"):
+        check_bool(name, given[name])
+    check(not given["kl_rollback"] or given["target_kl"] is not None, "kl_rollback", True, "a target_kl beside it")
+    if given["overlapped"]:
+        _check_overlapped(given)
+    if (adaptive := given["adaptive_learning_rate"]) is not None:
+        _check_adaptive(adaptive)
+        others = [name for name in _SETS_THE_RATE if given[name]]
+        others += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
+        check(not others, "adaptive_learning_rate", adaptive, f"null, since {' and '.join(others)} is given")
+
+
+def _check_overlapped(given: Mapping[str, Any]) -> None:
+    whose = "beside overlapped: targets are those of V-trace, from the current values"
+    for name, only in (("advantage_estimator", "gae"), ("value_target", "td_lambda"), ("recompute_values", False)):
+        check(given[name] == only, name, given[name], f"{only!r} {whose}")
+    name, only = "update_normalizers", "after"
+    check(given[name] == only, name, given[name], f"{only!r} beside overlapped, which needs the policy as it was")
+
+
+def _check_adaptive(adaptive: Any) -> None:  # noqa: ANN401 - it is checked here
+    field, known = "adaptive_learning_rate", ("target_kl", "factor", "minimum", "maximum")
+    valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive and {*adaptive} <= {*known}
+    check(valid, field, adaptive, f"target_kl and, if needed, {', '.join(known[1:])}")
+    check_number(f"{field}: target_kl", adaptive["target_kl"], above=0)
+    check_number(f"{field}: factor", adaptive.get("factor", 1.5), above=1)
+    minimum = adaptive.get("minimum", 1e-6)
+    check_number(f"{field}: minimum", minimum, above=0)
+    check_number(f"{field}: maximum", adaptive.get("maximum", 1e-2), at_least=minimum)
+
 
 T = TypeVar("T")
-
 # Members of PPO that its loss uses; `optimize` takes the result.
 READ_BY_LOSS = (
     *("actor_terms", "value_loss", "penalties", "clip_fraction", "evaluate", "entropy", "total"),
@@ -207,16 +334,16 @@ class PPO(OnPolicyAlgorithm):
         """Return a rollout as the current policy sees it, where an earlier one may have collected it."""
         if not self.overlapped:
             return rollout
-        rollout = overlap.seen_now(self, rollout)
+        rollout = overlapped_ppo.seen_now(self, rollout)
         assert rollout.log_rhos is not None
-        self.diagnostics.observe(importance_weight=overlap.mean_weight(self, rollout, rollout.log_rhos))
+        self.diagnostics.observe(importance_weight=overlapped_ppo.mean_weight(self, rollout, rollout.log_rhos))
         return rollout
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets `[T, B]`; by V-trace of a rollout that `seen_now` has returned."""
         if rollout.log_rhos is None:
             return super().advantages_and_returns(rollout)
-        return overlap.vtrace(self, rollout, rollout.log_rhos)
+        return overlapped_ppo.vtrace(self, rollout, rollout.log_rhos)
 
     def update(self, rollout: Rollout, batch: Batch) -> None:
         """Make passes of gradient steps over a batch, unless they are stopped.

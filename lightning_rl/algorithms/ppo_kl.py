@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.acting_distribution import ActingDistribution
+from lightning_rl.algorithms.base import ActingDistribution
 from lightning_rl.algorithms.ppo import PPO
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.acting_distribution import ActingDistribution
+from lightning_rl.algorithms.base import ActingDistribution
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_rl import PPO
 from lightning_rl.algorithms import ppo
-from lightning_rl.algorithms.ppo_rows import compiled, policy_rows, value_rows
+from lightning_rl.algorithms.ppo import compiled, policy_rows, value_rows
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_trainer, parameters_of, random_rollout
 

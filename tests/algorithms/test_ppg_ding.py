@@ -9,7 +9,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPG, Batch, OffPolicyPPG, Rollout
-from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
+from lightning_rl.algorithms.ppg import AuxiliaryActorCritic
 from lightning_rl.functional import clipped_value_loss, value_loss
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl import PPO, RolloutDataModule, fast
-from lightning_rl.algorithms.auxiliary_head import AuxiliaryActorCritic
+from lightning_rl.algorithms.ppg import AuxiliaryActorCritic
 from lightning_rl.fast.numpy_mlp import (
     Actor,
     NumpyMLP,

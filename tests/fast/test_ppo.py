@@ -13,8 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.ppo import READ_BY_LOSS
-from lightning_rl.algorithms.ppo_rows import policy_rows, value_rows
+from lightning_rl.algorithms.ppo import READ_BY_LOSS, policy_rows, value_rows
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import KnownGradients, PPOLoss
 from lightning_rl.policies.actor_critic import ActorCritic
