@@ -15,8 +15,8 @@ import numpy as np
 from table import GOALS, HERE, RESULTS, load_scores
 from zoo import environment
 
-from lightning_rl import plots
-from lightning_rl.curves import Series
+from lightning_rl.tools import plots
+from lightning_rl.tools.curves import Series
 
 FIGURE = HERE.parent / "docs/figures/curves.svg"
 COMPARED = HERE.parent / "docs/figures/compared.svg"

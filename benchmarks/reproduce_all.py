@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.queue or args.status or args.pause or args.resume:
         return training_queue.main(args, args.out or RESULTS)
-    from lightning_rl import shipped_configs  # takes seconds, which a pause does not have
+    from lightning_rl.tools import shipped_configs  # takes seconds, which a pause does not have
 
     known = shipped_configs.names()
     if unknown := sorted(set(args.names) - set(known)):

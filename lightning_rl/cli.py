@@ -52,7 +52,7 @@ from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
 from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
-from lightning_rl.shipped_configs import ActionConfig
+from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.parameter_groups import Part
 from lightning_rl.training.warning_filters import filter_command_line_warnings

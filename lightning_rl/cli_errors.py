@@ -18,8 +18,8 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_rl import algorithms, callbacks, progress
 from lightning_rl.checkpointing.atomic import CheckpointFailure, LogFailure
 from lightning_rl.environments import EnvironmentFailure
-from lightning_rl.export import RoundTripError
 from lightning_rl.rank_errors import RankFailure, causes
+from lightning_rl.tools.export import RoundTripError
 from lightning_rl.training.schedules import OR_SCHEDULE
 from lightning_rl.validation import ConfigurationError, did_you_mean
 

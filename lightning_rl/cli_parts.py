@@ -25,10 +25,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl.checkpointing.atomic import LastCheckpoint
-from lightning_rl.curves import RUN_FOLDER
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.rollouts.episode import Episode
-from lightning_rl.shipped_configs import resolve
+from lightning_rl.tools.curves import RUN_FOLDER
+from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import is_int
 
 CONFIG = "config.yaml"

@@ -19,7 +19,8 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lightning_rl import IMPALA, ActorCritic, shipped_configs
+from lightning_rl import IMPALA, ActorCritic
+from lightning_rl.tools import shipped_configs
 from tests import programs
 
 ROOT = Path(__file__).parents[1]

@@ -15,8 +15,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_rl import PPO, FailedUpdate
 from lightning_rl.checkpointing.format import read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
-from lightning_rl.hub import make_hub_folder
-from lightning_rl.trained import Score, load_algorithm, load_data
+from lightning_rl.tools.hub import make_hub_folder
+from lightning_rl.tools.trained import Score, load_algorithm, load_data
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import flip_a_bit, make_data, make_model, make_trainer
 

@@ -27,13 +27,13 @@ from lightning_rl import (
     EnvStepValidation,
     LastCheckpoint,
     RolloutDataModule,
-    shipped_configs,
 )
 from lightning_rl.__main__ import run
 from lightning_rl.cli import link_spaces, main
 from lightning_rl.cli_parts import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
+from lightning_rl.tools import shipped_configs
 from lightning_rl.training.schedules import OR_SCHEDULE
 from tests import programs
 

@@ -15,11 +15,11 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl import PPO, __version__
-from lightning_rl.export import RoundTripError, export_policy, export_program, folder
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, part_at
 from lightning_rl.policies.distributions import to_environment
 from lightning_rl.spaces import observation_dtype, space_from_dict
+from lightning_rl.tools.export import RoundTripError, export_policy, export_program, policy
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR
 from tests.nested_probes import SENSORS
@@ -171,7 +171,7 @@ def test_the_description_says_what_the_programs_take(tmp_path):
     model = make("nested")
     model.env_steps = 1234
     folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
-    assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
+    assert sorted(path.name for path in policy.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -256,7 +256,7 @@ class Session:
 def test_onnx_models_act_as_the_policies_do_by_the_names_that_they_carry(case, tmp_path):
     model = make(case)
     folder = export_policy(model, tmp_path / case, "Probe-v0", format="onnx", programs=["greedy"], score={"mean": 7.0})
-    assert sorted(path.name for path in folder.iterdir()) == ["greedy.onnx", "policy.json"]
+    assert sorted(path.name for path in policy.iterdir()) == ["greedy.onnx", "policy.json"]
     session = Session(folder / "greedy.onnx")
     assert session.about == json.loads((folder / "policy.json").read_text())
     assert (session.about["env_id"], session.about["score"]) == ("Probe-v0", {"mean": 7.0})
@@ -297,7 +297,7 @@ def test_a_program_that_acts_otherwise_on_what_was_seen_is_not_written(tmp_path,
     with torch.no_grad():
         next(other.policy.actor_encoder.parameters())[:, 2] += 0.01
     program = export_program(other.policy, other.observation_space, other.action_space)
-    monkeypatch.setattr(folder, "export_program", lambda *_: program)
+    monkeypatch.setattr(policy, "export_program", lambda *_: program)
     unseen, seen = np.float32([[[1, 2, 0], [3, 1, 0]]] * 3), np.float32([[[1, 2, 1], [3, 1, 1]]] * 3)
     export_policy(model, tmp_path / "policy", programs=["greedy"], observations=unseen)
     with pytest.raises(RoundTripError, match=r"greedy\.pt2, step 0 of 3, \d rows: action 0 is not that of the policy"):

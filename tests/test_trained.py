@@ -13,8 +13,8 @@ import yaml
 
 from lightning_rl import PPO, RolloutDataModule, __version__
 from lightning_rl.commands import run_command
-from lightning_rl.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
-from lightning_rl.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
+from lightning_rl.tools.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
+from lightning_rl.tools.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_rl import shipped_configs
+from lightning_rl.tools import shipped_configs
 from tests.programs import Program
 from tests.test_resume import differences, run_state
 

@@ -22,8 +22,8 @@ from torch import nn
 from lightning_rl import PPO, FailedUpdate, RolloutDataModule
 from lightning_rl.cli import main
 from lightning_rl.commands import run_command
-from lightning_rl.hub import push_to_hub
-from lightning_rl.trained import load_algorithm, load_data, modules_named_in
+from lightning_rl.tools.hub import push_to_hub
+from lightning_rl.tools.trained import load_algorithm, load_data, modules_named_in
 from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, random_rollout
 

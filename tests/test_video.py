@@ -26,8 +26,8 @@ from lightning_rl.callbacks.video import show_video
 from lightning_rl.cli import main
 from lightning_rl.environments import rendering
 from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
+from lightning_rl.tools.video_files import MovingPicture, VideoFile
 from lightning_rl.validation import ConfigurationError
-from lightning_rl.video import MovingPicture, VideoFile
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 ROLLOUT = 2 * 16  # environment steps of a rollout from `make_data`

@@ -14,8 +14,8 @@ from lightning_rl.callbacks.video import data_of
 from lightning_rl.data.minari import check_can_write, write_minari
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.rollouts.episode import Episode
+from lightning_rl.tools.video_files import Films, check_imageio
 from lightning_rl.validation import ConfigurationError, check, make_folder
-from lightning_rl.video import Films, check_imageio
 
 RecordAs: TypeAlias = Literal["video", "minari"]
 _CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari": check_can_write}

@@ -10,17 +10,17 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_rl.callbacks.interval import EnvStepInterval
-from lightning_rl.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
-from lightning_rl.export.folder import check_exportable, check_options, first_steps
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.tools.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy
+from lightning_rl.tools.export.policy import check_exportable, check_options, first_steps
 from lightning_rl.validation import check, check_positive_int, is_int, make_folder
 
 
 class PolicyExport(EnvStepInterval):
     """Export the policy once at least so many environment steps have passed since the last time, and at the end.
 
-    Each time a folder `step=….` comes to be, with what `lightning_rl.export.export_policy` writes: the policy as
+    Each time a folder `step=….` comes to be, with what `lightning_rl.tools.export.export_policy` writes: the policy as
     programs, with its mode and with samples, and a description of it. Programs are held to the policy on observations
     of the last rollout before the folder appears, which it does as a whole or not at all. The run waits for it, for
     small networks a second with `torch_export` and some seconds with `onnx`; only the first rank writes. It waits as

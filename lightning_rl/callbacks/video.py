@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore
 from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.tools.video_files import Films, VideoFile, check_imageio
 from lightning_rl.validation import check, check_positive_int, make_folder
-from lightning_rl.video import Films, VideoFile, check_imageio
 
 _TAG = "video/episode={}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lightning_rl.cli_errors import OneErrorParser
 from lightning_rl.cli_parts import as_list, relative, say
 from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
-from lightning_rl.hub import pull_from_hub, push_to_hub
-from lightning_rl.trained import config_of, find_trained
+from lightning_rl.tools.hub import pull_from_hub, push_to_hub
+from lightning_rl.tools.trained import config_of, find_trained
 
 
 def push_parser() -> OneErrorParser:

@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from lightning_rl.curves import Log, by_experiment, find_logs, joined, same_seed
-from lightning_rl.plots import Curve, Panel, draw
+from lightning_rl.tools.curves import Log, by_experiment, find_logs, joined, same_seed
+from lightning_rl.tools.plots import Curve, Panel, draw
 from lightning_rl.validation import ConfigurationError, check
 
 _METRIC = "rollout/episode_return"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_rl import PPO, VMPO
-from lightning_rl.export import export_policy
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.tools.export import export_policy
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     CONTINUOUS,

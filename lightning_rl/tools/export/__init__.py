@@ -1,9 +1,17 @@
 """A policy as a program that acts without this package: normaliser, memory, masks and bounds of actions included."""
 
-from lightning_rl.export.description import FORMAT, describe
-from lightning_rl.export.folder import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, ProgramName, export_policy
-from lightning_rl.export.program import DeployedPolicy, example_inputs, export_program
-from lightning_rl.export.round_trip import TOLERANCE, RoundTripError
+from __future__ import annotations
+
+from lightning_rl.tools.export.policy import (
+    FOLDER_PATTERN,
+    METADATA,
+    PROGRAMS,
+    ExportFormat,
+    ProgramName,
+    export_policy,
+)
+from lightning_rl.tools.export.program import FORMAT, DeployedPolicy, describe, example_inputs, export_program
+from lightning_rl.tools.export.round_trip import TOLERANCE, RoundTripError
 
 __all__ = [
     "FOLDER_PATTERN",

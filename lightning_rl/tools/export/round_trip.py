@@ -10,15 +10,13 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.export.program import DeployedPolicy
 from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.policies.interface import as_recurrent
+from lightning_rl.tools.export.program import DeployedPolicy
 
 TOLERANCE = 1e-5
 """How far numbers of a program may be from those of the policy: absolutely up to 1, relatively above."""
-
 _SEED = 0
-
 Program = Callable[..., Nested]
 """What is called as a `DeployedPolicy` is."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.trained import (
+from lightning_rl.tools.trained import (
     CONFIG,
     Score,
     config_file,
@@ -208,8 +208,8 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
 | lightning-rl | {facts["version"]} |
 
 ```python
-from lightning_rl.hub import pull_from_hub
-from lightning_rl.trained import load_algorithm
+from lightning_rl.tools.hub import pull_from_hub
+from lightning_rl.tools.trained import load_algorithm
 
 model = load_algorithm(pull_from_hub("{repo_id}"))
 action = model.act(observation)

@@ -18,14 +18,12 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_rl.export.description import input_names, output_names
-from lightning_rl.export.program import DeployedPolicy
 from lightning_rl.nested import Nested
+from lightning_rl.tools.export.program import DeployedPolicy, input_names, output_names
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 METADATA_KEY = "policy"
 """Under which a model carries its description."""
-
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _MISSING_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.curves import Series, Statistic, summarize
+from lightning_rl.tools.curves import Series, Statistic, summarize
 from lightning_rl.validation import ConfigurationError, check_positive_int, how_to_install
 
 # Of Okabe and Ito: told apart by readers who do not see all colours.
@@ -61,7 +61,7 @@ def draw(
     """Write a figure of learning curves: the same files from the same runs.
 
     A line is the statistic over the seeds of a curve and a band its bootstrap interval; each seed is a thin line, where
-    there are no more than ten. One seed has no band. See `lightning_rl.curves.summarize`.
+    there are no more than ten. One seed has no band. See `lightning_rl.tools.curves.summarize`.
 
     Args:
         panels: What to draw.

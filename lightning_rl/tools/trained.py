@@ -24,7 +24,7 @@ from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import TESTING
 from lightning_rl.files import check_intact, read_yaml
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.shipped_configs import resolve
+from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
 
 CONFIG = "config.yaml"

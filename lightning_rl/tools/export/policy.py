@@ -16,29 +16,30 @@ from gymnasium import spaces
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_rl.export import onnx
-from lightning_rl.export.description import describe
-from lightning_rl.export.program import DeployedPolicy, deploy, example_inputs, example_observations, export_program
-from lightning_rl.export.round_trip import Program, check_round_trip
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
 from lightning_rl.policies.acting import acting_space
 from lightning_rl.spaces import observation_dtype
+from lightning_rl.tools.export import onnx
+from lightning_rl.tools.export.program import (
+    DeployedPolicy,
+    deploy,
+    describe,
+    example_inputs,
+    example_observations,
+    export_program,
+)
+from lightning_rl.tools.export.round_trip import Program, check_round_trip
 from lightning_rl.validation import check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]
 """`torch_export` needs PyTorch to act, `onnx` any runtime of ONNX."""
-
 METADATA = "policy.json"
 """The file beside the programs that says what they take and give; each of them has it in itself too."""
-
 ProgramName = Literal["greedy", "sampled"]
-
 PROGRAMS: tuple[ProgramName, ...] = get_args(ProgramName)
 """The programs: with the mode of the policy, and with samples of it."""
-
 FOLDER_PATTERN = "step={}"
 """Name of the folder of an export that is one of several, by environment steps."""
-
 _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
 _MOST_STEPS = _MOST_ROWS = 8
 

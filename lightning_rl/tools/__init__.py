@@ -1,0 +1,1 @@
+"""Tools for trained runs: loading, sharing, learning curves, video files, export."""
