@@ -31,7 +31,7 @@ from record import add_saving, save  # noqa: E402
 from workload_models import BareLoop, make_data, make_model  # noqa: E402
 
 import lightning_rl  # noqa: E402
-from lightning_rl.progress import EnvStepProgressBar  # noqa: E402
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar  # noqa: E402
 from lightning_rl.rollouts.rollout import Rollout  # noqa: E402
 
 clock.imported()

@@ -24,6 +24,7 @@ from lightning_rl.callbacks import (
     PolicyExport,
     VideoRecorder,
 )
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.failed_update import FailedUpdate
 from lightning_rl.data.datamodule import RolloutDataModule
@@ -31,7 +32,6 @@ from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes,
 from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 

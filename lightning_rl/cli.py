@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
 from lightning_rl.checkpointing.interruption import EarlyTermination, early_termination
@@ -50,7 +51,6 @@ from lightning_rl.cli_parts import (
 from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
-from lightning_rl.progress import EnvStepProgressBar
 from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy

@@ -15,7 +15,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_rl import algorithms, callbacks, progress
+from lightning_rl import algorithms, callbacks
 from lightning_rl.checkpointing.atomic import CheckpointFailure, LogFailure
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.rank_errors import RankFailure, causes

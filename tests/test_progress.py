@@ -9,10 +9,10 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 
-from lightning_rl import PPO, EnvStepLimit, RolloutDataModule, progress_text
+from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
+from lightning_rl.callbacks import progress_bars
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar, RunStatus, line
 from lightning_rl.cli import main
-from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
-from lightning_rl.progress_text import RunStatus, line
 
 STEPS = 2 * 32  # of one rollout
 EPOCH = 4 * STEPS
@@ -46,7 +46,7 @@ class Terminal:
 def clock(monkeypatch):
     """Hands of a clock that only the test moves."""
     hands = [1000.0]
-    monkeypatch.setattr(progress_text.time, "monotonic", lambda: hands[0])
+    monkeypatch.setattr(progress_bars.time, "monotonic", lambda: hands[0])
     return hands
 
 
@@ -55,7 +55,7 @@ def terminal(capsys, monkeypatch):
     """A terminal of 120 columns whose bars are drawn after every rollout."""
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress_text, "DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bars, "DRAW_SECONDS", 0.0)
     return Terminal(capsys, monkeypatch)
 
 
@@ -136,7 +136,7 @@ def test_narrow_terminal_loses_speed_before_returns_and_never_steps_or_time(cloc
     [(231.4321, "231.4"), (-1234.56, "-1,234.6"), (0.9312, "0.931"), (-0.25, "-0.250"), (3, "3"), ("a", "a")],
 )
 def test_numbers_have_the_digits_that_their_size_needs(value, text):
-    assert progress_text.number(value) == text
+    assert progress_bars.number(value) == text
 
 
 # ---------------------------------------------------------------------- how often
@@ -187,13 +187,13 @@ def test_output_to_a_file_is_one_line_for_a_short_run_with_its_last_returns(caps
     assert "\r" not in output
     (only,) = output.splitlines()
     assert only.startswith(f"Training 100% | {2 * EPOCH:,}/{2 * EPOCH:,} env steps | ")
-    assert f" | return {progress_text.number(final['rollout/episode_return'])} | " in only
-    assert f" | val {progress_text.number(final['val/episode_return'])} | in 0:" in only
+    assert f" | return {progress_bars.number(final['rollout/episode_return'])} | " in only
+    assert f" | val {progress_bars.number(final['val/episode_return'])} | in 0:" in only
 
 
 def test_output_to_a_file_is_bounded_by_percents_however_long_rollouts_take(capsys, monkeypatch):
-    monkeypatch.setattr(progress_text, "LINE_SECONDS", 0.0)
-    monkeypatch.setattr(progress_text, "LINE_FRACTION", 0.25)
+    monkeypatch.setattr(progress_bars, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bars, "LINE_FRACTION", 0.25)
     trainer(EnvStepProgressBar(), max_epochs=3).fit(model(), data())  # 12 rollouts of 8 % each
     done = [int(text) for text in re.findall(r"^Training +\d+% \| (\d+)/768 ", capsys.readouterr().out, re.M)]
     assert done == [192, 384, 576, 768, 768]  # the last for the end of the run
@@ -389,7 +389,7 @@ sys.modules["rich"] = None
 import lightning_utilities.core.imports as imports
 found = imports.RequirementCache.__bool__
 imports.RequirementCache.__bool__ = lambda self: "rich" not in str(self.requirement) and found(self)
-from lightning_rl.progress import EnvStepProgressBar, EnvStepRichProgressBar
+from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
 EnvStepProgressBar()
 try:
     EnvStepRichProgressBar()
@@ -432,7 +432,7 @@ def test_command_line_keeps_the_bar_of_the_configuration_and_has_the_env_step_ba
     for given, expected in (
         ([], EnvStepProgressBar),
         (["--trainer.callbacks=lightning.pytorch.callbacks.TQDMProgressBar"], TQDMProgressBar),
-        (["--trainer.callbacks=lightning_rl.progress.EnvStepRichProgressBar"], EnvStepRichProgressBar),
+        (["--trainer.callbacks=lightning_rl.callbacks.progress_bars.EnvStepRichProgressBar"], EnvStepRichProgressBar),
     ):
         bars = [c for c in main(arguments + given).trainer.callbacks if isinstance(c, ProgressBar)]
         assert [type(bar) for bar in bars] == [expected]

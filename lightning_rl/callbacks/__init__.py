@@ -1,8 +1,7 @@
 """Callbacks that count in environment steps, and those that record."""
 
-from lightning_rl.callbacks.env_steps import EnvStepCheckpoint, EnvStepLimit, EnvStepValidation
+from lightning_rl.callbacks.env_steps import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation
 from lightning_rl.callbacks.episode_recorder import EpisodeRecorder
-from lightning_rl.callbacks.interval import EnvStepInterval
 from lightning_rl.callbacks.policy_export import PolicyExport
 from lightning_rl.callbacks.video import VideoRecorder
 

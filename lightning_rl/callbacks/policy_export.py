@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_rl.callbacks.interval import EnvStepInterval
+from lightning_rl.callbacks.env_steps import EnvStepInterval
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.tools.export import FOLDER_PATTERN, METADATA, PROGRAMS, ExportFormat, export_policy

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.callbacks.interval import EnvStepInterval
+from lightning_rl.callbacks.env_steps import EnvStepInterval
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.tools.video_files import Films, VideoFile, check_imageio
