@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 
 
 @dataclass(frozen=True)

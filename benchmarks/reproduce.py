@@ -38,7 +38,7 @@ from recipes import RECIPES, Recipe
 from record import RESULTS, hardware, source, versions, write_json
 from run_files import history, interruptions
 
-from lightning_rl.cli import OnPolicyCLI, main
+from lightning_rl.cli.main import OnPolicyCLI, main
 from lightning_rl.rollouts.episode import Episode
 
 EPISODES = 100

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from lightning_rl.cli import main
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 
 
 def run() -> None:

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 
 from lightning_rl import PPO, Rollout
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from tests.helpers import make_data, make_trainer
 from tests.probes import Counter
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from examples.multi_node.train import main as train
-from lightning_rl.cli import main as command_line
+from lightning_rl.cli.main import main as command_line
 from tests.helpers import parameters_of
 
 SETTINGS = [

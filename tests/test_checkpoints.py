@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFailure
 from lightning_rl.checkpointing.run_folders import find_checkpoint
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from tests import programs
 from tests.helpers import make_data, make_model, make_trainer
 from tests.programs import Program

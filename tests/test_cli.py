@@ -29,8 +29,8 @@ from lightning_rl import (
     RolloutDataModule,
 )
 from lightning_rl.__main__ import run
-from lightning_rl.cli import link_spaces, main
-from lightning_rl.cli_parts import chooses_data_class
+from lightning_rl.cli.main import link_spaces, main
+from lightning_rl.cli.parser import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.tools import shipped_configs

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rl import validation
 from lightning_rl.checkpointing.run_folders import RunLock
-from lightning_rl.cli import main
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 from tests import programs
 from tests.helpers import flip_a_bit
 from tests.test_cli import CARTPOLE, SMALL, unexpected
@@ -259,7 +259,7 @@ def test_an_interrupted_run_says_how_to_go_on():
         "        if module.env_steps == 96:\n"
         "            raise KeyboardInterrupt\n"
     )
-    code = "import sys; from lightning_rl.cli import main; main(sys.argv[1:])"
+    code = "import sys; from lightning_rl.cli.main import main; main(sys.argv[1:])"
     arguments = ["fit", *SMALL, "--max_env_steps=128", "--trainer.callbacks+=interrupt.Interrupt"]
     done = programs.run("-c", code, *arguments)
     assert done.returncode == 1

@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 
 ENCODER = f"{__name__}.Encoder"
 SGD = "torch.optim.SGD"

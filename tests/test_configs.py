@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lightning_rl import save_episodes
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.batch import check_minibatches
 from lightning_rl.rollouts.episode import Episode

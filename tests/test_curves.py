@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_rl import __main__ as program
-from lightning_rl.cli import main
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 from lightning_rl.tools import plots
 from lightning_rl.tools.curves import RUN_FOLDER, Series, by_experiment, find_logs, joined, summarize
 from lightning_rl.validation import ConfigurationError

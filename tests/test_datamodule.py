@@ -219,7 +219,7 @@ def test_evaluation_has_other_seeds_than_training(monkeypatch):
         made.append((spec.evaluation, tuple(seeds)))
         return make(spec, num_envs, seeds, **options)
 
-    for module in (sampler, evaluator):
+    for module in (collector, evaluation):
         monkeypatch.setattr(module, "make_environments", spy)
     for rank in range(2):
         data = attach(make_data(seed=5, num_envs=3), rank, 2)

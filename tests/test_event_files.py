@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightning_rl.checkpointing.atomic import LogFailure
-from lightning_rl.cli import main
-from lightning_rl.cli_errors import error_message
+from lightning_rl.cli.errors import error_message
+from lightning_rl.cli.main import main
 from tests.helpers import make_data, make_model, make_trainer
 from tests.test_cli import SMALL
 

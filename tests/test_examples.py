@@ -17,8 +17,8 @@ import torch
 import yaml
 
 from lightning_rl import PPO, PolicyExport
-from lightning_rl.cli import main
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 from tests.helpers import make_data, make_model, make_trainer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

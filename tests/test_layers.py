@@ -153,7 +153,7 @@ def test_the_functional_core_imports_torch_alone():
 
 
 def test_the_checks_would_notice_a_wrong_import():
-    tree = ast.parse("def f():\n    from lightning_rl.cli import main\n    from lightning_rl import datamodule")
+    tree = ast.parse("def f():\n    from lightning_rl.cli.main import main\n    from lightning_rl import datamodule")
     assert own_imports(tree) == {"cli", "datamodule"}
 
 

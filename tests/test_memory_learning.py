@@ -11,7 +11,7 @@ from gymnasium import spaces
 from lightning.pytorch import seed_everything
 
 from lightning_rl import A2C, PPO, FailedUpdate, RolloutDataModule
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError

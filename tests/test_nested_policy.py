@@ -7,7 +7,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.nested import map_leaves, map_stacked
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.networks import embedding_size

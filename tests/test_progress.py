@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
 from lightning_rl.callbacks import progress_bars
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar, RunStatus, line
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 
 STEPS = 2 * 32  # of one rollout
 EPOCH = 4 * STEPS

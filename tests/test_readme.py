@@ -28,9 +28,9 @@ from lightning_rl import (
     TFAgentsPPO,
 )
 from lightning_rl.algorithms.unrolls import UnrollLearner
-from lightning_rl.cli import main
-from lightning_rl.commands import COMMANDS as OWN_COMMANDS
-from lightning_rl.commands import MODULES
+from lightning_rl.cli.commands import COMMANDS as OWN_COMMANDS
+from lightning_rl.cli.commands import MODULES
+from lightning_rl.cli.main import main
 from tests import programs
 from tests.helpers import make_data, make_trainer, parameters_of
 from tests.vectors.load import load
@@ -223,7 +223,7 @@ def test_own_algorithm_learns_values_in_the_units_of_the_value_head():
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
     if command[0] in OWN_COMMANDS:
-        module = importlib.import_module(f"lightning_rl.commands.{MODULES[command[0]]}")
+        module = importlib.import_module(f"lightning_rl.cli.commands.{MODULES[command[0]]}")
         assert getattr(module, f"{command[0]}_parser")().parse_args(command[1:])
         return
     asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]

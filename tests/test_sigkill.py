@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import record
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from tests.programs import Program
 from tests.test_cli import SMALL
 from tests.test_resume import differences, run_state

@@ -21,7 +21,7 @@ from tests.test_resume import differences, run_state
 ROOT = Path(__file__).parents[1]
 RUN = Path("runs/ppo/CartPole-v1/version_0")
 LAST = RUN / "checkpoints/last.ckpt"
-PROGRAM = "from lightning_rl.cli import main\nmain()\n"
+PROGRAM = "from lightning_rl.cli.main import main\nmain()\n"
 # One rollout takes more than a second, so that a signal comes while one is collected.
 SLOW = "import time, gymnasium\nclass Slow(gymnasium.Wrapper):\n    def step(self, action):\n"
 SLOW += "        time.sleep({seconds})\n        return super().step(action)\n"

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import (
 )
 
 from lightning_rl import LastCheckpoint
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from lightning_rl import PPO, RolloutDataModule, __version__
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
 from lightning_rl.tools.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
 from lightning_rl.tools.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
@@ -281,7 +281,7 @@ def test_where_an_export_cannot_go_is_found_out_before_episodes_are_played(capsy
     assert run_command([*export, "--format=torch_export", "--output=mine/policy"])  # the same anew
     (in_tmp_path / "file").touch()
     (in_tmp_path / "other").mkdir()
-    monkeypatch.setattr("lightning_rl.commands.export.play_episodes", None)
+    monkeypatch.setattr("lightning_rl.cli.commands.export.play_episodes", None)
     capsys.readouterr()
     for output, message in (
         ("file/policy", "output='.*file/policy' is not valid: expected a folder that can be written: "),

@@ -20,8 +20,8 @@ import yaml
 from torch import nn
 
 from lightning_rl import PPO, FailedUpdate, RolloutDataModule
-from lightning_rl.cli import main
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
 from lightning_rl.tools.hub import push_to_hub
 from lightning_rl.tools.trained import load_algorithm, load_data, modules_named_in
 from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import

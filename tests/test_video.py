@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_rl import EpisodeRecorder, RecordedEpisodes, VideoRecorder, load_episodes
 from lightning_rl.callbacks.video import show_video
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
 from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
 from lightning_rl.tools.video_files import MovingPicture, VideoFile

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rl import PPO
-from lightning_rl.cli import main
+from lightning_rl.cli.main import main
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 from tests.test_cli import SMALL

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import yaml
 
-from lightning_rl.commands import run_command
+from lightning_rl.cli.commands import run_command
 from lightning_rl.files import read_yaml
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from lightning_rl.cli_errors import end_with_message
+from lightning_rl.cli.errors import end_with_message
 from lightning_rl.training.warning_filters import filter_command_line_warnings
 
 COMMANDS = {
@@ -14,9 +14,7 @@ COMMANDS = {
     "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
 }
 """Summary of each command. `MODULES` names its module, which has `<command>(arguments)` and `<command>_parser()`."""
-
 MODULES = {"export": "export", "plot": "plot", "pull": "hub", "push": "hub"}
-
 CKPT_PATH_HELP = (
     "The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs; with --config, "
     "of its algorithm and environment."

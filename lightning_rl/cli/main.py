@@ -34,8 +34,9 @@ from lightning_rl.checkpointing.run_folders import (
     run_dir_of,
     run_root,
 )
-from lightning_rl.cli_errors import OneErrorParser, end_with_message
-from lightning_rl.cli_parts import (
+from lightning_rl.cli.commands import COMMANDS, overview
+from lightning_rl.cli.errors import OneErrorParser, end_all_ranks, end_with_message
+from lightning_rl.cli.parser import (
     CONFIG,
     EnvSteps,
     EpisodeLines,
@@ -48,10 +49,8 @@ from lightning_rl.cli_parts import (
     relative,
     say,
 )
-from lightning_rl.commands import COMMANDS, overview
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.files import check_intact
-from lightning_rl.rank_errors import end_all_ranks
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.parameter_groups import Part

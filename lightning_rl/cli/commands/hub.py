@@ -1,10 +1,10 @@
-"""`lightning-rl push` and `lightning-rl pull`: checkpoints on the Hugging Face Hub."""
+"""`lightning-rl push` and `pull`: checkpoints on the Hugging Face Hub."""
 
 from __future__ import annotations
 
-from lightning_rl.cli_errors import OneErrorParser
-from lightning_rl.cli_parts import as_list, relative, say
-from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
+from lightning_rl.cli.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
+from lightning_rl.cli.errors import OneErrorParser
+from lightning_rl.cli.parser import as_list, relative, say
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
 from lightning_rl.tools.trained import config_of, find_trained
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import get_args
 
-from lightning_rl.cli_errors import OneErrorParser
-from lightning_rl.cli_parts import as_list, relative, say
-from lightning_rl.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
+from lightning_rl.cli.commands import CKPT_PATH_HELP, COMMANDS, TRUST_HELP
+from lightning_rl.cli.errors import OneErrorParser
+from lightning_rl.cli.parser import as_list, relative, say
 from lightning_rl.tools.export import FOLDER_PATTERN, PROGRAMS, TOLERANCE, ExportFormat, ProgramName, export_policy
 from lightning_rl.tools.export.policy import check_folder, check_options
 from lightning_rl.tools.trained import find_trained, load_algorithm, load_data, modules_named_in, play_episodes
