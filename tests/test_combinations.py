@@ -24,10 +24,10 @@ from lightning_rl import (
     RolloutDataModule,
     TFAgentsPPO,
 )
+from tests.checkpointing.test_resume import assert_resumes_from
 from tests.combination_probes import ACTIONS, MASKABLE, OBSERVATIONS, SAMPLE, Combination, data_options, model_options
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
 from tests.test_precision import BOUNDS
-from tests.test_resume import assert_resumes_from
 
 COMBINATIONS = [
     Combination(observation, action, memory, masked)

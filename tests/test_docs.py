@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 
 import lightning_rl
 from lightning_rl import PPO, OnPolicyAlgorithm, RolloutDataModule
-from tests.algorithms.test_failures import OPTIONS, BrokenRollouts, fail
+from tests.checkpointing.test_failed_update import OPTIONS, BrokenRollouts, fail
 from tests.helpers import DISCRETE, VECTOR
 from tests.test_readme import PAGES, ROOT, TRAIN, commands, name
 

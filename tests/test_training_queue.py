@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from lightning_rl.tools import shipped_configs
+from tests.checkpointing.test_resume import differences, run_state
 from tests.programs import Program
-from tests.test_resume import differences, run_state
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

@@ -12,10 +12,7 @@ from typing import IO, Any, Literal, Self, cast
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import (
-    rank_zero_info,  # type: ignore[attr-defined]
-    rank_zero_warn,  # type: ignore[attr-defined]
-)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -393,7 +390,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser: a number, or a schedule; see `lightning_rl.training.schedules.parse_schedule`.
+        learning_rate: Step size of the optimizer: a number or a schedule; see
+            `lightning_rl.training.schedules.parse_schedule`.
         anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
             spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
             above 0 as they took.
@@ -587,8 +585,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
 
-        In the units of the action space; `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes them for
-        an environment.
+        In the units of the action space; `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes
+        them for an environment.
 
         Args:
             observations: `[B, *shape]`, nested as the space is.

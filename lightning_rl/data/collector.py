@@ -14,10 +14,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 import torch
 from gymnasium import spaces
-from lightning.pytorch.utilities.rank_zero import (
-    rank_zero_info,  # type: ignore[attr-defined]
-    rank_zero_warn,  # type: ignore[attr-defined]
-)
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl import fast

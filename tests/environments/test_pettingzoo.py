@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.validation import ConfigurationError
-from tests.environments.test_options import Still
+from tests.environments.test_spec import Still
 from tests.helpers import make_data, make_model, make_trainer
 from tests.probes import Told, collect
 

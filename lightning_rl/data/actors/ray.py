@@ -16,10 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import (
-    rank_zero_only,  # type: ignore[attr-defined]
-    rank_zero_warn,  # type: ignore[attr-defined]
-)
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 from torch import nn
 

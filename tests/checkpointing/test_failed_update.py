@@ -1,0 +1,269 @@
+"""An update that is not finite is saved such that it can be made again, or left out where that is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+
+from lightning_rl import CLEAR, PPG, PPO, EnvStepLimit, FailedUpdate, OffPolicyPPG, PPOKLPenalty
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    assert_equal_parameters,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
+from tests.training.test_numerics import NAN, Sabotaged, make
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+OPTIONS: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 3}
+
+
+class BrokenRollouts(PPO):
+    """Every rollout in `broken` has a reward that is NaN, as nothing the collector gives can have."""
+
+    def __init__(self, *args: Any, broken: list[int], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.broken = broken
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+        if self.policy_version in self.broken:
+            rollout.rewards[2, 1] = NAN
+        super().training_step(rollout, batch_idx)
+
+
+class BrokenPenalty(PPOKLPenalty):
+    """The loss of the third minibatch is infinite; divergences are remembered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.divergences: list[float] = []
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.divergences.append(batch.mean(self.divergence(batch, self.evaluate(batch)[0])).item())
+        return loss * torch.inf if len(self.divergences) == 3 else loss
+
+
+def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Path:
+    """Fit until it fails, and return the file that the error names."""
+    if trainer.get("precision") == "64-true":
+        model.double()  # as the Trainer makes it, and a collector would find it
+    rollouts = [random_rollout(model.policy) for _ in range(num_rollouts)]
+    with pytest.raises(FloatingPointError) as caught:
+        make_trainer(default_root_dir=folder, **trainer).fit(model, FixedRollouts(rollouts, model))
+    found = re.search(r"FailedUpdate\.load\('(.*)'\)\.replay\(\) makes it again$", str(caught.value))
+    assert found is not None, caught.value
+    return Path(found[1])
+
+
+@pytest.mark.parametrize("check_numerics", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("spoil", ["advantage", "return", "loss", "gradient"])
+def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_path):
+    model = make(spoil, check_numerics=check_numerics, target_kl=1e9, normalize_rewards=True)
+    path = fail(model, tmp_path, precision=precision)
+    assert path == tmp_path / "failed-update-0.pt"
+    failed = FailedUpdate.load(path)
+    assert type(failed.module) is Sabotaged
+    assert (failed.number, failed.env_steps, failed.checkpoint_path) == (2, 0, None)
+    assert_equal_parameters(failed.module, model.snapshot)
+    again = failed.replay()
+    not_finite = {name for name, value in again.items() if value != value or abs(value) == float("inf")}
+    assert set(failed.terms) & not_finite
+    assert any(not parameter.grad.isfinite().all() for parameter in failed.module.parameters())
+    assert_equal_parameters(failed.module, model.snapshot)
+    failed.module.minibatch = 0
+    assert failed.replay() == pytest.approx(again, rel=0, abs=0, nan_ok=True)
+    if spoil == "advantage":
+        assert failed.minibatch.advantages.isnan().nonzero().tolist() == [[0]]
+
+
+def test_divergences_of_a_replay_are_from_the_parameters_that_were_saved(tmp_path):
+    """Those that acted are gone: what was away from them then is not away from these."""
+    torch.manual_seed(0)
+    model = BrokenPenalty(VECTOR, DISCRETE, learning_rate=0.1, **OPTIONS)
+    failed = FailedUpdate.load(fail(model, tmp_path))
+    assert model.divergences[0] < 1e-6 < 1e-3 < model.divergences[2]
+    assert not math.isfinite(failed.replay()["grad_norm"])
+    assert failed.module.divergences == pytest.approx([0] * 3, abs=1e-6)
+
+
+def test_schedules_that_end_with_the_run_are_where_they_were(tmp_path):
+    line = {"kind": "linear", "start": 0.4, "end": 0.0}
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[1], clip_range=line, entropy_coef=line, **OPTIONS)
+    failed = FailedUpdate.load(fail(model, tmp_path, 2, callbacks=[EnvStepLimit(192)]))
+    failed.replay()
+    for name in ("clip_range", "entropy_coef"):
+        assert getattr(failed.module, name) == getattr(model, name) == pytest.approx(0.3)
+
+
+def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):
+    seen = []
+
+    class Watched(Sabotaged):
+        def loss(self, batch):
+            seen.append(batch.observations.clone())
+            return super().loss(batch)
+
+    torch.manual_seed(0)
+    model = Watched(VECTOR, DISCRETE, spoil="return", **OPTIONS)
+    path = fail(model, tmp_path)
+    content = torch.load(path, weights_only=True)
+    content["algorithm"] = "tests.algorithms.test_numerics.Sabotaged"  # where it can be imported from
+    torch.save(content, path)
+    failed = FailedUpdate.load(path)
+    failed.replay()
+    assert torch.equal(failed.minibatch.observations, seen[2])
+
+
+def test_an_update_of_the_command_line_is_made_again(tmp_path):
+    """LightningCLI adds the class, and a function that would construct it, to hyper-parameters."""
+    path = fail(make("return"), tmp_path)
+    content = torch.load(path, weights_only=True)
+    names = {"_class_path": "lightning_rl.PPO", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    torch.save(content | {"hyper_parameters": content["hyper_parameters"] | names}, path)
+    assert not math.isfinite(FailedUpdate.load(path).replay()["grad_norm"])
+
+
+def test_the_newest_checkpoint_is_named(tmp_path):
+    from lightning_rl import LastCheckpoint
+
+    torch.manual_seed(0)
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[1], **OPTIONS)
+    options = {"enable_checkpointing": True, "callbacks": [LastCheckpoint(tmp_path)], "max_epochs": 2}
+    failed = FailedUpdate.load(fail(model, tmp_path, limit_train_batches=1, **options))
+    assert failed.checkpoint_path == str(tmp_path / "last.ckpt")
+    assert failed.env_steps == torch.load(failed.checkpoint_path, weights_only=True)["lightning_rl"]["env_steps"] > 0
+
+
+def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
+    logger = MemoryLogger()
+    torch.manual_seed(0)
+    options = {"normalize_observations": True, "normalize_rewards": True, "max_skipped_updates": 1} | OPTIONS
+    # Normalised over the rollout, so that no minibatch of a broken one is good.
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], normalize_advantages="rollout", **options)
+    before = parameters_of(model)
+    rollouts = [random_rollout(model.policy) for _ in range(4)]
+    trainer = make_trainer(logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
+    with pytest.warns(UserWarning, match="left out, 1 of at most max_skipped_updates=1 times in a row"):
+        trainer.fit(model, FixedRollouts(rollouts, model))
+    assert model.policy_version == 4
+    assert [value for _, value in logger.rows("train/skipped_updates")] == [1, 0, 1, 0]
+    assert trainer.global_step == 2 * 3 * model.num_minibatches
+    rows = rollouts[0].num_steps
+    assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 2 * rows
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert any(not torch.equal(x, before[name]) for name, x in model.named_parameters())
+    assert list(tmp_path.glob("failed-update*")) == []
+
+
+def test_too_many_in_a_row_end_the_run(tmp_path):
+    torch.manual_seed(0)
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], max_skipped_updates=2, **OPTIONS)
+    with pytest.warns(UserWarning, match="2 of at most max_skipped_updates=2"):
+        path = fail(model, tmp_path, num_rollouts=8)
+    assert model.policy_version == 5
+    assert path.name == f"failed-update-{model.env_steps}.pt"
+
+
+def test_the_number_in_a_row_goes_on_in_a_resumed_run(tmp_path):
+    from lightning_rl import LastCheckpoint
+
+    def build() -> BrokenRollouts:
+        torch.manual_seed(0)
+        return BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1], max_skipped_updates=1, **OPTIONS)
+
+    model = build()
+    trainer = make_trainer(callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True, limit_train_batches=1)
+    with pytest.warns(UserWarning, match="1 of at most"):
+        trainer.fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    resumed = build()
+    rollout = random_rollout(resumed.policy)
+    trainer = make_trainer(default_root_dir=tmp_path, max_epochs=2)
+    with pytest.raises(FloatingPointError):
+        trainer.fit(resumed, FixedRollouts([rollout], resumed), ckpt_path=str(tmp_path / "last.ckpt"))
+
+
+def test_where_nothing_can_be_written_the_failure_is_still_what_is_raised(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    model = make("return")
+    with pytest.raises(FloatingPointError, match=r"value_loss is inf .*; it could not be saved$"):
+        make_trainer(default_root_dir=tmp_path / "file").fit(
+            model, FixedRollouts([random_rollout(model.policy)], model)
+        )
+
+
+def test_a_replay_that_does_not_come_to_the_update_says_so(tmp_path):
+    path = fail(make("return"), tmp_path)
+    content = torch.load(path, weights_only=True)
+    content["number"] = 100
+    torch.save(content, path)
+    with pytest.raises(RuntimeError, match="training_step made 12 updates, and did not come to the one after 100"):
+        FailedUpdate.load(path).replay()
+
+
+def test_what_is_no_failed_update_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"does not exist: expected a file that a failed update has left"):
+        FailedUpdate.load(tmp_path / "nothing.pt")
+    torch.save({"state_dict": {}}, tmp_path / "other.pt")
+    with pytest.raises(ConfigurationError, match=r"was not left by a failed update"):
+        FailedUpdate.load(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
+def test_nonsense_is_refused(value):
+    with pytest.raises(
+        ConfigurationError, match=r"max_skipped_updates=.* is not valid: expected an integer of at least 0"
+    ):
+        PPO(VECTOR, DISCRETE, max_skipped_updates=value)
+
+
+class Interrupts(Callback):
+    """Raises in the middle of the third update, once its rollout is kept and in the normalisers."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        kept = pl_module.replays.get("rollouts", ())
+        if pl_module.policy_version == 2 and (not isinstance(pl_module, PPG) or len(kept) == 3):
+            raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG, CLEAR])
+def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(algorithm):
+    """The rollout whose auxiliary phase failed was in a memory that has no room for another one."""
+    of_phases = {"num_policy_iterations": 3, "num_minibatches": 1, "num_aux_epochs": 1}
+    options = {PPG: of_phases, OffPolicyPPG: of_phases | {"updates_per_rollout": 1, "batch_size": 8}, CLEAR: {}}
+    data = make_data()
+    model = algorithm(
+        data.observation_space,
+        data.action_space,
+        hidden_sizes=(8,),
+        normalize_observations=True,
+        update_normalizers="before",
+        **options[algorithm],
+    )
+    with pytest.raises(RuntimeError, match="boom"):
+        make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)
+    assert model.policy.observation_normalizer.moments.count == 3 * 32
+    make_trainer(max_epochs=0).fit(model, data)  # learns nothing, but begins
+    assert model.policy.observation_normalizer.moments.count == 2 * 32
+    sizes = {name: len(replay) for name, replay in model.replays.items()}
+    assert sizes == {PPG: {"rollouts": 2}, OffPolicyPPG: {"rollouts": 2, "policy": 64, "value": 64}}.get(
+        algorithm, {"unrolls": 4}
+    )
+    make_trainer(max_epochs=1).fit(model, data)
+    assert model.policy_version == 4
+    assert model.policy.observation_normalizer.moments.count == 4 * 32

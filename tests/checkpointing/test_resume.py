@@ -1,0 +1,492 @@
+"""A run that is stopped and resumed ends bit for bit where the uninterrupted one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_rl import (
+    A2C,
+    CLEAR,
+    IMPALA,
+    PPG,
+    PPO,
+    VMPO,
+    CriticPretraining,
+    EnvStepLimit,
+    OffPolicyPPG,
+    OnPolicyAlgorithm,
+    PPOKLPenalty,
+    RolloutDataModule,
+    TFAgentsPPO,
+)
+from lightning_rl.environments.seeding import TRAINING, derive_seed
+from lightning_rl.spaces import space_to_dict
+from tests import programs
+from tests.helpers import MemoryLogger
+from tests.mask_probes import kwargs_of
+from tests.nested_probes import PAIR
+
+# Environment 1 fails in the second step of its second episode: in the first of the rollouts.
+_FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
+FRAGILE: dict[str, Any] = {
+    "env_id": "tests.probes:Probe/Fragile-v0",
+    "env_kwargs": {"episode_seed": _FAILS},
+    "on_env_failure": "restart",
+}
+
+HYBRID = space_to_dict(
+    spaces.Dict(
+        {
+            "move": spaces.Discrete(3, start=-1),
+            "arm": spaces.Tuple([spaces.Box(-2, 2, (2,)), spaces.MultiDiscrete([3, 2]), spaces.MultiBinary(2)]),
+        }
+    )
+)
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
+    "continuous": ({"env_id": "Pendulum-v1"}, {"normalize_observations": True, "normalize_rewards": True}),
+    "scheduler": (
+        {"env_id": "Acrobot-v1"},
+        {
+            "optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
+            "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
+        },
+    ),
+    "schedules_and_two_optimizers": (
+        {"env_id": "CartPole-v1"},
+        {
+            "learning_rate": {"kind": "cosine", "start": 1e-2, "end": 1e-3},
+            "clip_range": {"kind": "piecewise", "points": [[0, 0.3], [300, 0.1]], "interpolate": True},
+            "critic_optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
+            "parameter_groups": {"*.bias": {"learning_rate_scale": 2.0}},
+            "num_value_epochs": 5,
+        },
+    ),
+    "adaptive": (
+        {"env_id": "CartPole-v1"},
+        {"adaptive_learning_rate": {"target_kl": 0.01}, "target_kl": 0.02, "kl_rollback": True},
+    ),
+    "popart": ({"env_id": "Pendulum-v1"}, {"value_normalization": "popart", "recompute_advantages": True}),
+    "toy_text": ({"env_id": "FrozenLake-v1"}, {}),
+    "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
+    "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
+    "minigrid": (
+        {"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]},
+        {"num_epochs": 1},
+    ),
+    "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
+    "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
+    "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
+    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
+    "vmpo": ({"env_id": "CartPole-v1"}, {"algorithm": VMPO, "num_minibatches": 2, "learning_rate": 1e-2}),
+    # Stopped after three rollouts at the end of a phase, after four in the next one.
+    "ppg": (
+        {"env_id": "CartPole-v1"},
+        {"algorithm": PPG, "num_policy_iterations": 3, "num_aux_epochs": 2, "anneal_learning_rate": True},
+    ),
+    "ppg_sequences": (
+        {"env_id": "CartPole-v1"},
+        {
+            "algorithm": PPG,
+            "num_policy_iterations": 3,
+            "num_minibatches": 3,
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+        },
+    ),
+    "ppg_off_policy": (
+        {"env_id": "Pendulum-v1"},
+        {
+            "algorithm": OffPolicyPPG,
+            "num_policy_iterations": 5,
+            "updates_per_rollout": 2,
+            "batch_size": 32,
+            "policy_buffer_size": 100,
+            "policy_max_use": 2,
+            "normalize_observations": True,
+            "normalize_rewards": True,
+        },
+    ),
+    "impala": ({"env_id": "CartPole-v1"}, {"algorithm": IMPALA, "reward_scale": 0.5, "normalize_observations": True}),
+    # A memory that is full after four rollouts.
+    "clear": (
+        {"env_id": "CartPole-v1"},
+        {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalize_rewards": True},
+    ),
+    "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
+    # A warm-up that the stop falls into the end of.
+    "critic_warmup": ({"env_id": "CartPole-v1"}, {"critic_warmup_steps": 217}),
+    "learned_repeat": (
+        {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
+        {"algorithm": CLEAR},
+    ),
+    "clear_with_memory": (
+        {"env_id": "Pendulum-v1", "max_episode_steps": 31},
+        {
+            "algorithm": CLEAR,
+            "replay_policy": "fifo",
+            "replay_memory_gib": 1e-4,
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+        },
+    ),
+    "kl_penalty": (
+        {"env_id": "CartPole-v1"},
+        {
+            "algorithm": PPOKLPenalty,
+            "adaptive_kl_target": 1e-4,
+            "kl_cutoff_coef": 10.0,
+            "normalize_rewards": "reward_std",
+        },
+    ),
+    "tf_agents": (
+        {"env_id": "Pendulum-v1"},
+        {"algorithm": TFAgentsPPO, "num_epochs": 2, "update_normalizers": "before", "recompute_values": True},
+    ),
+    "nested_actions": (
+        # A length that leaves episodes, of eight steps, in their middle.
+        {
+            "env_id": "tests.probes:Probe/Aim-v0",
+            "env_kwargs": {"action_space": HYBRID},
+            "num_envs": 4,
+            "rollout_length": 23,
+        },
+        {"action_distribution": {"arm.0": "beta"}},
+    ),
+    "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
+    "dict_with_image": (
+        {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
+        {"normalize_observations": True, "critic_only": ["answer"], "num_epochs": 1},
+    ),
+    "tuple": (
+        {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
+        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True, "num_epochs": 1},
+    ),
+    "wrapper_options": (
+        {
+            "env_id": "Pendulum-v1",
+            "max_episode_steps": 31,
+            "action_repeat": 2,
+            "reward_scale": 0.5,
+            "reward_clip": "soft_asymmetric",
+            "frame_stack": 3,
+            "flatten_observations": True,
+            "previous_action": True,
+            "previous_reward": True,
+        },
+        {"normalize_observations": True},
+    ),
+    "previous_nested_action": (
+        {
+            "env_id": "tests.probes:Probe/Aim-v0",
+            "env_kwargs": {"action_space": HYBRID},
+            "num_envs": 4,
+            "rollout_length": 23,
+            "backend": "async",
+            "previous_action": True,
+            "previous_reward": True,
+        },
+        {"num_epochs": 1},
+    ),
+    "masked": (
+        # A length that leaves episodes, of three steps, in their middle.
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("hybrid"),
+            "action_mask": "info.action_mask",
+            "num_envs": 4,
+            "rollout_length": 25,
+        },
+        {"num_epochs": 1},
+    ),
+    "conditional_masks": (
+        {
+            "env_id": "tests.mask_probes:Probe/Invalid-v0",
+            "env_kwargs": kwargs_of("pair", conditional=True, where="method"),
+            "action_mask": "method.action_masks",
+            "num_envs": 4,
+            "rollout_length": 25,
+            "backend": "async",
+        },
+        {"action_distribution": "autoregressive"},
+    ),
+    "restarts": (FRAGILE, {"normalize_rewards": True}),
+    "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
+    "memory_of_each": (
+        {"env_id": "tests.probes:Probe/Random-v0", "on_env_failure": "restart"},
+        {
+            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+            "normalize_observations": True,
+            "num_minibatches": 3,
+        },
+    ),
+    "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
+}
+
+_LONG_EPISODES = ("ALE/Breakout-v5", "Hopper-v5", "LunarLander-v3")
+
+
+def fit(
+    name: str,
+    folder: Path,
+    rollouts: int,
+    ckpt_path: str | None = None,
+    data: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    save_after: tuple[int, ...] = (),
+    **trainer: Any,
+) -> OnPolicyAlgorithm:
+    """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch.
+
+    There are more checkpoints at the end and in `save_after`. `data`, `model` and `trainer` are options in place of
+    those of the setting.
+    """
+    data, model = SETTINGS[name][0] | (data or {}), SETTINGS[name][1] | (model or {})
+    return _fit(folder, rollouts, ckpt_path, data, model, save_after, trainer)
+
+
+def _fit(
+    folder: Path,
+    rollouts: int,
+    ckpt_path: str | None,
+    data_options: dict[str, Any],
+    model_options: dict[str, Any],
+    save_after: tuple[int, ...],
+    trainer: dict[str, Any],
+) -> OnPolicyAlgorithm:
+    seed_everything(3, verbose=False)
+    data = RolloutDataModule(
+        **{"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "eval_episodes": 1} | data_options
+    )
+    options = {"algorithm": PPO, "hidden_sizes": (8,)} | model_options
+    algorithm: type[OnPolicyAlgorithm] = options.pop("algorithm")
+    model = algorithm(data.observation_space, data.action_space, **options)
+    # max_epochs is the same in all parts of a run: it is the horizon of the annealing.
+    trainer = {
+        "max_epochs": 4,
+        "max_steps": -1,
+        "callbacks": [_StopAfter(rollouts, save_after), ModelCheckpoint(folder, save_last=True)],
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0 if data_options["env_id"] in _LONG_EPISODES else 1,
+        "log_every_n_steps": 4,
+    } | trainer
+    fitted = Trainer(**trainer)
+    fitted.fit(model, data, ckpt_path=ckpt_path)
+    fitted.save_checkpoint(folder / "end.ckpt")
+    return model
+
+
+class _StopAfter(ModelCheckpoint):
+    """Stops with a checkpoint after a number of rollouts, wherever in an epoch that is, and saves some before."""
+
+    def __init__(self, rollouts: int, save_after: tuple[int, ...]) -> None:
+        super().__init__(save_top_k=0)
+        self.rollouts = rollouts
+        self.save_after = save_after
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        done = pl_module.policy_version
+        if done in (*self.save_after, self.rollouts):
+            trainer.save_checkpoint(Path(trainer.checkpoint_callbacks[1].dirpath) / f"after_{done}.ckpt")
+        trainer.should_stop |= done == self.rollouts
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """Return where two nested structures differ, to the last bit."""
+    if isinstance(one, dict):
+        keys = [*one, *(key for key in other if key not in one)]
+        return [d for key in keys for d in differences(one.get(key), other.get(key), f"{path}.{key}")]
+    if isinstance(one, list | tuple):
+        pairs = zip(one, other, strict=True)
+        return [d for index, (a, b) in enumerate(pairs) for d in differences(a, b, f"{path}.{index}")]
+    same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return [] if same else [path]
+
+
+def run_state(path: Path) -> dict[str, Any]:
+    """Return what of a checkpoint must be equal: everything but Lightning's own callbacks and times."""
+    checkpoint = torch.load(path, weights_only=True)
+    kept = ("state_dict", "optimizer_states", "lr_schedulers", "lightning_rl", "RolloutDataModule", "global_step")
+    state = {key: checkpoint[key] for key in kept}
+    state["RolloutDataModule"] = {**state["RolloutDataModule"], "starts": None}
+    for rank in state["lightning_rl"]["ranks"]:
+        means = rank["window"]["means"]
+        if means is not None:  # seconds differ, numbers of them do not
+            places = [i for i, name in enumerate(rank["window"]["names"]) if name.startswith("time/")]
+            means["states"]["sums"][places] = 0
+    return state
+
+
+def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folder: Path, **options: Any) -> None:
+    """Each of some checkpoints of one run leads to the end of it."""
+    fit(name, folder / "whole", rollouts, save_after=places, **options)
+    whole = run_state(folder / f"whole/after_{rollouts}.ckpt")
+    for saved in places:
+        part = folder / f"from_{saved}"
+        resumed = fit(name, part, rollouts, ckpt_path=str(folder / f"whole/after_{saved}.ckpt"), **options)
+        assert resumed.policy_version == rollouts
+        assert differences(whole, run_state(part / f"after_{rollouts}.ckpt")) == [], f"from {saved}"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """From the end of an epoch, and from the middle of the next one."""
+    assert_resumes_from((3, 4), name, 7, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["ppg", "ppg_off_policy"])
+def test_a_run_goes_on_from_every_place_in_a_phase(name: str, tmp_path: Path) -> None:
+    assert_resumes_from((1, 2, 5), name, 8, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts", "ppg"])
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does(name: str, tmp_path: Path) -> None:
+    """Every value but seconds, at the same steps; a log of four rollouts that the stop falls into too."""
+    logs = {part: MemoryLogger() for part in ("whole", "first", "second")}
+    fit(name, tmp_path / "whole", 8, logger=logs["whole"])
+    fit(name, tmp_path / "first", 6, logger=logs["first"])
+    fit(name, tmp_path / "second", 8, str(tmp_path / "first/after_6.ckpt"), logger=logs["second"])
+
+    def rows(part: str) -> list[tuple[int | None, dict[str, float]]]:
+        calls = [(step, {k: v for k, v in row.items() if not k.startswith("time/")}) for row, step in logs[part].calls]
+        return [(step, row) for step, row in calls if row]
+
+    steps = [step for step, _ in rows("whole")]
+    assert steps == sorted(steps) and len(rows("second")) >= 2
+    assert rows("whole") == rows("first")[: len(rows("whole")) - len(rows("second"))] + rows("second")
+
+
+def test_a_stopped_run_alone_does_not_end_where_the_whole_one_does(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 8)
+    fit("discrete", tmp_path / "first", 4)
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "first/after_4.ckpt"))
+
+
+def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"^environment 1 \(episode 1, seed \d+, step 2\) raised in step"):
+        model = fit("restarts", tmp_path, 1)
+    assert model.env_steps == 3 * 24 - 1
+    state = torch.load(tmp_path / "after_1.ckpt", weights_only=True)
+    window = state["lightning_rl"]["ranks"][0]["window"]
+    assert window["counts"]["rollout/env_restarts"]["states"]["total"] == 1
+
+
+def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> None:
+    """The observations of such a one are what they were, its rewards are not."""
+    SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "wrappers": ["gymnasium.wrappers.NormalizeReward"]}, {})
+    try:
+        fit("remembers", tmp_path / "first", 2)
+        with pytest.warns(UserWarning, match=r"environments 0, 1, 2 of CartPole-v1 .* could not be taken back"):
+            fit("remembers", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+    finally:
+        del SETTINGS["remembers"]
+
+
+def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
+    fit("continuous", tmp_path / "whole", 8)
+    fit("continuous", tmp_path / "first", 4)
+    code = (
+        "from pathlib import Path; from tests.checkpointing.test_resume import fit; "
+        f"fit('continuous', Path({str(tmp_path / 'second')!r}), 8, {str(tmp_path / 'first/after_4.ckpt')!r})"
+    )
+    assert programs.run("-c", code).returncode == 0
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> None:
+    def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
+        ranks = "devices=2, strategy='ddp'"
+        code = (
+            "from pathlib import Path; from tests.checkpointing.test_resume import fit\n"
+            f"fit('continuous', Path({str(tmp_path / folder)!r}), {rollouts}, {ckpt_path!r}, {ranks})\n"
+        )
+        programs.run_ranks("-c", code)
+
+    run("whole", 6)
+    run("first", 4)
+    run("second", 6, str(tmp_path / "first/after_4.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_6.ckpt"), run_state(tmp_path / "second/after_6.ckpt")) == []
+
+
+def test_resuming_after_the_validation_at_an_epochs_end_is_exact(tmp_path: Path) -> None:
+    fit("continuous", tmp_path / "whole", 8)
+    fit("continuous", tmp_path / "first", 4)  # its last.ckpt is that of the first epoch's end, after three rollouts
+    fit("continuous", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/last.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
+
+
+def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(tmp_path: Path) -> None:
+    envpool = {"backend": "envpool"}
+    fit("discrete", tmp_path / "first", 2, data=envpool)
+    with pytest.warns(UserWarning, match=r"environments of CartPole-v1 \(backend 'envpool'\) could not be taken back"):
+        resumed = fit("discrete", tmp_path / "second", 4, str(tmp_path / "first/after_2.ckpt"), data=envpool)
+    assert resumed.policy_version == 4
+
+
+def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_path: Path, monkeypatch) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    monkeypatch.setattr(
+        "lightning_rl.data.datamodule.gather_ranks", lambda fresh: [fresh, [0, 2]] if fresh == [] else [fresh]
+    )
+    with pytest.warns(UserWarning, match=r"^environments 0, 2 on rank 1 of CartPole-v1 .* could not be taken back"):
+        fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+
+
+def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) -> None:
+    limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 10}}
+    walker = {"env_id": "BipedalWalker-v3", "training_wrappers": [limit]}
+    short = {"data": walker, "limit_val_batches": 0}
+    fit("continuous", tmp_path / "first", 2, **short)
+    with pytest.warns(UserWarning, match="of BipedalWalker-v3 .* could not be taken back"):
+        resumed = fit("continuous", tmp_path / "second", 4, str(tmp_path / "first/after_2.ckpt"), **short)
+    assert resumed.policy_version == 4
+
+
+def test_a_checkpoint_of_another_backend_begins_new_episodes_with_a_warning(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    with pytest.warns(UserWarning, match="could not be taken back"):
+        resumed = fit("native", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
+    assert resumed.policy_version == 4
+
+
+def test_a_checkpoint_saved_after_training_goes_on_exactly(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 8)
+    fit("discrete", tmp_path / "first", 4)
+    resumed = fit("discrete", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/end.ckpt"))
+    whole = torch.load(tmp_path / "whole/after_8.ckpt", weights_only=True)["state_dict"]
+    assert differences(whole, resumed.state_dict()) == []
+
+
+@pytest.mark.parametrize("limit", ["max_env_steps", "max_epochs"])
+def test_a_checkpoint_saved_where_there_was_nothing_to_train_goes_on_exactly(limit: str, tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "whole", 4, save_after=(3,))
+    limits: dict[str, dict[str, Any]] = {
+        "max_env_steps": {"callbacks": [EnvStepLimit(3 * 72)], "enable_checkpointing": False},
+        "max_epochs": {"max_epochs": 1},
+    }
+    fit("discrete", tmp_path / "first", 3, str(tmp_path / "whole/after_3.ckpt"), **limits[limit])
+    fit("discrete", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/end.ckpt"))
+    assert differences(run_state(tmp_path / "whole/after_4.ckpt"), run_state(tmp_path / "second/after_4.ckpt")) == []
+
+
+def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_path: Path) -> None:
+    fit("discrete", tmp_path / "first", 2)
+    checkpoint = str(tmp_path / "first/after_2.ckpt")
+    data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, eval_episodes=1, seed=123)
+    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,))
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
+    assert data.seed == 123
+    assert data._sampler.starts == 0
+    assert model.env_steps == 2 * 3 * 24
+    assert model._restored_ranks == []

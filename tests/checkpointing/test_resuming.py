@@ -1,0 +1,423 @@
+"""What a resumed run does otherwise than before: the new setting wins, and is said once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.checkpointing.format import FORMAT
+from lightning_rl.data import datamodule
+from lightning_rl.validation import ConfigurationError
+from tests.checkpointing.test_resume import SETTINGS, fit
+from tests.programs import run_ranks
+
+
+@pytest.fixture
+def resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Any:
+    """Train for 4 rollouts, change something, and train for 2 more."""
+
+    def run(name: str, stop: int = 6, **changes: Any) -> tuple[PPO, list[str]]:
+        fit(name, tmp_path / "first", 4)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+            model = fit(name, tmp_path / "second", stop, str(tmp_path / "first/after_4.ckpt"), **changes)
+        return model, [message for message in caplog.messages if message.startswith("Resuming with ")]
+
+    return run
+
+
+def optimizer_state(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)["optimizer_states"][0]
+
+
+def test_a_run_that_goes_on_as_it_was_says_nothing(resume):
+    model, messages = resume("scheduler")
+    assert model.policy_version == 6
+    assert messages == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip_range", 0.1), ("gamma", 0.9), ("num_epochs", 1)])
+def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, value, resume):
+    model, (message,) = resume("scheduler", model={name: value})
+    assert getattr(model, name) == value
+    before = {"clip_range": 0.2, "gamma": 0.99, "num_epochs": 4}[name]
+    assert message == f"Resuming with {name}={value!r} (before: {before!r})"
+
+
+def test_another_optimizer_begins_anew(resume, tmp_path):
+    model, (message,) = resume("discrete", stop=5, model={"optimizer": "torch.optim.SGD"})
+    assert message.endswith("(before: None), which begins anew")
+    assert isinstance(model.optimizer.optimizer, torch.optim.SGD)
+    assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
+
+
+def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume, tmp_path):
+    changed = {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.5}}
+    _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
+    assert message.endswith(", with the state it had")
+    before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
+    assert [(s["param_groups"][0]["alpha"], s["param_groups"][0]["momentum"]) for s in (before, after)] == [
+        (0.99, 0.5),
+        (0.5, 0),
+    ]
+    assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
+
+
+def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
+    changed = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
+    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
+    assert message.endswith(", with the state it had")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
+
+
+def test_another_schedule_begins_anew(resume):
+    changed = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.1}}
+    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
+    assert message.endswith(", which begins anew")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "changed"), [("scheduler", {"lr_scheduler": None}), ("discrete", {"anneal_learning_rate": False})]
+)
+def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, resume):
+    model, messages = resume(setting, model=changed)
+    assert len(messages) == 1
+    assert model.optimizer.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
+def test_another_learning_rate_keeps_its_place_in_the_schedule(setting, factor, resume):
+    model, (message,) = resume(setting, model={"learning_rate": 1e-2})
+    assert message == "Resuming with learning_rate=0.01 (before: 0.0003); a schedule goes on in proportion"
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
+
+
+def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
+    model, (message,) = resume("discrete", max_epochs=8)
+    assert message == (
+        f"Resuming with a learning rate that reaches 0 at {24 * 72} environment steps (before: {12 * 72}): it goes on "
+        f"from {4 * 72} of them on the new line"
+    )
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
+
+
+TWO = "schedules_and_two_optimizers"
+LINE = {"kind": "linear", "start": 4e-3, "end": 0.0}
+
+
+def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
+    model, (message,) = resume(TWO, max_epochs=8)
+    assert message == (
+        f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}), of learning_rate, "
+        f"critic_learning_rate: they go on from {4 * 72} of them as if that had been planned from the start"
+    )
+    assert model.learning_rate == pytest.approx(1e-3 + 9e-3 * (1 + math.cos(math.pi * 5 / 24)) / 2)
+
+
+def test_a_schedule_that_begins_with_another_end_is_said_of_what_has_one(resume):
+    changed = {"anneal_learning_rate": False, "learning_rate": LINE}
+    _, messages = resume("discrete", model=changed, max_epochs=8)
+    assert any("of learning_rate: they go on" in message for message in messages)
+
+
+def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resume):
+    model, (message,) = resume(TWO, model={"learning_rate": LINE})
+    assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
+    assert message.endswith(", a function of the environment steps from the beginning of the run on")
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
+
+
+def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
+    model, _ = resume(TWO, model={"learning_rate": 5e-3, "critic_learning_rate": 1e-3}, stop=5)
+    rates = [[group["lr"] for group in x.param_groups] for x in model.all_optimizers]
+    assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
+
+
+def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_path):
+    changed = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
+    model, (message,) = resume(TWO, stop=5, model={"parameter_groups": changed})
+    assert message.endswith(", with the state it had")
+    for optimizer in model.all_optimizers:
+        first, biases = optimizer.param_groups
+        assert biases["lr"] == pytest.approx(3 * first["lr"])
+        assert (first["weight_decay"], biases["weight_decay"]) == (0, 0.1)
+    before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
+    assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"parameter_groups": None}, {"parameter_groups": {"*.weight": {}}}, {"critic_optimizer": "torch.optim.SGD"}],
+    ids=["no_groups", "other_groups", "other_class"],
+)
+def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
+    _, (message,) = resume(TWO, stop=5, model=changed)
+    assert message.endswith("anew")
+    steps = {float(x["step"]) for x in optimizer_state(tmp_path / "second/after_5.ckpt")["state"].values()}
+    assert steps == {4 * 4}
+
+
+def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
+    model, (message,) = resume("discrete", stop=5, model={"critic_learning_rate": 1e-3})
+    assert message == "Resuming with critic_learning_rate=0.001 (before: None); optimisers begin anew"
+    assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
+    assert len(model.all_optimizers) == 2
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(separate, resume, tmp_path, monkeypatch):
+    monkeypatch.setitem(SETTINGS["ppg"][1], "separate_aux_optimizer", not separate)
+    model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
+    was = f"separate_aux_optimizer={separate} (before: {not separate})"
+    assert message == f"Resuming with {was}; optimisers begin anew"
+    assert len(model.all_optimizers) == 1 + separate
+    steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
+    assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
+
+
+def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monkeypatch):
+    for name, value in (("critic_learning_rate", 1e-3), ("anneal_learning_rate", False)):
+        monkeypatch.setitem(SETTINGS["ppg"][1], name, value)
+    model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
+    assert [x.param_groups[0]["lr"] for x in model.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
+
+
+def test_an_adapted_learning_rate_ends_with_its_rule(resume):
+    model, _ = resume("adaptive", stop=5)
+    assert model.optimizer.param_groups[0]["lr"] != 3e-4
+    model, _ = resume("adaptive", stop=5, model={"adaptive_learning_rate": None})
+    assert model.optimizer.param_groups[0]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"seed": 11}, "seed=11 (before: 3), of evaluation and of further environments; others go on with the seeds"),
+        ({"env_kwargs": {"sutton_barto_reward": True}}, "env_kwargs={'sutton_barto_reward': True} (before: {})"),
+        (
+            {"training_wrappers": ["tests.test_interruption.Interrupts"]},
+            "wrappers=[{'class_path': 'tests.test_interruption.Interrupts', 'init_args': {}}] (before: [])",
+        ),
+    ],
+    ids=["seed", "arguments", "wrappers"],
+)
+@pytest.mark.filterwarnings("ignore:.*could not be taken back")
+def test_other_settings_of_the_environments_are_said(data, said, resume):
+    _, (message,) = resume("discrete", data=data)
+    assert message.startswith(f"Resuming with {said}")
+
+
+def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
+    model, _ = resume("continuous", stop=5, model={"normalize_rewards": "return_std", "normalize_observations": {}})
+    assert model.policy_version == 5
+    for name, other in (("normalize_rewards", "reward_std"), ("normalize_observations", {"clip": 0.1})):
+        expected = re.escape(f"{name}={other!r} does not fit the checkpoint: expected {name}=True")
+        with pytest.raises(ConfigurationError, match=expected):
+            fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model={name: other})
+
+
+def test_a_setting_without_effect_is_said_to_have_none(resume):
+    _, (message,) = resume("continuous", model={"initial_log_std": -1.0})
+    assert message.startswith("Resuming with initial_log_std=-1.0 (before: 0.0), which takes no effect")
+
+
+def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
+    model, messages = resume("vmpo", stop=5, model={"initial_temperature": 9.0, "initial_kl_coef": 7.0})
+    assert messages == [
+        "Resuming with initial_kl_coef=7.0 (before: 5.0); the coefficient itself goes on from where it was",
+        "Resuming with initial_temperature=9.0 (before: 1.0), which takes no effect: the parameter is what training "
+        "has made of it",
+    ]
+    before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["state_dict"]["policy.dual"]
+    assert torch.allclose(model.policy.dual, before, atol=0.5)
+
+
+def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(datamodule, "_MANY_STEPS", 10)
+    fit("continuous", tmp_path / "first", 2)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        fit("continuous", tmp_path / "second", 3, str(tmp_path / "first/after_2.ckpt"))
+    assert "Playing 144 recorded steps of Pendulum-v1 (backend 'sync') again" in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_another_precision_takes_over_weights_statistics_and_episodes(precision, resume):
+    model, (message,) = resume("continuous", precision=precision)
+    assert message == f"Resuming with precision={precision!r} (before: '32-true')"
+    assert model.policy_version == 6
+    expected = torch.float64 if precision == "64-true" else torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    assert model.policy.observation_normalizer.moments.count == 6 * 72
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("clear_with_memory", "32-true", "64-true"),
+        ("ppg", "32-true", "64-true"),
+        ("ppg_off_policy", "64-true", "32-true"),
+    ],
+)
+def test_what_is_kept_and_remembered_follows_another_precision(name, before, after, tmp_path):
+    """Up to the next auxiliary phase, or replay, over what both parts of the run collected."""
+    fit(name, tmp_path / "first", 4, precision=before)
+    model = fit(name, tmp_path / "second", 7, str(tmp_path / "first/after_4.ckpt"), precision=after)
+    assert model.policy_version == 7
+    kept = {x.dtype for x in all_tensors(model.kept.state_dict()) if x.is_floating_point()}
+    assert kept == {torch.float64 if after == "64-true" else torch.float32}
+
+
+def all_tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [x for part in parts for x in all_tensors(part)]
+
+
+@pytest.mark.parametrize(("name", "value", "steps"), [("rollout_length", 12, 36), ("rollouts_per_epoch", 4, 72)])
+def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps, resume, recwarn):
+    model, (message,) = resume("continuous", data={name: value})
+    assert message == f"Resuming with {name}={value} (before: {dict(rollout_length=24, rollouts_per_epoch=3)[name]})"
+    assert (model.policy_version, model.env_steps) == (6, 4 * 72 + 2 * steps)
+    assert not [w for w in recwarn if "could not be taken back" in str(w.message)]
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize("num_envs", [2, 5])
+def test_with_another_number_of_environments_those_that_there_were_go_on(
+    num_envs, backend, resume, tmp_path, monkeypatch, recwarn
+):
+    begun = []
+    collect = RolloutDataModule.collect
+
+    def watched(data):
+        rollout = collect(data)
+        begun.append(rollout.observations[0].clone())
+        return rollout
+
+    monkeypatch.setattr(RolloutDataModule, "collect", watched)
+    model, messages = resume("continuous", data={"num_envs": num_envs, "backend": backend})
+    change = (
+        f"Resuming with num_envs={num_envs} (before: 3); environments that there were before go on from where they were"
+    )
+    assert [message for message in messages if "backend" not in message] == [change]
+    ranks = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
+    left = torch.stack([record["observation"] for record in ranks[0]["environments"]["environments"]])
+    both = min(num_envs, 3)
+    assert torch.equal(begun[4][:both], left[:both])
+    assert len(begun[4]) == num_envs == len(begun[4].unique(dim=0))
+    assert model.env_steps == 4 * 72 + 2 * 24 * num_envs
+    assert model.reward_normalizer.moments.count == model.env_steps
+    assert not [w for w in recwarn if "could not be taken back" in str(w.message)]
+
+
+def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
+    fit("clear", tmp_path / "first", 4)
+    code = (
+        "from pathlib import Path; from tests.checkpointing.test_resume import fit\n"
+        f"fit('clear', Path({str(tmp_path / 'second')!r}), 6, {str(tmp_path / 'first/after_4.ckpt')!r}, "
+        "devices=2, strategy='ddp')\n"
+    )
+    said = run_ranks("-c", code)
+    assert said.count("Resuming with world_size=2 (before: 1); ranks that there were before go on") == 1
+    assert "could not be taken back" not in said
+    state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)
+    assert state["lightning_rl"]["env_steps"] == (4 + 2 * 2) * 72
+    episodes = [rank["environments"]["episodes"] for rank in state["RolloutDataModule"]["ranks"]]
+    before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
+    assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
+    assert len(episodes) == 2
+    # Steps are of all ranks, and the new one has nothing to replay: all of them begin without.
+    assert said.count("(unrolls) is dropped: there are 2 ranks, and were 1") == 1
+    seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
+    assert seen == [3 * 2] * 2
+
+
+def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
+    fit("clear", tmp_path / "first", 4)
+    path = tmp_path / "first/after_4.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"]["ranks"] *= 2
+    torch.save(checkpoint, path)
+    model = fit("clear", tmp_path / "second", 5, str(path))
+    assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has ever seen
+    assert not [w for w in recwarn if "is dropped" in str(w.message)]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first, tmp_path):
+    """Ranks that were not there have no metrics to go on from: all of them must begin with the same ones."""
+    data = {"on_env_failure": "restart"}
+    before = {"data": data, "model": {"max_skipped_updates": 3}, "log_every_n_steps": 100}
+    after = {"data": {"on_env_failure": "raise"}, "model": {"max_skipped_updates": 0}, "log_every_n_steps": 1}
+    for part, ranks, options, stop in (("first", first, before, 4), ("second", 3 - first, after, 6)):
+        ckpt_path = None if part == "first" else str(tmp_path / "first/after_4.ckpt")
+        if ranks == 1:
+            fit("continuous", tmp_path / part, stop, ckpt_path, **options)
+            continue
+        ddp = {"devices": 2, "strategy": "ddp"}
+        code = (
+            "from pathlib import Path; from tests.checkpointing.test_resume import fit\n"
+            f"fit('continuous', Path({str(tmp_path / part)!r}), {stop}, {ckpt_path!r}, **{options | ddp!r})\n"
+        )
+        run_ranks("-c", code)
+    state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)["lightning_rl"]
+    assert state["env_steps"] == 72 * (4 * first + 2 * (3 - first))
+
+
+def test_checkpoints_of_another_format_are_refused(tmp_path):
+    fit("discrete", tmp_path / "first", 2)
+    path = tmp_path / "first/after_2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_rl"] |= {"format": FORMAT + 1, "version": "9.1.0"}
+    torch.save(checkpoint, path)
+    expected = rf"format {FORMAT + 1}, written by lightning_rl 9.1.0: expected format {FORMAT}"
+    with pytest.raises(ConfigurationError, match=expected):
+        fit("discrete", tmp_path / "second", 4, str(path))
+    with pytest.raises(ConfigurationError, match=expected):
+        PPO.load_from_checkpoint(path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    fit("discrete", tmp_path / "first", 2)
+    path = tmp_path / "first/after_2.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["lightning_rl"]
+    torch.save(checkpoint, path)
+    with pytest.raises(ConfigurationError, match="was not written by lightning_rl"):
+        fit("discrete", tmp_path / "second", 4, str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "was", "now", "what"),
+    [
+        ("ppg_sequences", {"sequence_length": 4}, (24, 3, 3, 5), (24, 3, 6, 5), "the policy phase"),
+        ("ppg_sequences", {"burn_in": 0}, (24, 3, 3, 5), (24, 3, 3, 0), "the policy phase"),
+        ("clear_with_memory", {"sequence_length": 4}, (24, 1, 3, 5), (24, 1, 6, 5), "replay"),
+        ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0), "replay"),
+    ],
+)
+def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
+    memory = {**SETTINGS[name][1]["memory"], **changed}
+    model, (message,) = resume(name, stop=7, model={"memory": memory})
+    assert message.startswith("Resuming with memory=")
+    layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
+    dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
+    assert caplog.messages.count(dropped) == 1
+    # One rollout of the phase is gone: three more are a phase. Of the unrolls nine are new.
+    assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
+
+
+def test_batches_of_another_size_begin_the_phase_anew(resume, caplog):
+    model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
+    dropped = "What is kept has shape (1, 32), and what comes now shape (1, 16): the policy phase begins anew"
+    assert caplog.messages.count(dropped) == 1
+    assert (len(model.kept), model.kept.shape) == (2, (1, 16))

@@ -1,0 +1,138 @@
+"""A run that begins with parameters of another one takes over what fits and says what does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_rl import PPO
+from lightning_rl.cli.main import main
+from lightning_rl.validation import ConfigurationError
+from tests.cli.test_main import SMALL
+from tests.helpers import make_data, make_model, make_trainer
+
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of a trained policy with normalisers."""
+    data = make_data()
+    trainer: Trainer = make_trainer()
+    trainer.fit(make_model(data, **NORMALIZED), data)
+    trainer.save_checkpoint(tmp_path / "source.ckpt")
+    return tmp_path / "source.ckpt"
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)["state_dict"]
+
+
+def taken(model: PPO, before: dict[str, torch.Tensor], path: Path) -> set[str]:
+    """Names of the tensors that now are the stored ones; the others must be as they were."""
+    names = set()
+    for name, x in model.state_dict().items():
+        if name in stored(path) and x.shape == stored(path)[name].shape and torch.equal(x, stored(path)[name]):
+            names.add(name)
+        else:
+            assert torch.equal(x, before[name]), name
+    return names
+
+
+def copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in state.items()}
+
+
+def test_everything_is_taken_over_but_optimiser_and_clock(path):
+    model = make_model(make_data(), **NORMALIZED)
+    result = model.init_from(path)
+    assert set(result.taken) == set(model.state_dict()) == taken(model, {}, path)
+    assert (result.other_shape, result.not_stored, result.not_here) == ({}, [], [])
+    assert (model.env_steps, model.policy_version) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("part", "prefixes"),
+    [
+        ("policy", ("policy.actor_encoder.", "policy.action_head.")),
+        ("critic", ("policy.critic_encoder.", "policy.value_head.")),
+        ("normalizers", ("policy.observation_normalizer.", "reward_normalizer.")),
+    ],
+)
+def test_only_the_chosen_part_changes(part, prefixes, path):
+    model = make_model(make_data(), **NORMALIZED)
+    before = copy(model.state_dict())
+    result = model.init_from(path, [part])
+    expected = {name for name in before if name.startswith(prefixes)}
+    assert expected and set(result.taken) == expected
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed <= expected <= taken(model, before, path)
+
+
+def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
+    data = make_data("Acrobot-v1")  # six observations and three actions instead of four and two
+    model = make_model(data)
+    before = copy(model.state_dict())
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        result = model.init_from(path)
+    assert taken(model, before, path) >= set(result.taken)
+    assert result.other_shape["policy.action_head.logits.weight"] == ((3, 16), (2, 16))
+    assert result.other_shape["policy.actor_encoder.layers.0.weight"] == ((16, 6), (16, 4))
+    assert result.not_stored == []
+    assert {name for name in result.not_here if "normalizer" in name} == set(result.not_here) != set()
+    (message,) = [m for m in caplog.messages if m.startswith("Beginning with parameters from ")]
+    for name in (*result.taken, *result.other_shape, *result.not_here):
+        assert name in message
+
+
+def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
+    model = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "reward_std"})
+    result = model.init_from(path)
+    moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
+    assert result.other_scale == moments != []
+    assert model.reward_normalizer.moments.count == 0
+    assert "left as they were, since normalize_rewards is another: reward_normalizer.moments.count" in str(result)
+    same = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "return_std"})
+    assert same.init_from(path, ["normalizers"]).other_scale == []
+    assert same.reward_normalizer.moments.count > 0
+
+
+def test_a_shared_encoder_leaves_the_critic_of_another_one_unfilled(path):
+    model = make_model(make_data(), shared_encoder=True)
+    result = model.init_from(path, ["policy", "critic"])
+    assert all(name.startswith("policy.critic_encoder.") for name in result.not_here)
+    assert result.not_here and not result.not_stored
+
+
+def test_nothing_that_fits_is_an_error(path):
+    model = make_model(make_data("Acrobot-v1"), hidden_sizes=(5,))
+    with pytest.raises(ConfigurationError, match="nothing of the part 'policy' fits"):
+        model.init_from(path, ["critic", "policy"])  # the bias of the value head is a number in any network
+    with pytest.raises(ConfigurationError, match="nothing of the part 'normalizers' fits"):
+        model.init_from(path, ["normalizers"])
+    with pytest.raises(ConfigurationError, match=r"init_parts='actor' is not valid: expected some of policy, critic"):
+        model.init_from(path, ["actor"])
+    with pytest.raises(ConfigurationError, match=r"init_from='nowhere.ckpt' does not exist: expected a checkpoint"):
+        model.init_from("nowhere.ckpt")
+
+
+def test_the_command_line_begins_a_new_run_with_them_and_a_resumed_one_does_not(in_tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    last = Path("runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt")
+    tiny = ["--model.learning_rate=1e-30", "--max_env_steps=32"]
+    cli = main(["fit", *SMALL, *tiny, f"--init_from={last}", "--init_parts=policy"])
+    assert cli.model.env_steps == 32
+    before = stored(last)
+    for name, x in cli.model.state_dict().items():
+        assert torch.equal(x, before[name]) == name.startswith(("policy.actor_encoder.", "policy.action_head.")), name
+    # The same line resumes that run: its own parameters count, not those it began with.
+    capsys.readouterr()
+    cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", "--ckpt_path=last"])
+    assert cli.model.env_steps == 64
+    assert "Beginning with parameters" not in capsys.readouterr().err

@@ -1,0 +1,810 @@
+"""The command line, as it is typed: help, configurations, what a run says, and errors."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from gymnasium import spaces
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from lightning_rl import (
+    PPO,
+    AtariPreprocessing,
+    EnvStepCheckpoint,
+    EnvStepLimit,
+    EnvStepProgressBar,
+    EnvStepRichProgressBar,
+    EnvStepValidation,
+    LastCheckpoint,
+    RolloutDataModule,
+)
+from lightning_rl.__main__ import run
+from lightning_rl.cli.main import link_spaces, main
+from lightning_rl.cli.parser import chooses_data_class
+from lightning_rl.policies.distributions import SquashedGaussian
+from lightning_rl.spaces import space_to_dict
+from lightning_rl.tools import shipped_configs
+from lightning_rl.training.schedules import OR_SCHEDULE
+from tests import programs
+
+ROOT = Path(__file__).parents[2]
+CARTPOLE = str(ROOT / "configs/ppo/cartpole.yaml")
+SMALL = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.rollouts_per_epoch=2"]
+SMALL += ["--data.eval_episodes=1", "--model=PPO", "--model.num_minibatches=2", "--trainer.accelerator=cpu"]
+SMALL += ["--model.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
+
+
+@pytest.fixture(autouse=True)
+def as_typed(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    return in_tmp_path
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return programs.run("-m", "lightning_rl", *arguments)
+
+
+def printed(capsys, *arguments: str) -> str:
+    """What is printed by arguments that train nothing."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
+
+
+def configuration(capsys, *arguments: str) -> dict:
+    return yaml.safe_load(printed(capsys, *arguments, "--print_config"))
+
+
+def refused(capsys, *arguments: str, status: int = 1) -> str:
+    """The one message of a command that fails."""
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments))
+    assert exit_.value.code == status
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("lightning-rl: error: ")]
+    assert len(errors) == 1
+    assert not [line for line in lines if "Traceback" in line or line.startswith("usage:")]
+    return errors[0].removeprefix("lightning-rl: error: ")
+
+
+# What Lightning says about any run. Warnings look no different: a line that is not one of these is too much.
+EXPECTED = (
+    r"Seed set to \d+|[GTH]PU available: |Restor(ing|ed) |Loaded model weights |`Trainer.fit` stopped: |Resuming with "
+    r"|\w+ updates by "
+    # The table of the model, which Lightning writes to another place before 2.6.
+    r"|  \| Name  |-+$|\d+ \| |[\d.]+ +([MKB] +)?(Trainable|Non-trainable|Total|Modules) "
+)
+
+
+def unexpected(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if line.strip() and not re.match(EXPECTED, line)]
+
+
+# ---------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        PPO,
+        RolloutDataModule,
+        AtariPreprocessing,
+        EnvStepLimit,
+        EnvStepValidation,
+        EnvStepCheckpoint,
+        LastCheckpoint,
+        EnvStepProgressBar,
+        EnvStepRichProgressBar,
+    ],
+)
+def test_every_option_of_a_class_is_documented(cls):
+    parser = LightningArgumentParser()
+    parser.add_class_arguments(cls, "it", fail_untyped=False)
+    options = {action.dest: action.help for action in parser._actions if action.dest.startswith("it.")}
+    # Neither the options that ask for help, nor those of Lightning's theme of colours.
+    options = {name: text for name, text in options.items() if not re.search(r"\.help$|\.theme\.", name)}
+    assert len(options) >= 1
+    assert [name for name, text in options.items() if not text or len(str(text)) < 10] == []
+
+
+def test_help_names_the_program_and_its_commands(capsys):
+    text = printed(capsys, "--help")
+    assert text.startswith("usage: lightning-rl ")
+    assert all(command in text for command in ("fit", "validate", "test", "predict"))
+
+
+def test_help_of_fit_has_the_options_of_data_and_run_with_their_texts(capsys):
+    text = " ".join(printed(capsys, "fit", "--help").split())
+    assert "--data.num_envs NUM_ENVS Number of training environments on each rank. (type: int, default: 8)" in text
+    assert "--max_env_steps MAX_ENV_STEPS Stop with the first rollout that reaches this number" in text
+    assert "1 is fastest for small networks. (type: int | null, default: null)" in text
+    assert "'last' for the newest one of this algorithm and environment" in text
+    assert "--optimizer" not in text  # Lightning's own, which would replace that of the algorithm
+
+
+def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
+    text = " ".join(printed(capsys, "fit", "--model.help", "PPO").split())
+    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not" in text
+    assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
+
+
+def test_help_of_atari_preprocessing(capsys):
+    text = " ".join(printed(capsys, "fit", "--data.atari.help").split())
+    assert "A lost life ends the learning episode; the game goes on with the next one." in text
+
+
+def test_python_m_is_the_same_program_and_starts_in_at_most_half_as_long_again_as_lightning(capsys):
+    def started(*command: str) -> tuple[str, float]:
+        """What it prints, and the CPU time it takes, in which other programs on the machine do not count."""
+        timed = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True); "
+        timed += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
+        done = subprocess.run([sys.executable, "-c", timed, sys.executable, *command], capture_output=True, text=True)
+        *lines, seconds = done.stdout.splitlines(keepends=True)
+        return "".join(lines), float(seconds)
+
+    for _attempt in range(3):
+        (text, ours), (_, lightnings) = (
+            started("-m", "lightning_rl", "--help"),
+            started("-c", "import lightning.pytorch"),
+        )
+        assert text == printed(capsys, "--help")
+        if ours <= 1.5 * lightnings:
+            break
+    else:
+        pytest.fail(f"{ours:.1f} s of CPU time instead of at most 1.5 × {lightnings:.1f} s")
+    assert 'lightning-rl = "lightning_rl.__main__:run"' in (ROOT / "pyproject.toml").read_text()
+
+
+# ---------------------------------------------------------------------- configurations
+
+
+@pytest.mark.parametrize("given", ["1e5", "100000.0", "100000"])
+def test_a_number_of_environment_steps_may_be_written_as_a_float(capsys, given):
+    Path("b.yaml").write_text(f"max_env_steps: {given}\n")
+    for arguments in ([f"--max_env_steps={given}"], ["--config=b.yaml"]):
+        steps = configuration(capsys, "fit", *SMALL, *arguments)["max_env_steps"]
+        assert steps == 100_000
+        assert type(steps) is int
+    assert configuration(capsys, "fit", *SMALL, "--config=b.yaml", "--max_env_steps=null")["max_env_steps"] is None
+
+
+def test_configurations_compose_and_the_command_line_wins(capsys, as_typed):
+    Path("b.yaml").write_text("data:\n  num_envs: 3\nmodel:\n  init_args:\n    gamma: 0.5\n    clip_range: 0.3\n")
+    config = configuration(
+        capsys, "fit", "--config", CARTPOLE, "--config", "b.yaml", "--model.init_args.gamma", "0.9", "--data.seed=4"
+    )
+    assert config["data"]["env_id"] == "CartPole-v1"  # a
+    assert (config["data"]["num_envs"], config["model"]["init_args"]["clip_range"]) == (3, 0.3)  # b
+    assert (config["model"]["init_args"]["gamma"], config["data"]["seed"]) == (0.9, 4)  # command line
+    assert config["model"]["class_path"] == "lightning_rl.PPO"
+
+
+def test_a_shipped_configuration_is_given_by_its_name(capsys):
+    assert configuration(capsys, "fit", "--config", "ppo/cartpole") == configuration(
+        capsys, "fit", "--config", CARTPOLE
+    )
+    assert shipped_configs.names() == sorted(
+        f"{path.parent.name}/{path.stem}" for path in (ROOT / "configs").rglob("*.yaml")
+    )
+
+
+def test_a_file_goes_before_a_shipped_configuration_of_its_name(tmp_path, capsys):
+    Path("ppo").mkdir()
+    Path("ppo/cartpole").write_text("max_env_steps: 7")
+    assert configuration(capsys, "fit", "--model=PPO", "--data.env_id=x", "--config=ppo/cartpole")["max_env_steps"] == 7
+
+
+def test_a_wheel_brings_the_configurations_inside_the_package():
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert built["force-include"] == {"configs": "lightning_rl/configs"}
+
+
+def test_model_options_have_a_short_form(capsys):
+    config = configuration(capsys, "fit", "--config", CARTPOLE, "--model.gamma", "0.9")
+    assert config["model"]["init_args"]["gamma"] == 0.9
+
+
+def test_the_class_of_the_data_can_be_chosen(capsys):
+    """By a file or an argument; where nothing does, `data` has the options of the default itself."""
+    named = "class_path: RecordedEpisodes\ninit_args:\n  env_id: CartPole-v1\n  episodes: some.pt\n"
+    Path("piece.yaml").write_text(named)
+    Path("data.yaml").write_text(yaml.safe_dump({"data": yaml.safe_load(named)}))
+    Path("of_fit.yaml").write_text(yaml.safe_dump({"fit": {"data": yaml.safe_load(named)}}))
+    for arguments in (
+        ["fit", "--config", "data.yaml"],
+        ["--config=of_fit.yaml", "fit"],
+        ["fit", "-c", "data.yaml"],
+        ["fit", "--data=piece.yaml"],
+        ["fit", "--data", "RecordedEpisodes", "--data.env_id=CartPole-v1", "--data.episodes", "some.pt"],
+        ["fit", "--data.class_path=RecordedEpisodes", "--data.env_id=CartPole-v1", "--data.episodes=some.pt"],
+    ):
+        data = configuration(capsys, *arguments, "--model=BehaviourCloning", "--data.num_envs=3")["data"]
+        assert data["class_path"] == "lightning_rl.RecordedEpisodes", arguments
+        chosen = {name: data["init_args"][name] for name in ("env_id", "episodes", "num_envs")}
+        assert chosen == {"env_id": "CartPole-v1", "episodes": "some.pt", "num_envs": 3}
+    cloning = ["fit", "--config", "behaviour_cloning/cartpole", "--data.episodes=some.pt"]
+    assert configuration(capsys, *cloning)["data"]["init_args"]["episodes"] == "some.pt"
+    Path("empty.yaml").write_text("")
+    Path("broken.yaml").write_text("data: [")
+    for file in (CARTPOLE, "ppo/cartpole", "ppo/none", "empty.yaml", "broken.yaml", "missing.yaml", "."):
+        assert not chooses_data_class(["fit", "--config", file, "--data.num_envs=3"])
+    assert not chooses_data_class(["fit", "--data={env_id: CartPole-v1}", "--model.class_path=PPO", "--config"])
+    message = refused(capsys, "fit", "--config", "data.yaml", "--model=BehaviourCloning", "--data.episode=x", status=2)
+    assert "did you mean episodes" in message
+
+
+def test_a_printed_configuration_is_a_configuration(capsys):
+    text = printed(capsys, "fit", *SMALL, "--max_env_steps=64", "--print_config")
+    Path("printed.yaml").write_text(text)
+    assert configuration(capsys, "fit", "--config", "printed.yaml") == yaml.safe_load(text)
+
+
+def test_spaces_of_the_environment_are_linked_into_the_model():
+    cli = main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert cli.model.hparams["observation_space"] == space_to_dict(cli.datamodule.observation_space)
+    assert cli.model.observation_space.shape == (4,)
+    assert cli.model.action_space.n == 2
+
+
+def test_atari_options_are_nested():
+    pytest.importorskip("ale_py")
+    atari = ["--data.atari.episodic_life=false", "--data.atari.frame_stack=3"]
+    small = ["--data.num_envs=2", "--data.rollout_length=4", "--data.eval_episodes=1", "--trainer.limit_val_batches=0"]
+    cli = main(["fit", *SMALL, *small, "--data.env_id=ALE/Pong-v5", "--trainer.fast_dev_run=true", *atari])
+    assert cli.datamodule.spec.atari == AtariPreprocessing(episodic_life=False, frame_stack=3)
+    assert cli.model.observation_space.shape == (3, 84, 84)
+
+
+def test_callbacks_are_given_by_their_short_names():
+    callbacks = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    callbacks += ["--trainer.callbacks+=EnvStepValidation", "--trainer.callbacks.every_n_env_steps=64"]
+    callbacks += ["--trainer.callbacks+=EnvStepRichProgressBar"]
+    cli = main(["fit", *SMALL, "--max_env_steps=96", *callbacks])
+    kinds = [type(callback) for callback in cli.trainer.callbacks]
+    assert kinds.count(EnvStepRichProgressBar) == 1
+    assert EnvStepProgressBar not in kinds
+    names = sorted(path.name for path in cli.run_dir.glob("checkpoints/*"))
+    assert names == ["best-step=64.ckpt", "last.ckpt", "step=32.ckpt", "step=64.ckpt", "step=96.ckpt"]
+
+
+def test_number_of_threads_is_set_before_training():
+    cli = main(["fit", *SMALL, "--trainer.fast_dev_run=true", "--num_threads=2"])
+    assert torch.get_num_threads() == 2
+    assert cli.config["fit"]["num_threads"] == 2
+
+
+def test_optimizer_and_scheduler_come_from_the_configuration_and_survive_loading():
+    Path("optimizer.yaml").write_text(
+        """
+model:
+  init_args:
+    learning_rate: 0.01
+    optimizer:
+      class_path: torch.optim.SGD
+      init_args: {momentum: 0.5}
+    lr_scheduler:
+      class_path: torch.optim.lr_scheduler.StepLR
+      init_args: {step_size: 1, gamma: 0.5}
+"""
+    )
+    cli = main(["fit", *SMALL, "--config", "optimizer.yaml", "--max_env_steps=96"])
+    assert isinstance(cli.trainer.optimizers[0], torch.optim.SGD)
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 0.01 * 0.5**3
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
+    (optimizer,), (scheduler,) = loaded.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.01, 0.5)
+    assert (scheduler.step_size, scheduler.gamma) == (1, 0.5)
+    for name, parameter in cli.model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("beta", "beta"),
+        ("{kind: gaussian, std: state_dependent, min_std: 0.1}", None),
+        ("{class_path: tests.distributions.test_choice.WideHead, init_args: {width: 2.0}}", None),
+    ],
+)
+def test_distribution_of_the_action_comes_from_the_command_line_and_survives_loading(option, expected):
+    data = "--data.env_id=LunarLanderContinuous-v3"
+    cli = main(["fit", *SMALL, data, f"--model.action_distribution={option}", "--max_env_steps=32"])
+    stored = cli.model.hparams["action_distribution"]
+    assert stored == (expected or yaml.safe_load(option))
+    loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
+    observations = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(observations), cli.model(observations))
+
+
+def test_distributions_of_parts_come_from_a_configuration():
+    space = spaces.Dict(move=spaces.Discrete(3), arm=spaces.Tuple([spaces.Box(-1, 1, (2,))]))
+    content = {
+        "data": {"env_id": "tests.probes:Probe/Aim-v0", "env_kwargs": {"action_space": space_to_dict(space)}},
+        "model": {"init_args": {"action_distribution": {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}}},
+    }
+    Path("parts.yaml").write_text(yaml.safe_dump(content))
+    cli = main(["fit", *SMALL, "--config", "parts.yaml", "--max_env_steps=64"])
+    distribution = cli.model.policy(torch.zeros(1, 1))[0]
+    assert isinstance(distribution.parts["arm"][0], SquashedGaussian)
+    again = main(["validate", "--config", str(cli.run_dir / "config.yaml"), "--ckpt_path", "last"])
+    assert again.model.hparams["action_distribution"] == content["model"]["init_args"]["action_distribution"]
+
+
+# ---------------------------------------------------------------------- what a run leaves and says
+
+
+def test_a_run_says_where_it_is_and_the_next_command_works():
+    done = run_process("fit", "--config", CARTPOLE, "--max_env_steps=4000", "--data.eval_episodes=2")
+    assert done.returncode == 0, done.stderr
+    assert unexpected(done.stderr) == []
+    assert not re.search("warn|deprecat|tip:|litlogger|litmodels", done.stdout, re.IGNORECASE)
+    run = "runs/ppo/CartPole-v1/version_0"
+    lines = done.stdout.splitlines()[-5:]
+    assert re.fullmatch(r"Done: 4096 environment steps, validation return at the end (\d\d+\.\d|\d\.\d\d\d)", lines[0])
+    assert lines[1] == f"  log:         {run}"
+    best = rf"  checkpoint:  ({run}/checkpoints/best-step=\d+\.ckpt) \(best validation return: (\d\d+\.\d|\d\.\d\d\d)\)"
+    checkpoint = re.fullmatch(best, lines[2])[1]
+    assert lines[3] == f"  next:        lightning-rl test --config {run}/config.yaml --ckpt_path {checkpoint}"
+    assert lines[4] == f"  curves:      tensorboard --logdir {run}"
+    assert Path(checkpoint).is_file()
+    assert list(Path(run).glob("events.out.tfevents.*"))
+
+    saved = Path(run, "config.yaml").read_bytes()
+    tested = run_process(*shlex.split(lines[3].partition("lightning-rl ")[2]), "--data.eval_episodes=3")
+    assert tested.returncode == 0, tested.stderr
+    assert "test/episode_return" in tested.stdout
+    assert re.search(r"test/episodes\W+3\.0", tested.stdout)
+    assert unexpected(tested.stderr) == []
+    # Nothing of the run was touched, and no other one begun.
+    assert Path(run, "config.yaml").read_bytes() == saved
+    assert [path.name for path in Path(run).parent.iterdir()] == ["version_0"]
+
+
+def test_the_return_at_the_end_and_that_of_the_checkpoint_are_told_apart(capsys, monkeypatch):
+    scores = iter([7.0, 3.0])
+    monkeypatch.setattr(PPO, "on_validation_epoch_end", lambda self: self.log("val/episode_return", next(scores)))
+    main(["fit", *SMALL, "--max_env_steps=128"])
+    done, _, checkpoint, *_ = capsys.readouterr().out.splitlines()[-5:]
+    assert done == "Done: 128 environment steps, validation return at the end 3.000"
+    assert checkpoint.endswith(".ckpt (best validation return: 7.000)")
+
+
+def test_a_run_keeps_the_best_and_the_last_checkpoint():
+    cli = main(["fit", *SMALL, "--max_env_steps=160"])
+    names = [path.name for path in sorted(cli.run_dir.glob("checkpoints/*"))]
+    assert len(names) == 2
+    assert re.fullmatch(r"best-step=(64|128|160)\.ckpt", names[0])
+    assert torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)["lightning_rl"]["env_steps"] == 160
+
+
+def test_without_validation_there_is_still_a_checkpoint_to_name(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64", "--trainer.limit_val_batches=0"])
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[0] == "Done: 64 environment steps"
+    assert lines[2] == "  checkpoint:  runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt"
+
+
+def test_own_checkpoints_and_loggers_take_the_place_of_the_default_ones():
+    Path("own.yaml").write_text(
+        """
+trainer:
+  logger: {class_path: CSVLogger, init_args: {save_dir: csv}}
+  callbacks:
+    - class_path: ModelCheckpoint
+      init_args: {monitor: val/episode_length, mode: min, filename: shortest}
+"""
+    )
+    cli = main(["fit", *SMALL, "--config", "own.yaml", "--max_env_steps=64"])
+    assert not any(isinstance(logger, TensorBoardLogger) for logger in cli.trainer.loggers)
+    assert sum(type(callback) is ModelCheckpoint for callback in cli.trainer.callbacks) == 1
+    assert list(Path("csv").rglob("shortest.ckpt"))
+    assert (cli.run_dir / "checkpoints/last.ckpt").is_file()  # what --ckpt_path last goes on from
+
+
+def test_a_new_run_never_takes_the_folder_of_an_older_one():
+    folders = [main(["fit", *SMALL, "--max_env_steps=32"]).run_dir for _ in range(2)]
+    assert [str(folder) for folder in folders] == [f"runs/ppo/CartPole-v1/version_{n}" for n in range(2)]
+    assert all((folder / "checkpoints/last.ckpt").is_file() for folder in folders)
+
+
+def test_runs_go_under_the_root_that_is_given():
+    cli = main(["fit", *SMALL, "--max_env_steps=32", "--trainer.default_root_dir=mine"])
+    assert str(cli.run_dir) == "mine/version_0"
+    assert not Path("runs").exists()
+
+
+def test_fast_dev_run_writes_nothing(capsys):
+    main(["fit", *SMALL, "--trainer.fast_dev_run=true"])
+    assert not Path("runs").exists()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Done: 32 environment steps")
+
+
+def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
+    cli = main(["fit", *SMALL, "--max_env_steps=64"])
+    capsys.readouterr()
+    small = [argument for argument in SMALL if "eval_episodes" not in argument]
+    for command in ("validate", "test"):
+        done = main([command, *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+        assert done.model.env_steps == 64
+        for name, parameter in cli.model.named_parameters():
+            assert torch.equal(parameter, done.model.get_parameter(name))
+        assert "episodes" in capsys.readouterr().out
+    main(["predict", *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"episode \d: return (\d+), \1 steps, (terminated|truncated)", line) for line in lines)
+
+
+def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
+    main(["validate", *SMALL])
+    assert "WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy." in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_a_missing_info_key_is_one_warning():
+    done = programs.run("-m", "lightning_rl", "fit", *SMALL, "--data.info_keys=[nothing]", "--max_env_steps=64")
+    (line,) = unexpected(done.stderr)
+    assert line.endswith(": info_keys='nothing' was in no info of the first rollout, which had no keys")
+
+
+# ---------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data.env_id=CartPol-v1"], "env_id='CartPol-v1' is unknown: .* did you mean CartPole-v1"),
+        (["--data.num_envs=0"], "num_envs=0 is not valid: expected an integer of at least 1"),
+        (["--data.rollout_length=-1"], "rollout_length=-1 is not valid"),
+        (["--data.eval_episodes=0"], "eval_episodes=0 is not valid"),
+        (["--model.gamma=1.5"], "gamma=1.5 is not valid: expected a number at least 0 and at most 1"),
+        (["--model.clip_range=-1"], "clip_range=-1.0 is not valid: expected a number above 0"),
+        (["--model.learning_rate=0"], "learning_rate=0.0 is not valid: expected a number above 0"),
+        (["--model.num_minibatches=5"], "num_minibatches=5 does not divide the 32 steps of a rollout"),
+        (["--model.network=resnet"], "network='resnet' is not valid: expected auto, mlp, nature, impala"),
+        (["--model.optimizer.class_path=torch.optim.Nope"], r"optimizer: class_path='torch.optim.Nope' cannot be"),
+        (["--data.wrappers=[no.such.Wrapper]"], "wrappers: class_path='no.such.Wrapper' cannot be imported"),
+        (["--data.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
+        (["--data.atari.frame_skip=2"], "atari=.* expected None, since CartPole-v1 is no Atari game"),
+        (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
+        (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
+        (
+            ["--ckpt_path=nowhere.ckpt"],
+            "ckpt_path='nowhere.ckpt' does not exist: expected a checkpoint of lightning_rl",
+        ),
+        (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
+        (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
+        (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True is not valid: .* with an end"),
+        (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
+        (["--model=A2C", "--data.num_actors=2"], "num_actors=2 is not valid: expected 0: A2C learns from"),
+        (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
+        (["--model.optimizer=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
+        (["--model.optimizer=torch.optim.SparseAdam"], "optimizer=.*SparseAdam'.* is not valid .* on dense gradients"),
+        (
+            [
+                "--model.lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR",
+                "--model.lr_scheduler.init_args.T_max=0",
+            ],
+            "lr_scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
+        ),
+        (["--model.optimizer={class_path: 5}"], "optimizer: class_path=5 is not valid: expected the path of a class"),
+        (["--data.wrappers=[{class_path: 5}]"], "wrappers: class_path=5 is not valid: expected the path of a class"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(capsys, arguments, message):
+    assert re.match(message, refused(capsys, "fit", *SMALL, *arguments))
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "data:\n  num_envz: 3\n",
+            "Subcommand 'fit' does not accept option 'data.num_envz'; did you mean data.num_envs",
+        ),
+        ("dota:\n  num_envs: 3\n", "Subcommand 'fit' does not accept option 'dota.num_envs'"),
+        ("data:\n  num_envs: many\n", "data.num_envs: Expected int. Got value: many"),
+        ("data:\n  backend: envpol\n", "data.backend: Expected one of 'sync', 'async', 'native', 'torch', 'envpool'"),
+        (
+            "model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n",
+            "model: .* Option 'gama' is not accepted.*; did you mean gamma",
+        ),
+        ("model:\n  class_path: PPPO\n", "model='PPPO' is unknown: expected the name of a class, .* did you mean PPO"),
+        ("data: [1, 2\n", 'config: while parsing a flow sequence; in "bad.yaml", line 1, column 7;'),
+        ("max_env_steps: ten\n", "max_env_steps: expected a whole number such as 100000 or 1e5; Given value: ten"),
+        ("max_env_steps: true\n", "max_env_steps: expected a whole number such as 100000 or 1e5; "),
+        ("model:\n  init_args:\n    clip_range: fast\n", f"model: .*: clip_range=fast is not .*{OR_SCHEDULE}$"),
+    ],
+    ids=["key", "section", "type", "choice", "argument", "class", "syntax", "run", "truth", "schedule"],
+)
+def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, message):
+    Path("bad.yaml").write_text(content)
+    assert re.match(message, refused(capsys, "fit", "--config", CARTPOLE, "--config", "bad.yaml", status=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a command is missing: expected one of fit, validate, test, predict, export, plot, pull, push$"),
+        (["ftt"], "'ftt' is no command: expected one of fit, .*, push; did you mean fit"),
+        (["--config", "ppo/cartpole", "exprt"], "'exprt' is no command: .*; did you mean export"),
+        (
+            ["fit"],
+            "missing: --data.env_id, --model; expected such as --model PPO --data.env_id CartPole-v1, or a conf",
+        ),
+        (["test", "--model=PPO"], "missing: --data.env_id; expected such as --data.env_id CartPole-v1, or a config"),
+        (["fit", "--config", "nowhere.yaml"], "config: File does not exist"),
+        (
+            ["fit", "--config=ppo/cartpol"],
+            "config='ppo/cartpol': expected a file, or .* configuration like ppo/cartpole,",
+        ),
+        (
+            ["fit", *SMALL, "--init_parts=[nonsense]"],
+            r"init_parts: Expected one of 'policy', 'critic', 'normalizers'\. Got value: nonsense; Given value: \['non",
+        ),
+        *(
+            (
+                ["fit", *SMALL, f"--max_env_steps={steps}"],
+                "max_env_steps: expected a whole number such as .* 1e5; Given",
+            )
+            for steps in ("1.5", "inf", "true")
+        ),
+        *(
+            (
+                ["fit", *SMALL, f"--model={algorithm}", f"--model.{option}=linear(0.2)"],
+                rf"model: .* class_path 'lightning_rl.{algorithm}': {option}=linear\(0.2\) is not .*{OR_SCHEDULE}$",
+            )
+            for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
+        ),
+        (["fit", *SMALL, "--model.activation=[0]"], r"model: .*\"activation\": Expected str\. Got value: \[0\]"),
+        (["fit", *SMALL, "--data.info_keys=1"], "data.info_keys: Expected Sequence. Got value: 1$"),
+        (["fit", *SMALL, "--data.wrappers=1"], "data.wrappers: Expected list; Given value: 1$"),
+        (["fit", *SMALL, "--data.training_wrappers=true"], "data.training_wrappers: Expected list; Given value: true$"),
+        (["fit", *SMALL, "--data.env_kwargs=x"], "data.env_kwargs: Expected dict; Given value: x$"),
+        (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
+        (["fit", *SMALL, "--max_env=3"], "unrecognized arguments: --max_env=3; did you mean max_env_steps"),
+        (["fit", *SMALL, "--data.num_env=3"], "unrecognized arguments: --data.num_env=3; did you mean data.num_envs"),
+    ],
+    ids=[
+        "nothing",
+        "command",
+        "own_command",
+        "required",
+        "environment",
+        "file",
+        "name",
+        "parts",
+        "fraction",
+        "infinity",
+        "truth",
+        "schedule_or_null",
+        "schedule",
+        "schedule_of_another",
+        "name_in_a_list",
+        "keys",
+        "wrappers",
+        "training_wrappers",
+        "arguments_of_the_environment",
+        "option",
+        "beginning",
+        "singular",
+    ],
+)
+def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
+    assert re.match(message, refused(capsys, *arguments, status=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "which"),
+    [
+        (["--model.gama=0.9"], "--model.help PPO"),
+        (["--trainer.callbacks+=EnvStepLimit", "--trainer.callbacks.steps=4"], "--trainer.callbacks.help EnvStepLimit"),
+        (["--trainer.callbacks+=EnvStepLimitt"], "--help"),
+    ],
+    ids=["algorithm", "callback", "class"],
+)
+def test_an_error_says_where_the_options_are_listed(capsys, arguments, which):
+    with pytest.raises(SystemExit):
+        main(["fit", *SMALL, *arguments])
+    assert capsys.readouterr().err.splitlines()[-1] == f"All options: lightning-rl fit {which}"
+
+
+def test_steps_between_checkpoints_leave_the_best_one_and_a_monitor_does_not(capsys):
+    every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    cli = main(["fit", *SMALL, *every, "--max_env_steps=64"])
+    assert re.search(r"^  checkpoint:  .*/best-step=\d+\.ckpt \(best", capsys.readouterr().out, re.MULTILINE)
+    names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
+    assert names == {"best-step", "last.ckpt", "step"}
+    cli = main(["fit", *SMALL, *every, "--trainer.callbacks.monitor=rollout/episode_return", "--max_env_steps=64"])
+    names = {path.name.partition("=")[0] for path in (cli.run_dir / "checkpoints").iterdir()}
+    assert names == {"last.ckpt", "step"}
+
+
+def test_the_configuration_lies_in_the_folder_of_the_run_whatever_the_logger():
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=elsewhere"]
+    cli = main(["fit", *SMALL, *logger, "--max_env_steps=32"])
+    assert (cli.run_dir / "config.yaml").is_file()
+    assert list(Path("elsewhere").rglob("metrics.csv")) and not list(Path("elsewhere").rglob("config.yaml"))
+
+
+def test_modules_in_the_current_folder_can_be_named(monkeypatch):
+    Path("beside.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
+    # As from the console script, which does not have the current folder on its path.
+    code = "import sys; sys.path.remove(''); from lightning_rl.__main__ import run; run()"
+    done = programs.run("-c", code, "fit", *SMALL, "--model=beside.Mine", "--max_env_steps=32")
+    assert done.returncode == 0, done.stderr
+    assert (Path("runs/mine/CartPole-v1/version_0/checkpoints/last.ckpt")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "own_models.Mein",
+            "model='own_models.Mein' cannot be imported (module 'own_models' has no attribute 'Mein'): expected "
+            "package.module.Class; did you mean Mine?",
+        ),
+        (
+            "own_modls.Mine",
+            "model='own_modls.Mine' cannot be imported (No module named 'own_modls'): expected package.module.Class",
+        ),
+        ("own_models.Other", "model=own_models.Other is not valid: expected a subclass of OnPolicyAlgorithm"),
+    ],
+)
+def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsys, monkeypatch, model, message):
+    Path("own_models.py").write_text("import lightning_rl\nclass Mine(lightning_rl.PPO):\n    pass\nclass Other: ...\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    arguments = [argument for argument in SMALL if not argument.startswith("--model")]
+    assert refused(capsys, "fit", *arguments, f"--model={model}", status=2) == message
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("fit", "env_id='Acrobot-v1' does not fit the checkpoint: expected 'CartPole-v1'"),
+        (
+            "test",
+            r"observation_space=Box\(\(6,\), float32\) does not fit the checkpoint: expected Box\(\(4,",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_environment_is_refused_and_nothing_is_written(capsys, command, expected):
+    cli = main(["fit", *SMALL, "--max_env_steps=32"])
+    before = {path: path.read_bytes() for path in cli.run_dir.rglob("*") if path.is_file()}
+    arguments = [*SMALL, "--data.env_id=Acrobot-v1", f"--ckpt_path={cli.run_dir}/checkpoints/last.ckpt"]
+    message = refused(capsys, command, *arguments)
+    assert re.match(expected, message)
+    assert {path: path.read_bytes() for path in Path("runs").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_evaluation_needs_the_checkpoint_that_it_asks_for(capsys, command, name):
+    message = refused(capsys, command, *SMALL, f"--ckpt_path={name}")
+    assert message == f"ckpt_path='{name}': expected a checkpoint under runs/ppo/CartPole-v1, there is none"
+
+
+BROKEN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Broken(CartPoleEnv):
+    def step(self, action):
+        self.count = getattr(self, "count", 0) + 1
+        if self.count == 5:
+            raise RuntimeError("the rope has snapped")
+        return super().step(action)
+
+gymnasium.register("Broken-v0", Broken)
+"""
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_an_environment_that_raises_is_named_with_its_episode_seed_and_line(capsys, monkeypatch, as_typed, backend):
+    monkeypatch.syspath_prepend(str(as_typed))
+    Path("broken_package.py").write_text(BROKEN)
+    message = refused(capsys, "fit", *SMALL, "--data.env_id=broken_package:Broken-v0", f"--data.backend={backend}")
+    assert re.match(r"environment \d \(episode 0, seed \d+, step 5\) raised in step: RuntimeError: the rope", message)
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(0)", "KeyboardInterrupt"])
+def test_an_environment_that_would_end_the_program_is_an_error_with_status_one(capsys, monkeypatch, as_typed, raised):
+    monkeypatch.syspath_prepend(str(as_typed))
+    module = f"broken_by_{raised[:4].lower()}"
+    Path(f"{module}.py").write_text(re.sub(r"raise .*", f"raise {raised}", BROKEN))
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", "fit", *SMALL, f"--data.env_id={module}:Broken-v0"])
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert "Stopped" not in out
+    (message,) = (line for line in err.splitlines() if line.startswith("lightning-rl: error: "))
+    assert re.search(rf"environment \d \(episode 0, seed \d+, step 5\) raised in step: {raised[:10]}", message)
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_an_error_in_a_process_leaves_no_traceback_but_the_line_that_raised(monkeypatch, as_typed, backend):
+    Path("broken_package.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{as_typed}:{ROOT}")
+    done = run_process("fit", *SMALL, "--data.env_id=broken_package:Broken-v0", f"--data.backend={backend}")
+    assert done.returncode == 1
+    message, place = done.stderr.splitlines()[-2:]
+    assert re.match(r"lightning-rl: error: environment \d \(episode 0, seed ", message)
+    assert place == f"  at {as_typed}/broken_package.py:9 in step"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_logger_that_cannot_write_is_named_without_a_traceback(capsys, as_typed):
+    Path("file").touch()
+    logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=file/logs"]
+    assert refused(capsys, "fit", *SMALL, *logger).strip() == f"Not a directory: '{as_typed}/file/logs'"
+
+
+def test_the_installed_program_ends_with_status_zero(tmp_path, monkeypatch):
+    """A console script hands what its function returns to `sys.exit`."""
+    scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, name = scripts["lightning-rl"].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.rollout_length=8", "--max_env_steps=64"]
+    monkeypatch.setattr(sys, "argv", ["lightning-rl", *arguments, "--trainer.accelerator=cpu"])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(function())
+    assert ended.value.code is None
+
+
+class OwnCLI(LightningCLI):
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        link_spaces(parser)
+
+
+@pytest.mark.parametrize("subclass_mode", [False, True])
+def test_a_lightning_cli_of_ones_own_trains_evaluates_and_resumes_with_linked_spaces(subclass_mode):
+    def run(command: str, *options: str) -> PPO:
+        modes = {"subclass_mode_model": subclass_mode, "subclass_mode_data": subclass_mode}
+        classes = ["--model=PPO", "--data=RolloutDataModule"] if subclass_mode else []
+        given = [option for option in SMALL if option != "--model=PPO"]
+        quiet = ["--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+        overwrite = {"overwrite": True}
+        return OwnCLI(
+            PPO,
+            RolloutDataModule,
+            args=[command, *classes, *given, *quiet, *options],
+            save_config_kwargs=overwrite,
+            **modes,
+        ).model
+
+    model = run("fit", "--trainer.max_epochs=1")
+    assert model.env_steps == 64
+    assert (model.observation_space.shape, model.action_space) == ((4,), spaces.Discrete(2))
+    path = "checkpoints/epoch=0-step=64.ckpt"
+    assert run("validate", f"--ckpt_path={path}").env_steps == 64
+    assert run("fit", "--trainer.max_epochs=2", f"--ckpt_path={path}").env_steps == 128
+
+
+def test_a_configured_last_checkpoint_is_where_a_restart_looks_for_it(capsys):
+    line = ["fit", *SMALL, "--trainer.max_epochs=1", "--ckpt_path=last"]
+    line += ["--trainer.callbacks+=lightning_rl.LastCheckpoint", "--trainer.callbacks.train_time_interval=0:01:00"]
+    line += ["--trainer.logger=lightning.pytorch.loggers.CSVLogger", "--trainer.logger.init_args.save_dir=elsewhere"]
+    cli = main(line)
+    [kept] = [callback for callback in cli.trainer.callbacks if isinstance(callback, LastCheckpoint)]
+    assert kept.train_time_interval == timedelta(minutes=1)
+    assert (cli.run_dir / "checkpoints/last.ckpt").is_file()
+    assert not list(Path("elsewhere").rglob("*.ckpt"))
+    main(line)
+    assert "Resuming from runs/ppo/CartPole-v1/version_0/checkpoints/last.ckpt, at 64" in capsys.readouterr().out

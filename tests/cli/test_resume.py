@@ -1,0 +1,277 @@
+"""`--ckpt_path last`, typed in a new process, goes on with the run: clock, schedule, optimiser, folder, log."""
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lightning_rl import validation
+from lightning_rl.checkpointing.run_folders import RunLock
+from lightning_rl.cli.commands import run_command
+from lightning_rl.cli.main import main
+from tests import programs
+from tests.cli.test_main import CARTPOLE, SMALL, unexpected
+from tests.helpers import flip_a_bit
+
+RUN = Path("runs/ppo/CartPole-v1/version_0")
+
+
+@pytest.fixture(autouse=True)
+def as_typed(in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    return in_tmp_path
+
+
+def logged(key: str, folder: Path = RUN) -> list[tuple[int, float]]:
+    """Environment step and value of every event, over all files of a folder, as TensorBoard shows them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars(key)]
+
+
+def stored(name: str = "last", folder: Path = RUN) -> dict:
+    return torch.load(folder / f"checkpoints/{name}.ckpt", weights_only=True)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_shipped_configuration_goes_on_in_a_new_process():
+    def fit(*arguments: str) -> str:
+        small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.rollouts_per_epoch=5"]
+        small += ["--data.eval_episodes=2", "--model.num_minibatches=1", "--model.num_epochs=20", "--num_threads=1"]
+        small += ["--model.learning_rate=1e-3", "--model.anneal_learning_rate=true", "--trainer.log_every_n_steps=1"]
+        done = programs.run("-m", "lightning_rl", "fit", "--config", CARTPOLE, *small, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert unexpected(done.stderr) == []
+        return done.stdout
+
+    # A job script starts and restarts a run by the same line. A rollout is 256 steps: the first part is 12 of them.
+    first = fit("--max_env_steps=3000", "--ckpt_path=last")
+    assert "WARNING: ckpt_path='last': there is no checkpoint under runs/ppo/CartPole-v1: starting a NEW run." in first
+    assert "Done: 3072 environment steps" in first
+    assert stored()["lightning_rl"]["env_steps"] == 3072
+
+    second = fit("--max_env_steps=6000", "--ckpt_path=last")
+    assert f"Resuming from {RUN}/checkpoints/last.ckpt, at 3072 environment steps\n" in second
+    assert "Done: 6144 environment steps" in second
+    assert [path.name for path in RUN.parent.iterdir()] == ["version_0"]
+
+    last = stored()
+    assert (last["lightning_rl"]["env_steps"], last["lightning_rl"]["policy_version"]) == (6144, 24)
+    assert {int(state["step"]) for state in last["optimizer_states"][0]["state"].values()} == {24 * 20}
+
+    assert len(list(RUN.glob("events.out.tfevents.*"))) == 2
+    steps, rates = zip(*logged("train/learning_rate"), strict=True)
+    assert list(steps) == [256 * n for n in range(1, 25)]
+    planned = [3000] * 12 + [6000] * 12
+    assert rates == pytest.approx([1e-3 * (1 - 256 * n / planned[n]) for n in range(24)], rel=1e-6)
+    # Validated after each epoch, and when training stops: an epoch that the limit cuts short is done with.
+    expected = [1280, 2560, 3072, 3072 + 1280, 3072 + 2560, 6144]
+    assert [step for step, _ in logged("val/episode_return")] == expected
+
+
+def test_a_log_that_went_on_after_the_last_checkpoint_is_not_kept_twice():
+    main(["fit", *SMALL, "--trainer.log_every_n_steps=1", "--max_env_steps=160"])
+    main(["fit", *SMALL, "--trainer.log_every_n_steps=1", "--max_env_steps=224", "--ckpt_path=last"])
+    before = logged("train/entropy")
+    assert [step for step, _ in before] == list(range(32, 225, 32))
+    # As if the machine had failed after a checkpoint at 160: the run goes on from there once more.
+    checkpoint = stored()
+    for path in (RUN / "checkpoints").iterdir():
+        path.unlink()
+    checkpoint["lightning_rl"]["env_steps"] = 160
+    torch.save(checkpoint, RUN / "checkpoints/last.ckpt")
+    main(["fit", *SMALL, "--trainer.log_every_n_steps=1", "--max_env_steps=224", "--ckpt_path=last"])
+    after = logged("train/entropy")
+    assert [step for step, _ in after] == list(range(32, 225, 32))
+    assert after[:5] == before[:5]
+    assert after[5:] != before[5:]
+
+
+def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
+    cli = main(["fit", *SMALL, "--max_env_steps=64"])
+    before = files(RUN)
+    code = (
+        "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import RunLock\n"
+        f"RunLock().take(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
+    other = programs.Program("-c", code)
+    try:
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    finally:
+        other.kill()
+        other.wait()
+    assert exit_.value.code == 1
+    assert f"the run in {RUN} has not ended, another process is training it" in capsys.readouterr().err
+    assert files(RUN) == before
+    assert main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"]).model.env_steps == 128
+
+
+def test_a_run_folder_that_can_no_longer_be_written_is_named(capsys, monkeypatch):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(validation.tempfile, "TemporaryFile", refuse)  # root may write into any folder
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    assert exit_.value.code == 1
+    expected = "is not valid: expected a folder that can be written: Read-only file system"
+    assert f"run folder='{RUN}' {expected}" in capsys.readouterr().err
+
+
+def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):
+    every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    main(["fit", *SMALL, *every, "--max_env_steps=128"])
+    recwarn.clear()
+    before = files(RUN)
+    cli = main(["fit", *SMALL, *every, "--max_env_steps=160", f"--ckpt_path={RUN}/checkpoints/step=64.ckpt"])
+    assert "at 64 environment steps in a NEW run folder" in capsys.readouterr().out
+    assert cli.run_dir == RUN.parent / "version_1"
+    assert cli.model.env_steps == 160
+    assert files(RUN) == before
+    names = sorted(path.name for path in (cli.run_dir / "checkpoints").iterdir())
+    assert names == ["best-step=128.ckpt", "last.ckpt", "step=128.ckpt", "step=160.ckpt", "step=96.ckpt"]
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_run_of_another_algorithm_or_environment_is_not_gone_on_with(capsys):
+    """Though networks and spaces are the same; what may begin with its parameters is a new run."""
+    other = [argument for argument in SMALL if not argument.startswith(("--model", "--data.env_id"))]
+    network = ["--model.hidden_sizes=[8]"]
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    before = files(Path("runs"))
+    for arguments, message in (
+        (
+            ["--data.env_id=CartPole-v1", "--model=A2C"],
+            "ckpt_path names a checkpoint of PPO: expected one of A2C, whose optimiser and clock can go on; init_from",
+        ),
+        (
+            ["--data.env_id=CartPole-v0", "--model=PPO", "--model.num_minibatches=2"],
+            "env_id='CartPole-v0' does not fit the checkpoint: expected 'CartPole-v1', which it was trained in",
+        ),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main(["fit", *other, *arguments, *network, f"--ckpt_path={RUN}/checkpoints/last.ckpt"])
+        assert exit_.value.code == 1
+        assert f"lightning-rl: error: {message}" in capsys.readouterr().err
+        assert files(Path("runs")) == before
+    cli = main(
+        [
+            "test",
+            *other,
+            "--data.env_id=CartPole-v0",
+            "--model=A2C",
+            *network,
+            f"--ckpt_path={RUN}/checkpoints/last.ckpt",
+        ]
+    )
+    assert cli.model.env_steps == 64  # the policy can be looked at anywhere that it fits
+
+
+def test_last_falls_back_to_the_newest_intact_checkpoint_and_leaves_the_damaged_one_alone(capfd):
+    every = ["--trainer.callbacks+=EnvStepCheckpoint", "--trainer.callbacks.every_n_env_steps=32"]
+    main(["fit", *SMALL, *every, "--trainer.limit_val_batches=0", "--max_env_steps=160"])
+    for name in ("last", "step=160"):
+        flip_a_bit(RUN / f"checkpoints/{name}.ckpt", "data/0")
+    before, newest = files(RUN), f"{RUN}/checkpoints/step=128.ckpt"
+    with pytest.warns(UserWarning, match=f"last.ckpt' is damaged .*; taking '{newest}' instead, the newest intact che"):
+        cli = main(["fit", *SMALL, "--max_env_steps=192", "--ckpt_path=last"])
+    assert f"Resuming from {newest}, at 128 environment steps in a NEW run folder\n" in capfd.readouterr().out
+    assert (cli.run_dir, cli.model.env_steps) == (RUN.parent / "version_1", 192)
+    assert files(RUN) == before
+
+
+def test_a_damaged_checkpoint_is_one_error_that_names_the_file(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    best = RUN / "checkpoints/best-step=64.ckpt"
+    for path in (best, RUN / "checkpoints/last.ckpt"):
+        flip_a_bit(path, "data/0")
+    before = files(Path("runs"))
+    for command, option, path in (
+        ("fit", f"ckpt_path={best}", best),
+        ("test", "ckpt_path=best", best),
+        ("predict", "ckpt_path=last", RUN / "checkpoints/last.ckpt"),
+        ("fit", f"init_from={best}", best),
+    ):
+        with pytest.raises(SystemExit) as exit_:
+            main([command, *SMALL, f"--{option}"])
+        assert exit_.value.code == 1
+        field = option.partition("=")[0]
+        (message,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert message.startswith(f"lightning-rl: error: {field}='{path}' is damaged or another kind of file (Bad CRC")
+        assert files(Path("runs")) == before
+    with pytest.raises(SystemExit) as exit_:
+        run_command(["export", f"--ckpt_path={best}"])
+    assert exit_.value.code == 1
+    (message,) = capsys.readouterr().err.splitlines()
+    assert message.startswith(f"lightning-rl: error: ckpt_path='{best}' is damaged or another kind of file (Bad CRC")
+
+
+def test_what_a_checkpoint_holds_is_read_once(monkeypatch):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    whole = []
+    load = torch.load
+
+    def counted(*args, **kwargs):
+        whole.append(not kwargs.get("mmap"))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", counted)
+    main(["fit", *SMALL, "--max_env_steps=128", "--ckpt_path=last"])
+    assert sum(whole) == 1  # other looks leave the tensors on the disk
+
+
+def test_the_learning_rate_of_the_command_line_wins_over_that_of_the_checkpoint():
+    main(["fit", *SMALL, "--model.learning_rate=1e-3", "--max_env_steps=64"])
+    cli = main(["fit", *SMALL, "--model.learning_rate=5e-4", "--max_env_steps=128", "--ckpt_path=last"])
+    assert cli.model.hparams["learning_rate"] == 5e-4
+    assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 5e-4
+    group = stored()["optimizer_states"][0]["param_groups"][0]
+    assert (group["lr"], group["eps"]) == (5e-4, 1e-5)
+
+
+def test_a_run_goes_on_from_its_saved_configuration_alone():
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    main(["fit", "--config", f"{RUN}/config.yaml", "--max_env_steps=128", "--ckpt_path=last"])
+    assert stored()["lightning_rl"]["env_steps"] == 128
+    # The saved configuration does not go on by itself: it begins a run of its own.
+    cli = main(["fit", "--config", f"{RUN}/config.yaml"])
+    assert cli.run_dir == RUN.parent / "version_1"
+    assert cli.model.env_steps == 128
+
+
+def test_an_interrupted_run_says_how_to_go_on():
+    Path("interrupt.py").write_text(
+        "from lightning.pytorch import Callback\n"
+        "class Interrupt(Callback):\n"
+        "    def on_train_batch_end(self, trainer, module, *_):\n"
+        "        if module.env_steps == 96:\n"
+        "            raise KeyboardInterrupt\n"
+    )
+    code = "import sys; from lightning_rl.cli.main import main; main(sys.argv[1:])"
+    arguments = ["fit", *SMALL, "--max_env_steps=128", "--trainer.callbacks+=interrupt.Interrupt"]
+    done = programs.run("-c", code, *arguments)
+    assert done.returncode == 1
+    how = f"Stopped. Go on with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {RUN}/checkpoints/last.ckpt"
+    assert done.stdout.splitlines()[-1] == how
+    assert "Traceback" not in done.stderr
+    assert stored()["lightning_rl"]["env_steps"] == 64
+
+
+def test_test_takes_the_best_checkpoint_of_the_newest_run():
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    main(["fit", *SMALL, "--max_env_steps=96", "--seed_everything=1"])
+    cli = main(["test", *SMALL, "--ckpt_path=best"])
+    (best,) = Path("runs/ppo/CartPole-v1/version_1/checkpoints").glob("best*")
+    assert cli.trainer.ckpt_path == str(best)

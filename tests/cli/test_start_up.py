@@ -1,0 +1,64 @@
+"""What starts with the command line: as little as it can, counted in modules."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import contextlib, io, json, sys
+import lightning.pytorch
+before = set(sys.modules)
+from lightning_rl.__main__ import run
+sys.argv[1:] = ["--help"]
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    try:
+        run()
+    except SystemExit as end:
+        assert end.code == 0
+print(json.dumps({"more": sorted(set(sys.modules) - before), "all": sorted(sys.modules), "help": printed.getvalue()}))
+"""
+# What a run needs and help does not; matplotlib Lightning imports by itself, by way of torchmetrics.
+HEAVY = {
+    *("tensorboard", "matplotlib", "scipy", "onnx", "onnxruntime", "ray", "optuna", "huggingface_hub"),
+    *("mujoco", "ale_py", "envpool", "Box2D", "pygame", "cv2", "minigrid"),
+}
+
+
+def test_help_imports_little_more_than_lightning():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert "fit" in seen["help"]
+    more = [name for name in seen["more"] if name.partition(".")[0] != "lightning_rl"]
+    assert not [name for name in more if name.partition(".")[0] in HEAVY]
+    assert "tensorboard" not in seen["all"]
+    assert not [name for name in more if name.startswith("gymnasium.envs.") and "mujoco" in name]
+    # 140 with Gymnasium 1.4 and jsonargparse 4.53; any large package more would have hundreds.
+    assert len(more) < 250, more
+
+
+SIDE_EFFECTS = """
+import logging, signal, sys, warnings
+import gymnasium, jsonargparse, lightning.pytorch, torch, torchmetrics
+def state():
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    loggers = {name: (list(log.filters), list(log.handlers), log.level) for name, log in
+               logging.root.manager.loggerDict.items() if isinstance(log, logging.Logger)}
+    hooks = warnings.showwarning, warnings.formatwarning, sys.excepthook, threading.excepthook
+    settings = torch.get_num_threads(), torch.get_default_dtype(), list(warnings.filters)
+    return handlers, loggers, hooks, settings
+import threading
+before = state()
+import lightning_rl
+after = state()
+assert before[0] == after[0] and before[2:] == after[2:]
+assert before[1] == {name: log for name, log in after[1].items() if name in before[1]}
+"""
+
+
+def test_importing_the_package_has_no_side_effects():
+    done = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,221 @@
+"""Behaviour cloning from what was recorded, and the way from there over the critic to reinforcement learning."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl import PPO, BehaviourCloning, CriticPretraining, RecordedEpisodes, load_episodes, save_episodes
+from lightning_rl.cli.main import main
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.policies.distributions import from_environment, to_environment
+from lightning_rl.rollouts.episode import Episode
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import Recorder, make_data, make_trainer, parameters_of
+
+ROOT = Path(__file__).parents[2]
+AIM: dict[str, Any] = {"env_kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}
+SMALL: dict[str, Any] = {"num_envs": 8, "rollout_length": 16, "seed": 1, "eval_episodes": 4}
+
+
+def expert(num_episodes: int = 10) -> list[Episode]:
+    """Episodes in which the goal is always met: the goal -1 by action 5, the goal 1 by action 7."""
+    generator, episodes = np.random.default_rng(0), []
+    for _ in range(num_episodes):
+        goals = 2 * generator.integers(2, size=(9, 1)) - 1
+        episode = Episode(8.0, 8, False)
+        episode.observations, episode.rewards = goals.astype(np.float32), np.ones(8)
+        episode.actions = np.where(goals[:-1, 0] > 0, 7, 5)
+        episodes.append(episode)
+    return episodes
+
+
+def recorded(episodes: Any = None, **options: Any) -> RecordedEpisodes:
+    return RecordedEpisodes(
+        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **AIM | SMALL | options
+    )
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(4, start=-2),
+        spaces.MultiDiscrete([[3, 2], [4, 2]], start=[[1, 0], [0, -3]]),
+        spaces.MultiBinary((2, 2)),
+        spaces.Box(-2, 2, (2, 3), np.float32),
+        spaces.Box(-2, 5, (3,), np.int8),
+        spaces.Dict({"a": spaces.Tuple([spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float64)])}),
+    ],
+)
+def test_actions_go_to_the_environment_and_back(space):
+    space.seed(0)
+    samples = [space.sample() for _ in range(6)]
+    batch = map_leaves(lambda *xs: np.stack(xs), *samples)
+    there = to_environment(space, from_environment(space, batch))
+    for own, theirs in zip(leaves(there), leaves(batch), strict=True):
+        np.testing.assert_array_equal(own, theirs)
+
+
+def test_a_batch_has_recorded_steps_with_actions_as_the_policy_has_them():
+    data = recorded()
+    model = BehaviourCloning(data.observation_space, data.action_space, hidden_sizes=(4,))
+    batches: list[Any] = []
+
+    class Keep(Recorder):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            batches.append(batch)
+
+    make_trainer(callbacks=[Keep()], limit_train_batches=2).fit(model, data)
+    for batch in batches:
+        assert batch.shape == (16, 8) and batch.rewards.eq(1).all()
+        assert torch.equal(batch.actions, torch.where(batch.observations[:-1, ..., 0] > 0, 2, 0).unsqueeze(-1)[..., 0])
+    assert not torch.equal(batches[0].observations, batches[1].observations)
+
+
+def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_it_can_do(tmp_path):
+    data = recorded(rollouts_per_epoch=40)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"hidden_sizes": (16,), "learning_rate": 1e-2}
+    cloned = BehaviourCloning(data.observation_space, data.action_space, **options)
+    before = parameters_of(cloned)
+    trainer, recorder = make_trainer(limit_val_batches=1), Recorder()
+    trainer.callbacks.append(recorder)
+    trainer.fit(cloned, data)
+    assert trainer.callback_metrics["val/episode_return"] == 8
+    losses = recorder.column("cloning_loss")
+    assert losses[0] == pytest.approx(np.log(3), rel=0.2) and losses[-1] < 0.05
+    for name, parameter in parameters_of(cloned).items():
+        of_critic = name.startswith(("policy.critic_", "policy.value_"))
+        assert torch.equal(parameter, before[name]) == of_critic, name
+    trainer.save_checkpoint(tmp_path / "cloned.ckpt")
+
+    played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL | {"rollouts_per_epoch": 20})
+    critic = CriticPretraining(played.observation_space, played.action_space, gamma=0.5, **options)
+    critic.init_from(tmp_path / "cloned.ckpt")
+    trainer = make_trainer()
+    trainer.fit(critic, played)
+    trainer.save_checkpoint(tmp_path / "critic.ckpt")
+
+    first_losses = {}
+    for name in ("cloned", "critic"):
+        model = PPO(played.observation_space, played.action_space, gamma=0.5, **options)
+        model.init_from(tmp_path / f"{name}.ckpt")
+        recorder, trainer = Recorder(), make_trainer(limit_val_batches=1, limit_train_batches=3)
+        trainer.callbacks.append(recorder)
+        trainer.fit(model, played)
+        assert trainer.callback_metrics["val/episode_return"] == 8
+        first_losses[name] = recorder.column("value_loss")[0]
+    assert first_losses["critic"] < 0.1 * first_losses["cloned"]
+
+
+def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
+    """Recorded steps, their values, and on with PPO: the shipped configurations, shortened, fit together."""
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
+    played = make_data("CartPole-v1", eval_episodes=2)
+    untrained = PPO(played.observation_space, played.action_space)
+    save_episodes([e for batch in make_trainer().predict(untrained, played) for e in batch], "episodes.pt")
+    small = ["--max_env_steps=64", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
+    small += ["--trainer.enable_model_summary=false", "--trainer.enable_progress_bar=false", "--model.num_epochs=1"]
+
+    def fit(algorithm: str, *arguments: str) -> dict[str, torch.Tensor]:
+        cli = main(["fit", "--config", str(ROOT / f"configs/{algorithm}/cartpole.yaml"), *small, *arguments])
+        assert cli.model.env_steps == 64
+        return parameters_of(cli.model)
+
+    cloned = fit("behaviour_cloning", "--data.episodes=episodes.pt")
+    last = "runs/{}/CartPole-v1/version_0/checkpoints/last.ckpt"
+    with_values = fit("critic_pretraining", "--init_from", last.format("behaviourcloning"))
+    learned = fit("ppo", "--init_from", last.format("criticpretraining"), "--model.learning_rate=1e-30")
+    for name, parameter in with_values.items():
+        of_critic = name.startswith(("policy.critic_", "policy.value_"))
+        assert torch.equal(parameter, cloned[name]) != of_critic, name
+        assert torch.equal(parameter, learned[name])
+
+
+def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
+    played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
+    model = PPO(played.observation_space, played.action_space, hidden_sizes=(4,))
+    episodes = [e for batch in make_trainer().predict(model, played) for e in batch]
+    save_episodes(episodes, tmp_path / "episodes.pt")
+    found = load_episodes(tmp_path / "episodes.pt")
+    assert [e.episode_return for e in found] == [e.episode_return for e in episodes]
+    for own, theirs in zip(found, episodes, strict=True):
+        np.testing.assert_array_equal(own.actions, theirs.actions)
+        np.testing.assert_array_equal(own.observations, theirs.observations)
+    one, other = recorded(tmp_path / "episodes.pt"), recorded(episodes)
+    assert all(np.array_equal(one._steps[name], other._steps[name]) for name in one._steps)
+
+
+def test_a_run_that_is_resumed_draws_the_steps_of_the_uninterrupted_one(tmp_path):
+    def learn(epochs: int, ckpt_path: Any = None) -> dict[str, torch.Tensor]:
+        data = recorded(rollouts_per_epoch=3)
+        torch.manual_seed(0)
+        model = BehaviourCloning(
+            data.observation_space, data.action_space, hidden_sizes=(4,), normalize_observations=True
+        )
+        trainer = make_trainer(max_epochs=epochs)
+        trainer.fit(model, data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return parameters_of(model)
+
+    whole = learn(2)
+    learn(1)
+    resumed = learn(2, tmp_path / "1.ckpt")
+    assert all(torch.equal(x, resumed[name]) for name, x in whole.items())
+
+
+def test_minari_data_sets_are_read_by_their_id(monkeypatch):
+    found = [
+        types.SimpleNamespace(
+            observations=e.observations,
+            actions=e.actions,
+            rewards=e.rewards,
+            terminations=np.zeros(8, bool),
+            truncations=np.arange(8) == 7,
+        )
+        for e in expert(3)
+    ]
+    fake: Any = types.ModuleType("minari")
+    fake.load_dataset = lambda name: (
+        types.SimpleNamespace(iterate_episodes=lambda: iter(found)) if name == "aim" else 1 / 0
+    )
+    monkeypatch.setitem(sys.modules, "minari", fake)
+    data = recorded("minari:aim")
+    assert data._steps["actions"].shape == (24,) and set(data._steps["actions"]) == {0, 2}
+    with pytest.raises(ConfigurationError, match="minari:other' cannot be loaded"):
+        recorded("minari:other")
+    monkeypatch.setitem(sys.modules, "minari", None)
+    with pytest.raises(ConfigurationError, match="needs Minari: pip install 'lightning-rl"):
+        recorded("minari:aim")
+
+
+def test_episodes_that_do_not_fit_are_refused(tmp_path):
+    bare = [Episode(1.0, 3, True)]
+    with pytest.raises(ConfigurationError, match="episodes='1 episodes'"):
+        recorded(bare)
+    with pytest.raises(ConfigurationError, match="episodes"):
+        recorded(tmp_path / "none.pt")
+    wide = expert(1)
+    wide[0].observations = np.zeros((9, 4), np.float32)
+    with pytest.raises(ConfigurationError, match="episodes"):
+        recorded(wide)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"memory": "lstm"}, {"gamma": 0.5}, {"action_distribution": "beta"}, {"num_epochs": 0}, {"value_l2": 0.1}],
+)
+def test_options_that_have_no_meaning_are_refused(options):
+    data = recorded()
+    name = next(iter(options))
+    space = data.action_space if name != "action_distribution" else spaces.Box(-1, 1, (2,), np.float32)
+    with pytest.raises(ConfigurationError, match=name):
+        BehaviourCloning(data.observation_space, space, **options)

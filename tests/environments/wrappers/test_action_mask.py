@@ -1,0 +1,388 @@
+"""Masks of invalid actions: from every source, with every backend, in every autoreset mode."""
+
+import math
+import re
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.episodes import SeededEpisodes
+from lightning_rl.environments.wrappers.action_mask import MaskedEnvironment, MaskSource
+from lightning_rl.masks import ActionMask
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.spaces import space_to_dict
+from lightning_rl.validation import ConfigurationError
+from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
+from tests.probes import make_batch, make_collector
+
+SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
+
+
+def make(name: str, where: str = "info", num_envs: int = 2, backend: str = "sync", mode=SAME, **more: Any):
+    kwargs = kwargs_of(name, where=where, **more)
+    if backend == "native":
+        kwargs["resets"] = mode.value
+    return make_batch(
+        "tests.mask_probes:Probe/Invalid-v0",
+        num_envs,
+        backend=backend,
+        action_mask=source_of(where),
+        mode=mode,
+        **kwargs,
+    )
+
+
+def make_policy(environments) -> ActorCritic:
+    torch.manual_seed(0)
+    choice = "autoregressive" if environments.single_action_space == spaces.MultiDiscrete([4, 3]) else None
+    return ActorCritic(
+        environments.single_observation_space,
+        environments.single_action_space,
+        action_distribution=choice,
+        hidden_sizes=(8,),
+    )
+
+
+def roll(environments, length: int = 16):
+    """A rollout of the probe, which raises if an action is invalid."""
+    try:
+        return make_collector(environments, length).collect(make_policy(environments))
+    finally:
+        environments.close()
+
+
+def masks_of(rollout) -> Any:
+    return rollout.observations["legal" if "legal" in rollout.observations else "action_mask"]
+
+
+def valid_rows(rollout) -> dict[str, Any]:
+    """Observations, masks and actions of the real steps."""
+    batch = rollout.flatten()
+    observations = batch.observations
+    place = observations["place" if "place" in observations else "observation"]
+    mask = observations["legal" if "legal" in observations else "action_mask"]
+    return {"place": place, "mask": mask, "rewards": rollout.flatten(rewards=rollout.rewards).rewards}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(leaves(one), leaves(other), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+@pytest.mark.parametrize("backend", ["sync", "async", "native"])
+def test_masks_of_every_source_and_backend_are_obeyed_and_stored(where, backend):
+    environments = make("discrete", where, backend=backend, mode=NEXT if backend == "native" else SAME)
+    assert ActionMask(5) in environments.single_observation_space.spaces.values()
+    rollout = roll(environments)
+    mask = masks_of(rollout)
+    assert mask.shape == (17, 2, 5) and mask.dtype == torch.int8
+    taken = mask[:-1].gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)
+    assert (taken[rollout.valid] if rollout.valid is not None else taken).all()
+    assert 0 < mask.float().mean() < 1
+
+
+@pytest.mark.parametrize(("name", "more"), CASES)
+@pytest.mark.parametrize("backend", ["sync", "async", "native"])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_modes_and_backends_give_the_same_steps(name, more, backend, mode):
+    """Masks are scripted: the draws of rows that only reset would shift those of the steps after, so one environment
+    and the mode of the policy, which depends on the masks."""
+
+    def steps(environments) -> Any:
+        policy = make_policy(environments)
+        act = policy.act
+        policy.act = lambda x, generator=None: act(x, deterministic=True)  # type: ignore[method-assign]
+        rollout = make_collector(environments, 16).collect(policy)
+        environments.close()
+        return map_leaves(lambda x: x[:11], valid_rows(rollout))
+
+    assert_same(
+        steps(make(name, num_envs=1, scripted=True, **more)),
+        steps(make(name, num_envs=1, scripted=True, backend=backend, mode=mode, **more)),
+    )
+
+
+@pytest.mark.parametrize(("name", "more"), CASES)
+@pytest.mark.parametrize("where", ["info", "observation"])
+def test_every_kind_of_action_obeys_its_masks(name, more, where):
+    rollout = roll(make(name, where, num_envs=8, **more), 40)
+    assert rollout.num_steps == 320
+
+
+def test_masks_of_native_environments_with_nested_actions_that_are_reset_in_part():
+    rollout = roll(make("hybrid", num_envs=3, backend="native", mode=DISABLED), 20)
+    assert rollout.num_steps == 60 and rollout.truncated.any()
+
+
+@pytest.mark.parametrize("mode", [NEXT, SAME])
+def test_final_observations_of_vectorised_environments_have_masks_that_allow_everything(mode):
+    environments = make("discrete", backend="native", mode=mode)
+    environments.reset()
+    # The probe takes the actions that its masks allow.
+    for _ in range(3):
+        actions = np.array([env.mask.argmax() + 2 for env in environments.env.unwrapped.envs])
+        step = environments.step(actions)
+    for _, observation in step.final_observations:
+        assert observation["action_mask"].tolist() == [1] * 5 and observation["observation"].tolist()[1] == 3
+    assert len(step.final_observations) == 2
+    environments.close()
+
+
+def test_envpool_takes_masks_from_a_wrapper():
+    environments = make_batch(
+        "CartPole-v1",
+        2,
+        backend="envpool",
+        wrappers=({"class_path": "tests.mask_probes.AddMask", "init_args": {}},),
+        action_mask="info.only",
+    )
+    rollout = make_collector(environments, 40).collect(make_policy(environments))
+    assert not rollout.actions[rollout.valid].any() and not rollout.valid.all()
+    assert rollout.observations["observation"].shape == (41, 2, 4)
+    environments.close()
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_a_mask_that_allows_nothing_is_an_error_that_says_where(where, backend):
+    environments = make("discrete", where, backend=backend, nothing_at=1)
+    expected = (
+        rf"^environment [01] \(episode [12], seed \d+, step 1\) raised in step: ValueError: the action mask "
+        rf"\({re.escape(source_of(where))}\) allows nothing to the action: expected at least one choice"
+    )
+    with pytest.raises(EnvironmentFailure, match=expected):
+        roll(environments)
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_so_it_is_in_environments_that_come_vectorised(where, mode):
+    environments = make("discrete", where, backend="native", mode=mode, nothing_at=2)
+    with pytest.raises(
+        EnvironmentFailure, match=r"^environment 0 \(episode [12], seed \d+, step 2\), environment 1 .*"
+    ):
+        roll(environments)
+
+
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_a_mask_at_the_end_of_an_episode_does_not_matter(backend):
+    for mode in (NEXT, DISABLED):
+        assert roll(make("discrete", backend=backend, mode=mode, nothing_at=3)).shape == (16, 2)
+
+
+@pytest.mark.parametrize(("name", "part"), [("ragged", "0"), ("hybrid", "arm.1.0"), ("pair", "0")])
+def test_the_component_to_which_nothing_is_allowed_is_named(name, part):
+    environments = make(name, nothing_at=1, conditional=name == "pair")
+    with pytest.raises(EnvironmentFailure, match=rf"allows nothing to component '{part}' of the action"):
+        roll(environments)
+
+
+@pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
+def test_masks_are_zeros_and_ones(mask):
+    source = MaskSource("info.action_mask", spaces.Box(-1, 1), spaces.Discrete(2))
+    source.learn(np.array([True, False]))
+    np.testing.assert_array_equal(source.read(np.array([1.0, 0.0])), [1, 0])
+    with pytest.raises(ValueError, match=r"^action mask \(info.action_mask\) has the entry .*: expected 1 for valid"):
+        source.read(np.array(mask))
+
+
+def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
+    environments = make_batch(
+        "tests.mask_probes:Probe/Invalid-v0",
+        2,
+        action_mask="info.action_mask",
+        on_env_failure="restart",
+        **kwargs_of("discrete", nothing_at=1),
+    )
+    rollout = roll(environments)
+    assert "allows nothing to the action" in environments.take_failures()[0]
+    assert rollout.valid is not None and 0 < rollout.num_steps < 32
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "action_mask",
+            r"^action_mask='action_mask' is not valid: expected 'info.<key>', 'observation.<path>', 'method",
+        ),
+        ("info.", r"^action_mask='info.' is not valid"),
+        (3, r"^action_mask=3 is not valid"),
+        ("info.legal", r"action_mask='info.legal' .* KeyError: 'legal'; the info of a reset has action_mask"),
+        ("method.legal", r"action_mask='method.legal' .* AttributeError: .*legal"),
+        ("observation.legal", r"action_mask='observation.legal' is not valid: expected the path of a part of Box"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_sources_without_masks_are_refused(source, message, backend):
+    with pytest.raises(ConfigurationError, match=message):
+        make_batch(
+            "tests.mask_probes:Probe/Invalid-v0",
+            backend=backend,
+            action_mask=source,
+            **kwargs_of("discrete"),
+        )
+
+
+@pytest.mark.parametrize("backend", ["sync", "native"])
+@pytest.mark.parametrize("form", ["list", "tuple", "dict", "numbers"])
+def test_masks_of_all_components_are_one_of_the_whole(form, backend):
+    """As arrays for each, the way that Gymnasium's own spaces take them, or side by side in a list."""
+    environments = make_batch(
+        "tests.environments.wrappers.test_action_mask:Probe/Forms-v0",
+        2,
+        backend=backend,
+        action_mask="info.action_mask",
+        form=form,
+    )
+    assert environments.single_observation_space["action_mask"] == ActionMask(5)
+    assert environments.reset()["action_mask"].tolist() == [[1, 0, 1, 0, 1]] * 2
+    rollout = make_collector(environments, 8).collect(make_policy(environments))
+    actions = rollout.flatten().actions
+    assert (actions[:, 0] != 1).all() and (actions[:, 1] == 1).all()
+    environments.close()
+
+
+class Forms(Invalid):
+    """Says the same of two components in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__(space_to_dict(spaces.MultiDiscrete([3, 2])))
+        first, second = np.array([True, False, True]), [0, 1]
+        self.form = {
+            "list": [*first, *second],
+            "tuple": (first, second),
+            "dict": {"0": first, "1": second},
+            "numbers": {0: first, 1: second},
+        }[form]
+
+    def draw(self) -> Any:
+        return self.form
+
+    def check(self, action: Any) -> None:
+        assert action[0] != 1 and action[1] == 1
+
+
+class FormsVector(SyncVectorEnv):
+    """Two of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Forms(**kwargs)] * num_envs)
+
+
+gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
+
+
+@pytest.mark.parametrize(("where", "step"), [("info", 0), ("method", 0), ("info", 2), ("method", 2)])
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, step, backend):
+    options = {"backend": backend, "action_mask": source_of(where), "where": where, "at": step}
+    if step == 0:
+        with pytest.raises(
+            EnvironmentFailure, match=r"raised in the reset that shows its action masks: ArithmeticError"
+        ):
+            make_batch("tests.environments.wrappers.test_action_mask:Probe/Spoilt-v0", 2, **options)
+        return
+    environments = make_batch("tests.environments.wrappers.test_action_mask:Probe/Spoilt-v0", 2, **options)
+    message = (
+        r"action_mask of shape \(4,\): expected \(5,\)" if backend == "sync" else "the environments raised in step: "
+    )
+    with pytest.raises(EnvironmentFailure, match=message):
+        roll(environments)
+
+
+class Spoilt(Invalid):
+    """Raises in its resets, or gives a mask that is too short from some step on."""
+
+    def __init__(self, where: str, at: int) -> None:
+        self.at = at
+        super().__init__(space_to_dict(spaces.Discrete(5)), where=where)
+
+    def draw(self) -> Any:
+        if self.at == 0:
+            raise ArithmeticError("the physics exploded")
+        mask = super().draw()
+        return mask[:4] | True if self.count == self.at else mask
+
+
+class SpoiltVector(SyncVectorEnv):
+    """Several of them."""
+
+    def __init__(self, num_envs: int, **kwargs: Any) -> None:
+        super().__init__([lambda: Spoilt(**kwargs)] * num_envs)
+
+    def action_masks(self) -> np.ndarray:
+        return np.stack([env.action_masks() for env in self.envs])
+
+
+gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
+
+
+def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
+    puzzle = {"env_id": "tests.nested_probes:Probe/Puzzle-v0"}
+    wrapper = {"class_path": "tests.environments.test_masks.Left", "init_args": {}}
+    environments = make_batch(**puzzle, wrappers=(wrapper,), action_mask="info.left")
+    assert environments.single_observation_space["action_mask"] == ActionMask(2)
+    assert set(environments.single_observation_space) == {"picture", "switch", "answer", "noise", "action_mask"}
+    assert not make_collector(environments, 8).collect(make_policy(environments)).actions.any()
+    taken = {"class_path": "tests.environments.test_masks.Left", "init_args": {"key": "action_mask"}}
+    with pytest.raises(ConfigurationError, match=r"^action_mask='info.left' .* have a part of that name already"):
+        make_batch(**puzzle, wrappers=(taken,), action_mask="info.left")
+
+
+class Left(gymnasium.Wrapper):
+    """Allows the first of two actions; with a key, an observation has a part of that name."""
+
+    def __init__(self, env, key: str | None = None) -> None:
+        super().__init__(env)
+        if key is not None:
+            self.observation_space = spaces.Dict({**env.observation_space.spaces, key: spaces.MultiBinary(2)})
+
+    def reset(self, **kwargs: Any):
+        observation, info = self.env.reset(**kwargs)
+        return observation, {**info, "left": [1, 0]}
+
+    def step(self, action: Any):
+        *rest, info = self.env.step(action)
+        return *rest, {**info, "left": [1, 0]}
+
+
+@pytest.mark.parametrize("where", ["info", "observation", "method"])
+def test_masks_are_copies_of_what_the_environment_may_write_over(where):
+    env = gymnasium.make("Probe/Invalid-v0", **kwargs_of("discrete", where=where), disable_env_checker=True)
+    masked = MaskedEnvironment(env, source_of(where))
+    observation, _ = masked.reset(seed=1)
+    mask = observation["legal" if where == "observation" else "action_mask"]
+    before = mask.copy()
+    env.unwrapped.mask[:] = ~env.unwrapped.mask
+    assert np.array_equal(mask, before) and mask.dtype == np.int8
+    assert masked.observation_space.contains(observation)
+
+
+def test_an_environment_that_gives_its_state_is_asked_for_it_within_masks_too():
+    env = MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask")
+    episodes = SeededEpisodes(env)
+    observation, _ = episodes.reset(seed=3)
+    record = episodes.recorded()
+    assert record["own"] == {"count": 0}
+    again = SeededEpisodes(MaskedEnvironment(WithState(**kwargs_of("discrete")), "info.action_mask"))
+    exact, found = again.restore(record)
+    assert exact and np.array_equal(found["action_mask"], observation["action_mask"])
+
+
+class WithState(Invalid):
+    """Can be told where to go on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]

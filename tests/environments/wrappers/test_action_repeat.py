@@ -1,0 +1,193 @@
+"""Actions that are taken as often as the policy says: rewards, discounts, frames and ends by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+
+from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
+from lightning_rl.environments.atari import sign
+from lightning_rl.environments.spec import WrapperOptions
+from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS, LearnedActionRepeat
+from lightning_rl.policies.actor_critic import PolicyOutput
+from lightning_rl.validation import ConfigurationError
+from tests.environments.test_atari_lives import whole_game
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
+from tests.probes import Counter, Told, make_batch, make_collector
+
+COUNTER = "Probe/Counter-v0"
+
+
+class Repeating(Told):
+    """Action 1, repeated 2, 3, 1, 2, 3, 1 … times (the policy counts from 0)."""
+
+    def act(self, observations: Tensor, generator: Any = None, deterministic: bool = False) -> PolicyOutput:
+        self.seen.append(observations.clone())
+        repeat = (1, 2, 0)[(len(self.seen) - 1) % 3]
+        ones = torch.ones(observations.shape[0], dtype=torch.long)
+        return PolicyOutput({"action": ones, "repeat": repeat * ones})
+
+    def log_prob(self, observations: Tensor, actions: Any) -> Tensor:
+        return torch.zeros(observations.shape[:-1])
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
+def test_rewards_repeats_discounts_and_frames_by_hand(mode):
+    """Episodes of 5 and 4 steps: steps of 2 and 3 frames, then of 1, 2 and the 1 that is left of 3."""
+    scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
+    environments = make_batch(COUNTER, mode=mode, learned_action_repeat={"max": 3, "gamma": 0.5}, **scripted)
+    rollout = make_collector(environments, 6).collect(Repeating())
+    environments.close()
+    # Of the first episode 1 to 5, of the second 101 to 104, of the third 201 and so on.
+    expected = [1 + 0.5 * 2, 3 + 0.5 * 4 + 0.25 * 5, 101, 102 + 0.5 * 103, 104, 201]
+    assert rollout.rewards[:, 0].tolist() == expected
+    assert rollout.repeats[:, 0].tolist() == [2, 3, 1, 2, 1, 1]
+    assert rollout.truncated[:, 0].tolist() == [False, True, False, False, False, False]
+    assert rollout.terminated[:, 0].tolist() == [False, False, False, False, True, False]
+    assert rollout.discounts(0.5)[:, 0].tolist() == [0.25, 0.125, 0.5, 0.25, 0, 0.5]
+    assert rollout.discounts(0.5, "terminal")[:, 0].tolist() == [0.25, 0, 0.5, 0.25, 0, 0.5]
+    assert rollout.frames == 10 and rollout.num_steps == 6
+
+
+def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_rewards_are_counted():
+    options = {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
+    actions = {"action": np.ones(1, np.int64), "repeat": np.full(1, 3)}
+    earned, shown = [], []
+    for evaluation in (False, True):
+        batch = make_batch(COUNTER, evaluation=evaluation, lengths=(9,), **options)
+        batch.reset()
+        step = batch.step(actions)
+        shown.append(step.observations["previous_reward"].item())
+        earned.append(step.rewards.item())
+        batch.close()
+    as_learned = 0.25 * (1 + 0.5 * 2 + 0.25 * 3)
+    assert shown == [as_learned, as_learned] and earned == [as_learned, 1 + 2 + 3]
+
+
+def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_signs_as_in_training():
+    game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
+    game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
+    repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
+    env = WrapperOptions(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5}).wrap(
+        repeating, True, sign
+    )
+    env.reset(seed=0)
+    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    # The third step loses a life, and the no-op after it scores unseen.
+    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (3, False, 0)
+    assert reward == 3 + 0 + 5 + 9
+    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
+    assert reward == -2 + 7
+
+
+def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
+    env = LearnedActionRepeat(Counter((5,), reward=1.0), 4)
+    assert env.action_space == spaces.Dict({"action": spaces.Discrete(3), "repeat": spaces.Discrete(4, start=1)})
+    env.reset()
+    _, reward, _, truncated, info = env.step({"action": 0, "repeat": 4})
+    assert (reward, truncated, info[FRAMES], info[REPEATS]) == (4.0, False, 4, 4)
+    _, reward, _, truncated, info = env.step({"action": 0, "repeat": 4})
+    assert (reward, truncated, info[FRAMES], info[REPEATS]) == (1.0, True, 1, 1)
+
+
+def test_frames_of_repeated_repeats_are_multiplied():
+    """Steps of two frames each, as many as the policy says; the episode of five ends in the middle of one."""
+    environments = make_batch(COUNTER, learned_action_repeat=3, action_repeat=2, lengths=(5,), reward=1.0)
+    rollout = make_collector(environments, 2).collect(Repeating())
+    environments.close()
+    assert rollout.repeats[:, 0].tolist() == [2, 1] and rollout.rewards[:, 0].tolist() == [4, 1]
+    assert rollout.frames == 5
+
+
+def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algorithm():
+    """Advantages of the first step, by hand: three frames of reward 1 and γ = 0.5."""
+    data = make_data(
+        f"tests.probes:{COUNTER}",
+        num_envs=1,
+        rollout_length=4,
+        rollouts_per_epoch=1,
+        env_kwargs={"lengths": (50,), "reward": 1.0},
+        learned_action_repeat={"max": 3, "gamma": 0.5},
+    )
+    for algorithm, name in ((PPO, "gae_lambda"), (A2C, "gae_lambda"), (PPG, "gae_lambda"), (IMPALA, "vtrace_lambda")):
+        torch.manual_seed(0)
+        options = {} if algorithm in (A2C, IMPALA) else {"num_minibatches": 1}
+        model = algorithm(
+            data.observation_space, data.action_space, gamma=0.5, hidden_sizes=(4,), **{name: 0.0}, **options
+        )
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        class Spy(Recorder):
+            def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+                k = batch.repeats.float()
+                expected = (1 - 0.5**k) / 0.5 + 0.5**k * batch.next_values - batch.values
+                if hasattr(pl_module, "vtrace"):
+                    found = pl_module.evaluated(pl_module.unroll(batch)).batch.advantages
+                else:
+                    found = pl_module.targets(batch).advantages
+                seen.append((found, expected.flatten()))  # noqa: B023 - called in this turn of the loop
+
+        make_trainer(callbacks=[Spy()]).fit(model, data)
+        torch.testing.assert_close(*seen[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_evaluation_has_raw_rewards_and_training_counts_frames(backend):
+    data = make_data(
+        f"tests.probes:{COUNTER}",
+        backend=backend,
+        env_kwargs={"lengths": (7,), "reward": 1.0},
+        learned_action_repeat={"max": 3, "gamma": 0.5},
+        previous_action=True,
+    )
+    torch.manual_seed(0)
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1, hidden_sizes=(4,))
+    logger = MemoryLogger()
+    trainer = make_trainer(limit_val_batches=1, logger=logger, log_every_n_steps=1)
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val/episode_return"] == 7
+    assert trainer.callback_metrics["val/episode_length"] <= 7
+    assert model.env_steps == 64 and 64 < model.frames <= 192
+    assert logger.rows("time/frames")[-1] == (64, model.frames)
+
+
+@pytest.mark.parametrize("algorithm", [PPO, CLEAR])
+def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
+    """Rewards of one step are added up undiscounted: of 1 for each frame, at a small γ, the most repeats earn most."""
+    data = make_data(
+        f"tests.probes:{COUNTER}",
+        num_envs=8,
+        rollout_length=16,
+        rollouts_per_epoch=60,
+        env_kwargs={"lengths": (24,), "ends": ("terminated",), "reward": 1.0, "blind": True},
+        learned_action_repeat=4,
+    )
+    torch.manual_seed(0)
+    options = {"num_minibatches": 2} if algorithm is PPO else {"optimizer": {"class_path": "torch.optim.Adam"}}
+    model = algorithm(
+        data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=1e-2, gamma=0.5, **options
+    )
+    trainer = make_trainer(limit_val_batches=1)
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val/episode_length"] <= 8  # of 24 frames, where one at a time are 24
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learned_action_repeat": 1}, "learned_action_repeat=1 "),
+        ({"learned_action_repeat": {"gamma": 0.9}}, "learned_action_repeat="),
+        ({"learned_action_repeat": {"max": 2, "gamma": 1.1}}, "learned_action_repeat: gamma=1.1"),
+        ({"learned_action_repeat": 2, "backend": "native"}, "learned_action_repeat=2 .* expected None with backend"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make_data(**options)

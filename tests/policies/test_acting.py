@@ -1,0 +1,83 @@
+"""`model.act`: from what environments give to what they take, one of them or several."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from lightning_rl import PPO
+from lightning_rl.masks import ActionMask
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import DISCRETE, VECTOR
+from tests.tools.test_export import act, inputs, make, observations
+
+
+@pytest.mark.parametrize("case", ["normalised_gaussian", "squashed", "masks", "nested"])
+def test_one_environment_gets_the_action_of_its_row_as_its_space_has_it(case):
+    model = make(case)
+    batch = map_leaves(lambda x: x.numpy(), inputs(model, 5)[0])
+    together = model.act(batch)
+    for found, expected in zip(leaves(together), leaves(act(model, True, *inputs(model, 5))), strict=True):
+        np.testing.assert_array_equal(found, expected.numpy())
+    for row in range(5):
+        single = model.act(map_leaves(lambda x, row=row: x[row], batch))
+        for found, expected in zip(leaves(single), leaves(together), strict=True):
+            np.testing.assert_allclose(found, expected[row], rtol=0, atol=1e-6)
+        assert model.action_space.contains(single)
+
+
+def test_what_only_the_critic_sees_may_be_there_or_missing():
+    model = make("nested")
+    everything = map_leaves(lambda x: x.numpy(), observations(model, 3))
+    needed = {name: part for name, part in everything.items() if name != "camera"}
+    for one, other in zip(leaves(model.act(everything)), leaves(model.act(needed)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_memory_goes_from_step_to_step_and_is_forgotten_where_an_episode_begins():
+    model = make("lstm")
+    steps = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
+    alone, memory = [], None
+    for step in steps:
+        action, memory = model.act(step[1], memory=memory)
+        assert action in DISCRETE
+        alone.append(memory)
+    memory = None
+    for t, step in enumerate(steps):
+        _, memory = model.act(step, memory=memory, begins=np.array([t == 2, False]))
+        if t == 2:
+            _, fresh = model.act(step[0])
+            for together, one in zip(leaves(memory), leaves(fresh), strict=True):
+                torch.testing.assert_close(together[:1], one)
+        for together, one in zip(leaves(memory), leaves(alone[t]), strict=True):
+            torch.testing.assert_close(together[1:], one)
+            assert one.abs().sum() > 0
+
+
+def test_masks_hold_and_samples_are_drawn_where_that_is_asked_for():
+    model = make("masks")
+    rows = {"place": np.zeros((300, 3), np.float32), "action_mask": np.tile(np.int8([1, 0, 1]), (300, 1))}
+    assert len(set(model.act(rows))) == 1
+    assert set(model.act(rows, deterministic=False)) == {0, 2}
+
+
+def test_what_does_not_fit_is_named():
+    model = make("masks")
+    with pytest.raises(ConfigurationError, match="observation has no 'action_mask'"):
+        model.act({"place": np.zeros(3)})
+    with pytest.raises(ConfigurationError, match=r"observation\.place has the shape \(4,\): expected \(3,\), or rows"):
+        model.act({"place": np.zeros(4), "action_mask": np.ones(3)})
+    with pytest.raises(ConfigurationError, match="its parts are of different numbers of rows"):
+        model.act({"place": np.zeros((2, 3)), "action_mask": np.ones((1, 3))})
+    with pytest.raises(ConfigurationError, match="memory='given' is not valid: expected None, since the policy has"):
+        PPO(VECTOR, DISCRETE, hidden_sizes=(4,)).act(np.zeros(3), memory={})
+
+
+def test_observations_may_be_numbers():
+    space = spaces.Dict({"cell": spaces.Discrete(4), "action_mask": ActionMask((3,))})
+    torch.manual_seed(0)
+    model = PPO(space, DISCRETE, hidden_sizes=(4,))
+    one = {"cell": 2, "action_mask": np.int8([0, 1, 0])}
+    assert model.act(one) == 1
+    assert model.act(map_leaves(lambda x: np.stack([x] * 2), one)).tolist() == [1, 1]

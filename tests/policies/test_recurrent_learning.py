@@ -1,0 +1,216 @@
+"""Whole runs with memory: what cannot be solved without, options, evaluation, and what is refused."""
+
+import math
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from lightning.pytorch import seed_everything
+
+from lightning_rl import A2C, PPO, FailedUpdate, RolloutDataModule
+from lightning_rl.cli.main import main
+from lightning_rl.nested import leaves, map_leaves
+from lightning_rl.spaces import space_to_dict
+from lightning_rl.validation import ConfigurationError
+from tests.checkpointing.test_failed_update import BrokenRollouts
+from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+
+SEQUENCES = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
+
+
+def learn_to_repeat(memory: Any, algorithm: type[PPO] | type[A2C] = PPO, **options: Any) -> float:
+    """The mean return of 40 episodes, after some training, of naming the goal that was shown at the beginning."""
+    seed_everything(0, verbose=False)
+    data = RolloutDataModule(
+        "tests.probes:Probe/RepeatFirst-v0", 16, 24, 25, eval_episodes=40, env_kwargs={"length": 8}
+    )
+    common = {"memory": memory, "learning_rate": 1e-2, "hidden_sizes": (16,), "gamma": 0.9}
+    model = algorithm(data.observation_space, data.action_space, **common | options)
+    trainer = make_trainer(max_epochs=1, limit_val_batches=1)
+    trainer.fit(model, data)
+    return trainer.callback_metrics["val/episode_return"].item()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"kind": "lstm", "hidden_size": 16},
+        {"kind": "gru", "hidden_size": 16, "sequence_length": 8, "burn_in": 3},
+    ],
+    ids=["lstm", "gru"],
+)
+def test_what_was_shown_once_is_remembered(memory):
+    assert learn_to_repeat(memory, num_minibatches=2) == pytest.approx(1)
+
+
+def test_without_memory_it_cannot_be():
+    assert learn_to_repeat(None, num_minibatches=2) < 0.7
+
+
+def test_a2c_remembers_too():
+    memory = {"kind": "gru", "hidden_size": 16}
+    assert learn_to_repeat(memory, A2C, optimizer="torch.optim.Adam", shared_encoder=True) > 0.95
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": SEQUENCES | {"kind": "lstm"}, "normalize_observations": True, "normalize_rewards": True},
+        {"memory": SEQUENCES | {"burn_in": 4, "num_layers": 2}, "shared_encoder": True},
+        {"memory": "lstm", "shared_encoder": True, "num_minibatches": 1},
+    ],
+    ids=["normalized", "burn_in", "whole"],
+)
+def test_validation_changes_nothing(options):
+    """Not even what is remembered of the episodes under way."""
+
+    def train(**trainer_options):
+        data = make_data(num_envs=3, rollout_length=16)
+        model = make_model(data, **{"num_minibatches": 3} | options)
+        make_trainer(max_epochs=2, **trainer_options).fit(model, data)
+        return model
+
+    plain = train()
+    for trainer_options in ({"limit_val_batches": 1}, {"limit_val_batches": 1, "num_sanity_val_steps": 1}):
+        assert_equal_parameters(train(**trainer_options), parameters_of(plain))
+
+
+def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
+    """What is acted from is the state that came before, of zeros at an episode's first observation."""
+    data = make_data("tests.probes:Probe/Counter-v0", env_kwargs={"lengths": (3, 2)}, eval_episodes=4, num_eval_envs=2)
+    model = make_model(data, memory=SEQUENCES)
+    given, came = [], []
+    original = model.policy.act
+
+    def spy(*args, memory, **kwargs):
+        output = original(*args, memory=memory, **kwargs)
+        given.append(memory["actor"])
+        came.append(output.memory["actor"])
+        return output
+
+    model.policy.act = spy
+    make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
+    assert len(given) == 5
+    for t, state in enumerate(given):
+        assert torch.equal(state, torch.zeros_like(state) if t in (0, 3) else came[t - 1])
+    assert all(state.any() for state in came[1:])  # the very first observation is all zeros
+
+
+def test_one_acts_from_what_one_remembers():
+    data = make_data()
+    model = make_model(data, memory="lstm", shared_encoder=True)
+    observations = torch.rand(2, 4)
+    with pytest.raises(ValueError, match="needs memory: initial_memory"):
+        model(observations)
+    memory = model.policy.initial_memory(2)
+    actions, after = model(observations, memory=memory)
+    assert actions.shape == (2,) and [x.shape for x in leaves(after)] == [(2, 1, 128)] * 2
+    assert not any(map(torch.equal, leaves(memory), leaves(after)))
+
+
+def test_options_change_what_is_learned():
+    def train(**memory):
+        data = make_data(num_envs=4, rollout_length=16)
+        model = make_model(data, memory=SEQUENCES | memory, learning_rate=1e-2, shared_encoder=True)
+        make_trainer().fit(model, data)
+        return model
+
+    plain = train()
+    assert sum(p.numel() for p in train(hidden_size=9).parameters()) > sum(p.numel() for p in plain.parameters())
+    for options in ({"sequence_length": 4}, {"burn_in": 3}, {"kind": "lstm"}, {"separate": True}, {"num_layers": 2}):
+        other = train(**options)
+        pairs = zip(other.policy.action_head.parameters(), plain.policy.action_head.parameters(), strict=True)
+        assert not any(torch.equal(*pair) for pair in pairs), options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": SEQUENCES | {"sequence_length": 5}}, "memory.sequence_length=5 is not valid: expected a divisor"),
+        ({"memory": SEQUENCES, "num_minibatches": 3}, "num_minibatches=3 does not divide the 4 sequences"),
+        ({"memory": "lstm", "num_minibatches": 4}, "num_minibatches=4 does not divide the 2 sequences"),
+    ],
+)
+def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, message):
+    data = make_data()
+    model = make_model(data, **options)
+    with pytest.raises(ConfigurationError, match=message):
+        make_trainer().fit(model, data)
+    assert not data._sampler.started
+
+
+def test_memory_is_refused_on_xla():
+    model = make_model(make_data(), memory="lstm")
+    model._device = torch.device("xla")
+    with pytest.raises(ConfigurationError, match="memory='lstm' is not valid: expected None on XLA"):
+        model.check_run(make_trainer(), None)
+
+
+def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
+    data = make_data()
+    model = make_model(data, memory=SEQUENCES)
+    trainer = make_trainer()
+    trainer.fit(model, data)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = PPO.load_from_checkpoint(tmp_path / "one.ckpt")
+    memory = map_leaves(lambda x: x + 0.5, model.policy.initial_memory(2))
+    outputs = [one.policy.value(torch.ones(2, 4), memory) for one in (model, loaded)]
+    assert torch.equal(*outputs)
+    for other in (None, SEQUENCES | {"hidden_size": 9}, SEQUENCES | {"kind": "lstm"}):
+        with pytest.raises(ConfigurationError, match="does not fit the checkpoint: expected memory="):
+            make_trainer(max_epochs=2).fit(make_model(data, memory=other), data, ckpt_path=tmp_path / "one.ckpt")
+
+
+def test_every_rollout_is_on_policy_while_it_learns():
+    """Through 20 rollouts of episodes that begin and end inside of sequences."""
+    data = make_data(num_envs=4, rollout_length=32, rollouts_per_epoch=20)
+    model, recorder = make_model(data, memory="lstm", learning_rate=3e-3, num_epochs=4), Recorder()
+    make_trainer(callbacks=[recorder]).fit(model, data)
+    assert max(recorder.column("first_ratio_error")) <= 1e-6
+    assert max(recorder.column("approx_kl")) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--model.memory=lstm", "lstm"),
+        ("--model.memory={kind: gru, hidden_size: 8}", {"kind": "gru", "hidden_size": 8}),
+    ],
+)
+def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lightning-rl"])
+    small = ["--data.env_id=CartPole-v1", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
+    cli = main(["fit", "--model=PPO", given, *small, "--max_env_steps=64", "--trainer.accelerator=cpu"])
+    assert cli.model.hparams["memory"] == expected
+    assert cli.model.policy.actor_core.is_lstm == (expected == "lstm")
+    stored = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
+    assert stored["hyper_parameters"]["memory"] == expected
+    assert stored["RolloutDataModule"]["ranks"][0]["memory"]["actor"] is not None
+
+
+def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_it():
+    aim = space_to_dict(spaces.Dict({"move": spaces.Discrete(3), "arm": spaces.Box(-1, 1, (2,))}))
+    for env_id, env_kwargs, options in (
+        ("tests.nested_probes:Probe/Puzzle-v0", {}, {"critic_only": ["answer"], "normalize_observations": True}),
+        ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"action_distribution": {"arm": "beta"}}),
+    ):
+        data = make_data(env_id, env_kwargs=env_kwargs, num_envs=4, rollouts_per_epoch=3)
+        model, recorder = make_model(data, memory=SEQUENCES, learning_rate=3e-3, **options), Recorder()
+        make_trainer(callbacks=[recorder], limit_val_batches=1).fit(model, data)
+        assert max(recorder.column("first_ratio_error")) <= 1e-6
+        assert min(recorder.column("approx_kl")) > 1e-6
+
+
+def test_a_failed_update_is_made_again_with_its_sequences(tmp_path):
+    data = make_data(num_envs=3)
+    torch.manual_seed(0)
+    memory = SEQUENCES | {"burn_in": 4}
+    model = BrokenRollouts(data.observation_space, data.action_space, broken=[1], memory=memory, num_minibatches=3)
+    with pytest.raises(FloatingPointError) as caught:
+        make_trainer(default_root_dir=tmp_path).fit(model, data)
+    failed = FailedUpdate.load(re.search(r"load\('(.*)'\)", str(caught.value))[1])
+    assert all(math.isnan(failed.replay()[term]) for term in ("policy_loss", "grad_norm"))
+    assert len(failed.minibatch.sequences) == 2 and failed.minibatch.sequences.burn_in is not None
