@@ -204,7 +204,7 @@ class Recording:
 def remember(policy: ActorCritic, rollout: Rollout) -> None:
     """Say of a rollout what a policy remembered of it, made up of random numbers."""
     length, num_envs = rollout.shape
-    begins = rollout.ends if rollout.valid is None else rollout.ends | ~rollout.valid
+    begins = rollout.dones if rollout.valid is None else rollout.dones | ~rollout.valid
     rollout.starts = torch.cat([begins[-1:], begins[:-1]])
     steps = policy.memory.stored_steps(length)
     rollout.memory = map_stacked(torch.stack, [random_memory(policy, num_envs, seed=step) for step in steps])

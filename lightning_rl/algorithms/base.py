@@ -41,7 +41,7 @@ from lightning_rl.spaces import SpaceDict, differing, space_from_dict, space_to_
 from lightning_rl.training.advantages import Targets
 from lightning_rl.training.checks import check_strategy, plain_settings, refuse_automatic_optimization, refuse_tuners
 from lightning_rl.training.clock import RATES, ScheduledOptions, is_bounded, planned_env_steps
-from lightning_rl.training.metrics import Reports, StepMetric, that_show_histograms
+from lightning_rl.training.metrics import Reports, StepMetric, histogram_loggers
 from lightning_rl.training.optimization import (
     NotFiniteError,
     adam,
@@ -207,7 +207,7 @@ class Hooks(Reports):
             if rollout_shape is not None:
                 memory.num_sequences(rollout_shape)
         self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.histograms or bool(that_show_histograms(trainer.loggers))
+        shown = not self.histograms or bool(histogram_loggers(trainer.loggers))
         check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
 
     def setup(self, stage: str) -> None:
@@ -258,7 +258,7 @@ class Hooks(Reports):
             for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self._planned_env_steps = planned_env_steps(self.trainer)
-        self._scheduled.tell_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
+        self._scheduled.report_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
         self._restored_plan = None
         is_known = self._planned_env_steps is not None
         self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
@@ -607,7 +607,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         observation: Nested,
         deterministic: bool = True,
         memory: Nested | None = None,
-        begins: Any = None,  # noqa: ANN401 - flags, of one environment or several
+        episode_starts: Any = None,  # noqa: ANN401 - flags, of one environment or several
     ) -> Nested:
         """Return what an environment takes for what it gives, one or several at once: arrays or numbers, no tensors.
 
@@ -617,8 +617,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
             deterministic: Take the mode of the policy rather than a sample from it.
             memory: Of a policy that has one: what came with the last action, None where episodes begin. A pair is
                 returned: action, and the memory for the next step.
-            begins: Where in between an episode begins, `[B]`: `terminated | truncated` of a vectorised environment that
-                has reset what ended. The memory is forgotten there.
+            episode_starts: Where an episode has started since the last call, `[B]`: `terminated | truncated` of a
+                vectorized environment that resets by itself. The memory is forgotten there.
 
         Raises:
             ConfigurationError: A part of the observation is missing or of another shape, or there is a memory too many.
@@ -630,7 +630,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             observation,
             deterministic=deterministic,
             memory=memory,
-            begins=begins,
+            episode_starts=episode_starts,
         )
 
     @contextmanager
@@ -667,7 +667,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             yield
         means = self.losses = self.diagnostics.means()
         if not_finite := self.diagnostics.not_finite(means):
-            self.undo_what_was_taken_in()
+            self.roll_back_normalizers()
             skip_or_raise(self, rollout, not_finite, generator_state)
             if self.reward_normalizer is not None:
                 self.reward_normalizer.forget()
@@ -675,12 +675,12 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.skipped_updates = 0
             self.after_updates(means)
             if not self._kept_normalizers:  # unless they took it in before
-                self.take_into_normalizers(rollout)
+                self.update_running_statistics(rollout)
             self._take_into_value_normalizer()
             for replay in self.replays.values():
                 replay.commit()
             self._forget_normalizers()
-        self._saturation.tell(means.get("action_saturation"), self.policy_version, self.action_space)
+        self._saturation.report(means.get("action_saturation"), self.policy_version, self.action_space)
         if self.max_skipped_updates:
             means = means | {"skipped_updates": float(bool(not_finite))}
         means = means | rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
@@ -717,7 +717,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         Raises:
             NotImplementedError: The algorithm has no `loss(batch)`.
         """
-        with self.leaving_no_trace():
+        with self.isolated_state():
             self.observe_loss(rollout)
             return self.diagnostics.means()
 
@@ -726,8 +726,8 @@ class OnPolicyAlgorithm(Targets, Hooks):
         loss = getattr(self, "loss", None)
         if loss is None:
             raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
-        batch = self.whole(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
-        self.weigh([batch])
+        batch = self.prepare_batch(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
+        self.set_global_weights([batch])
         loss(batch)
 
     def scheduled(

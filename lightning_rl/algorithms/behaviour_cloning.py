@@ -79,7 +79,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
     def recorded_steps(self, rollout: Rollout) -> Batch:
         """Return the steps as one batch."""
         if self.update_normalizers == "before":
-            self.take_in_before(rollout)
+            self.update_running_statistics_first(rollout)
         return rollout.flatten()
 
     def update(self, batch: Batch) -> None:
@@ -90,7 +90,7 @@ class BehaviourCloning(OnPolicyAlgorithm):
     def observe_loss(self, rollout: Rollout | Batch) -> None:
         """Compute the loss over recorded steps."""
         batch = self.recorded_steps(rollout) if isinstance(rollout, Rollout) else rollout.replace()
-        self.weigh([batch])
+        self.set_global_weights([batch])
         self.loss(batch)
 
     def loss(self, batch: Batch) -> Tensor:

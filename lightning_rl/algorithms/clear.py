@@ -104,7 +104,9 @@ class CLEAR(IMPALA):
         """Learn from one rollout and from earlier ones, keep it, and return the losses."""
         with self.learning(rollout):
             new, *replayed = [self.evaluated(unroll) for unroll in self.unrolls(rollout)]
-            self.remember(rollout, new)  # before the step, which changes parameters that are in distributions as well
+            self.store_rollout(
+                rollout, new
+            )  # before the step, which changes parameters that are in distributions as well
             self.update([new, *replayed])
             self.log_histograms(new.batch, "update")
         return {"losses": self.losses}
@@ -114,9 +116,9 @@ class CLEAR(IMPALA):
         unrolls = super().unrolls(rollout)
         drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
         if len(self.kept):
-            earlier, then = self.kept.take(self.draw(rollout.shape[1]))
+            earlier, then = self.kept.gather(self.draw(rollout.shape[1]))
             unrolls.append(self.unroll(earlier.to(self.device), **map_leaves(lambda x: x.to(self.device), then)))
-            self.weigh_together([unroll.batch for unroll in unrolls])
+            self.set_global_weights_together([unroll.batch for unroll in unrolls])
         return unrolls
 
     def draw(self, num_new: int) -> Tensor:
@@ -136,7 +138,7 @@ class CLEAR(IMPALA):
         self.diagnostics.add(policy_cloning_loss=policy_cloning, value_cloning_loss=value_cloning)
         return self.policy_cloning_coef * policy_cloning, self.value_cloning_coef * value_cloning
 
-    def remember(self, rollout: Rollout, evaluated: Evaluated) -> None:
+    def store_rollout(self, rollout: Rollout, evaluated: Evaluated) -> None:
         """Keep the unrolls of a rollout, with what the learner made of them before its step."""
         batch = evaluated.batch
 

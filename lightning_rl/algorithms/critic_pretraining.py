@@ -14,7 +14,7 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.optimization import StepOutput
-from lightning_rl.training.parameter_groups import Half, check_critic, parameters_of_policy
+from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_positive_int, is_one_of
 
@@ -72,7 +72,7 @@ class CriticPretraining(UnrollLearner):
         self.num_epochs = num_epochs
         self.num_minibatches = num_minibatches
 
-    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return those that are never learned: all that actions depend on."""
         return parameters_of_policy(self.policy)
 
@@ -86,7 +86,7 @@ class CriticPretraining(UnrollLearner):
         """Make passes of gradient steps over a batch, unless they are stopped."""
         for minibatch in self.passes(batch, self.num_epochs, self.num_minibatches):
             self.optimize(self.loss(minibatch))
-        if not self.diagnostics.known_closed:
+        if not self.diagnostics.stopped:
             self.log_histograms(batch, "update")
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:

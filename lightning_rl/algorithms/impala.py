@@ -37,7 +37,7 @@ class Evaluated(NamedTuple):
     log_probs: Tensor
     values: Tensor
 
-    def counted(self, x: Tensor) -> Tensor:
+    def valid_rows(self, x: Tensor) -> Tensor:
         """Return the entries of `x`, `[N]`, of rows that count; others are there too."""
         return x[self.batch.weights != 0] if "weights" in self.batch.fields else x
 
@@ -136,14 +136,14 @@ class IMPALA(UnrollLearner):
     def unrolls(self, rollout: Rollout) -> list[Unroll]:
         """Return what one step is made from: here the rollout alone."""
         if self.update_normalizers == "before":
-            self.take_in_before(rollout)
+            self.update_running_statistics_first(rollout)
         unrolls = [self.unroll(rollout)]
-        self.weigh_together([unroll.batch for unroll in unrolls])
+        self.set_global_weights_together([unroll.batch for unroll in unrolls])
         return unrolls
 
     def evaluated(self, unroll: Unroll) -> Evaluated:
         """Return what the learner makes of an unroll, and its V-trace targets."""
-        rollout, batch = unroll.rollout, self.begin_minibatch(unroll.batch)
+        rollout, batch = unroll.rollout, self.start_minibatch(unroll.batch)
         distribution, values = self.evaluate(batch)
         log_probs = distribution.log_prob(batch.actions)
         log_rhos = log_probs.detach() - batch.log_probs
@@ -210,10 +210,10 @@ class IMPALA(UnrollLearner):
 
     def observe_targets(self, parts: Sequence[Evaluated]) -> None:
         """Hand the value targets to `value_normalization`, and observe those of the newest unrolls: NaN of none."""
-        self._value_targets = torch.cat([one.counted(one.batch.returns) for one in parts])
-        new, returns = parts[0], parts[0].counted(parts[0].batch.returns)
-        values = new.counted(new.values.detach()).to(returns.dtype)
-        ratios = new.counted(new.log_probs.detach() - new.batch.log_probs).exp()
+        self._value_targets = torch.cat([one.valid_rows(one.batch.returns) for one in parts])
+        new, returns = parts[0], parts[0].valid_rows(parts[0].batch.returns)
+        values = new.valid_rows(new.values.detach()).to(returns.dtype)
+        ratios = new.valid_rows(new.log_probs.detach() - new.batch.log_probs).exp()
         count, weights = self.all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
         self.diagnostics.observe(
             explained_variance=self.explained_variance(values, returns),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.nested import map_leaves
-from lightning_rl.policies.values import in_chunks, revalued, values_reached
+from lightning_rl.policies.values import in_chunks, values_reached, with_recomputed_values
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.unroll import Unroll
 
@@ -26,7 +26,7 @@ _CLIP = 1.0
 
 
 @torch.no_grad()
-def seen_now(module: Any, rollout: Rollout) -> Rollout:  # noqa: ANN401 - an algorithm; they import this module
+def reevaluate(module: Any, rollout: Rollout) -> Rollout:  # noqa: ANN401 - an algorithm; they import this module
     """Return a rollout of the same steps with the log-probabilities and values of the current policy.
 
     Its `log_rhos` say how much likelier the actions are now than when they were taken.
@@ -38,7 +38,7 @@ def seen_now(module: Any, rollout: Rollout) -> Rollout:  # noqa: ANN401 - an alg
     if rollout.memory is None:
         acted = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
         now = in_chunks(lambda pair: module.policy.log_prob(*pair), (acted, rollout.actions), lead=2)
-        result = revalued(module.policy, rollout)
+        result = with_recomputed_values(module.policy, rollout)
     else:
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
         unroll = Unroll(rollout, rollout.flatten(places=places))

@@ -25,7 +25,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceDict, observation_dtype
 from lightning_rl.training.optimization import StepOutput
-from lightning_rl.training.parameter_groups import Half
+from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_one_of
 
@@ -147,24 +147,24 @@ class Phases(PPO):
         half = len(made) // 2
         return made[half:] if self._in_auxiliary_phase else made[:half]
 
-    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return those that an update leaves as they are: in the policy phase the auxiliary head, too."""
         if self._in_auxiliary_phase:
             return []
         if self.is_warming_up:
-            return super().idle_parameters(only)
+            return super().frozen_parameters(only)
         others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
         if self.policy.detached and only == "critic":  # which then shapes nothing but its head
             others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
         taken = {id(parameter) for parameter in others.values()}
-        return [*others.values(), *(p for p in super().idle_parameters(only) if id(p) not in taken)]
+        return [*others.values(), *(p for p in super().frozen_parameters(only) if id(p) not in taken)]
 
     @contextmanager
     def auxiliary_updates(self) -> Iterator[None]:
         """Frame the updates of an auxiliary phase: of all parameters, at rates of its own, under names of their own."""
         rates = self._rates()
         self._in_auxiliary_phase = True
-        self.diagnostics.begin_phase("aux_")
+        self.diagnostics.start_phase("aux_")
         self._set_rates([[rate * self.aux_learning_rate_scale for rate in some] for some in rates])
         self.diagnostics.observe(learning_rate=torch.tensor(self._rates()[0][0], device=self.device))
         try:
@@ -184,7 +184,7 @@ class Phases(PPO):
 
     # ------------------------------------------------------------------ memory
 
-    def remember(self, rollout: Rollout, batch: Batch) -> None:
+    def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
         """Keep what the auxiliary phase needs of a rollout.
 
         Args:
@@ -218,7 +218,7 @@ class Phases(PPO):
         """
         for _, part in self._parts(self.minibatch_order):
             if self.has_rows(part):
-                yield self.begin_minibatch(part)
+                yield self.start_minibatch(part)
 
     def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
@@ -232,7 +232,7 @@ class Phases(PPO):
             parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
         weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
         rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
-        self.weigh(rows_of)
+        self.set_global_weights(rows_of)
         for (addresses, some), rows in zip(parts, rows_of, strict=True):
             fields = map_leaves(self.to_device, self.kept.gather(addresses))
             yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
@@ -248,7 +248,7 @@ class Phases(PPO):
         return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
 
     @torch.no_grad()
-    def keep_distributions(self) -> None:
+    def store_distributions(self) -> None:
         """Keep with every step the distribution that the policy has there now."""
         for addresses, part in self._parts(torch.arange):
             distribution, _ = self.evaluate(part)
@@ -262,7 +262,7 @@ class Phases(PPO):
     def observe_divergence(self) -> None:
         """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
         rows = Batch({"addresses": self.kept.steps()})
-        self.weigh([rows])
+        self.set_global_weights([rows])
         total = torch.zeros((), device=self.device)
         for _, part in self._parts(torch.arange):
             distribution, _ = self.evaluate(part)
@@ -413,7 +413,7 @@ class PPG(Phases):
         """Learn from one rollout as PPO does, and keep its observations and value targets."""
         steps = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
         batch = self.targets(rollout, steps=steps)
-        self.remember(rollout, batch)
+        self.store_rollout(rollout, batch)
         self.update(rollout, batch)
 
     def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
@@ -428,11 +428,11 @@ class PPG(Phases):
     def auxiliary_phase(self) -> None:
         """Learn to predict the kept value targets, without changing what the policy does."""
         with self.auxiliary_updates():
-            self.keep_distributions()
+            self.store_distributions()
             for _ in range(self.num_aux_epochs):
                 for minibatch in self.auxiliary_minibatches():
                     self.optimize(self.auxiliary_loss(minibatch))
-                    if self.diagnostics.known_closed:
+                    if self.diagnostics.stopped:
                         return
             self.observe_divergence()
 

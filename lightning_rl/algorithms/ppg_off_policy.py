@@ -18,7 +18,7 @@ from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_a
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.optimization import StepOutput
-from lightning_rl.training.parameter_groups import Half
+from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.validation import check, check_positive_int
 
 Samples = dict[str, Batch]
@@ -123,7 +123,7 @@ class OffPolicyPPG(PPG):
 
     def store(self, rollout: Rollout) -> None:
         """Put every step of a rollout into both buffers, with what is known of it now."""
-        batch = self.whole(self.targets(rollout))
+        batch = self.prepare_batch(self.targets(rollout))
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():
             buffer.append(newest.fields)
@@ -148,7 +148,7 @@ class OffPolicyPPG(PPG):
         drop_unless_alike(self.kept, Layout((1, len(samples["value"]))), "the policy phase")
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
         samples = {name: Batch(map_leaves(self.to_device, batch.fields)) for name, batch in samples.items()}
-        self.diagnostics.begin_phase("")
+        self.diagnostics.start_phase("")
         ages = {
             f"{name}_age": self.policy_version - x.versions.to(exact_dtype(self.device)).mean()
             for name, x in samples.items()
@@ -160,10 +160,10 @@ class OffPolicyPPG(PPG):
             for policy_part, value_part in zip(*parts, strict=True):
                 keep_if = partial(self._is_close, policy_part) if self.kl_rollback and half != "critic" else None
                 self.optimize(self.loss_of_both(half, policy_part, value_part), only=half, keep_if=keep_if)
-                if self.diagnostics.known_closed:
+                if self.diagnostics.stopped:
                     return
 
-    def loss_of_both(self, half: Half | None, policy_batch: Batch, value_batch: Batch) -> Tensor:
+    def loss_of_both(self, half: ActorOrCritic | None, policy_batch: Batch, value_batch: Batch) -> Tensor:
         """Return the loss of PPO, or a half of it: the policy's over one minibatch, the value's over another."""
         terms: list[Tensor] = []
         if half != "critic":

@@ -22,7 +22,7 @@ from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.optimization import AdaptiveLearningRate, StepOutput
-from lightning_rl.training.parameter_groups import Half, check_critic, parameters_of_policy
+from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int, is_one_of
 
@@ -302,7 +302,7 @@ class PPO(OnPolicyAlgorithm):
 
     def observe_loss(self, rollout: Rollout | Batch) -> None:
         """Compute the loss over a rollout as it is seen now, or over rows of one."""
-        super().observe_loss(self.seen_now(rollout) if isinstance(rollout, Rollout) else rollout)
+        super().observe_loss(self.reevaluate(rollout) if isinstance(rollout, Rollout) else rollout)
 
     @property
     def is_warming_up(self) -> bool:
@@ -319,28 +319,28 @@ class PPO(OnPolicyAlgorithm):
         """Whether the advantages of each minibatch are normalised for themselves."""
         return self.normalize_advantages == "minibatch"
 
-    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return those that an update leaves as they are: all that actions depend on, while the critic warms up."""
-        return parameters_of_policy(self.policy) if self.is_warming_up else super().idle_parameters(only)
+        return parameters_of_policy(self.policy) if self.is_warming_up else super().frozen_parameters(only)
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
         """Learn from one rollout, and return the losses."""
         with self.learning(rollout):
-            rollout = self.seen_now(rollout)
+            rollout = self.reevaluate(rollout)
             self.update(rollout, self.targets(rollout))
         return {"losses": self.losses}
 
-    def seen_now(self, rollout: Rollout) -> Rollout:
+    def reevaluate(self, rollout: Rollout) -> Rollout:
         """Return a rollout as the current policy sees it, where an earlier one may have collected it."""
         if not self.overlapped:
             return rollout
-        rollout = overlapped_ppo.seen_now(self, rollout)
+        rollout = overlapped_ppo.reevaluate(self, rollout)
         assert rollout.log_rhos is not None
         self.diagnostics.observe(importance_weight=overlapped_ppo.mean_weight(self, rollout, rollout.log_rhos))
         return rollout
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]`; by V-trace of a rollout that `seen_now` has returned."""
+        """Return advantages and value targets `[T, B]`; by V-trace of a rollout that `reevaluate` has returned."""
         if rollout.log_rhos is None:
             return super().advantages_and_returns(rollout)
         return overlapped_ppo.vtrace(self, rollout, rollout.log_rhos)
@@ -352,22 +352,22 @@ class PPO(OnPolicyAlgorithm):
             rollout: That the batch is made of.
             batch: What `targets` made of it.
         """
-        batch = self.whole(batch)
+        batch = self.prepare_batch(batch)
         num_passes = self.num_passes
         for epoch in range(num_passes):
             if epoch > 0 and self.recompute_advantages:
-                batch = self.whole(self.with_new_targets(batch, rollout))
+                batch = self.prepare_batch(self.with_new_targets(batch, rollout))
             only = self._half(epoch)
             for minibatch in self.minibatches(batch, self.num_minibatches):
                 keep_if = partial(self._is_close, minibatch) if self.kl_rollback and only != "critic" else None
                 self.optimize(self.engine.loss(self, minibatch, only), only=only, keep_if=keep_if)
-                if self.diagnostics.known_closed:
+                if self.diagnostics.stopped:
                     return
             if epoch in (0, num_passes - 1):
                 self.log_histograms(batch, "first_epoch" if epoch == 0 else "last_epoch")
 
     @fast.closed_form(fast.PPOLoss, reads=READ_BY_LOSS)  # the same loss by formulas: edit both, or delete this line
-    def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
+    def loss(self, batch: Batch, only: ActorOrCritic | None = None) -> Tensor:
         """Return the loss of equation 9 over a minibatch; it needs no Trainer.
 
         Args:
@@ -450,7 +450,7 @@ class PPO(OnPolicyAlgorithm):
             mean_kl = self.average_over_ranks(torch.tensor(means["approx_kl"], device=self.device))
             self.adaptive_learning_rate.adapt(self.optimizer.optimizer, float(mean_kl))
 
-    def whole(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """Return a batch as its minibatches are cut from it, with advantages normalised over all of it if so wanted."""
         if self.normalize_advantages != "rollout":
             return batch
@@ -465,7 +465,7 @@ class PPO(OnPolicyAlgorithm):
         # In float64, whose sums with other numbers are those of Python's; beside other tensors it has no say in dtypes.
         return torch.tensor(value, dtype=torch.float64) if self.compile_loss and torch.is_grad_enabled() else value
 
-    def _half(self, epoch: int) -> Half | None:
+    def _half(self, epoch: int) -> ActorOrCritic | None:
         """Return the half of the network that a pass is about; None: both."""
         if self.is_warming_up or epoch >= self.num_epochs:
             return "critic"
@@ -474,7 +474,7 @@ class PPO(OnPolicyAlgorithm):
     def stop_unless_close(self, approx_kl: Tensor) -> None:
         """Stop the updates from this rollout if the divergence on a minibatch is beyond what `target_kl` allows."""
         if self.target_kl is not None:
-            self.diagnostics.close_unless(self._allows(approx_kl, self.target_kl))
+            self.diagnostics.stop_unless(self._allows(approx_kl, self.target_kl))
 
     def _is_close(self, batch: Batch) -> Tensor:
         """Return whether the policy, as it is now, is as close to the one of the rollout as `target_kl` asks."""

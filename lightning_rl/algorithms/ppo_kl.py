@@ -86,7 +86,7 @@ class PPOKLPenalty(ActingDistribution, PPO):
         adapts = self.adaptive and not self.is_warming_up
         with self.learning(rollout):
             self.diagnostics.observe(kl_coef=self.kl_coef.clone())
-            rollout = self.seen_now(rollout)
+            rollout = self.reevaluate(rollout)
             batch = self.targets(rollout)
             self.update(rollout, batch)
             kl = self.mean_kl(batch)
@@ -118,7 +118,7 @@ class PPOKLPenalty(ActingDistribution, PPO):
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:
         """Return the mean KL(old ‖ new) over the rows of all ranks, by the current parameters; NaN of none."""
-        self.weigh([batch])
+        self.set_global_weights([batch])
         if not self.has_rows(batch):
             return self.kl_coef.new_tensor(torch.nan)
         if batch.sequences is not None:

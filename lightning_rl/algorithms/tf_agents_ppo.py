@@ -20,7 +20,7 @@ from lightning_rl.policies.normalization import RewardScale, RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.parameter_groups import Half
+from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number
 
@@ -126,11 +126,11 @@ class TFAgentsPPO(PPOKLPenalty):
             expected = "at least 2, since the last step only gives its value"
             check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
-    def take_into_normalizers(self, rollout: Rollout) -> None:
+    def update_running_statistics(self, rollout: Rollout) -> None:
         """Take all steps into the running moments, those that only reset too."""
         every_step = copy.copy(rollout)
         every_step.valid = None
-        super().take_into_normalizers(every_step)
+        super().update_running_statistics(every_step)
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets `[T, B]`, 0 for the last step."""
@@ -155,7 +155,7 @@ class TFAgentsPPO(PPOKLPenalty):
         weights, given = counts.to(advantages.dtype), self.given_weights(rollout)
         return torch.ones_like(counts), weights if given is None else weights * given
 
-    def weigh(self, parts: Sequence[Batch]) -> None:
+    def set_global_weights(self, parts: Sequence[Batch]) -> None:
         """Have means divide by the number of all rows, whatever they weigh."""
         counts = [len(part) for part in parts]
         if self.world_size > 1:
@@ -183,7 +183,7 @@ class TFAgentsPPO(PPOKLPenalty):
         """Return the advantages as `normalize_each` makes them of all rows, weight or not."""
         return self.normalize_each([batch.advantages])[0]
 
-    def loss(self, batch: Batch, only: Half | None = None) -> Tensor:
+    def loss(self, batch: Batch, only: ActorOrCritic | None = None) -> Tensor:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
         uncounted = batch.weights == 0
 

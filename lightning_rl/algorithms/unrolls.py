@@ -75,7 +75,7 @@ class UnrollLearner(OnPolicyAlgorithm):
             per_step["weights"] = weights
         return Unroll(rollout, rollout.flatten(places=places, **per_step))
 
-    def weigh_together(self, batches: Sequence[Batch]) -> None:
+    def set_global_weights_together(self, batches: Sequence[Batch]) -> None:
         """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them.
 
         That is 0 where no rank has a row that counts.

@@ -109,9 +109,9 @@ class FailedUpdate:
             RuntimeError: `training_step` ended before it came to that update.
         """
         module, reached = self.module, 0
-        begin = module.begin_minibatch
+        begin = module.start_minibatch
 
-        def begin_minibatch(batch: Batch) -> Batch:
+        def start_minibatch(batch: Batch) -> Batch:
             self.minibatch = begin(batch)
             return self.minibatch
 
@@ -129,7 +129,7 @@ class FailedUpdate:
         module.policy_version, module.env_steps = self._policy_version, self.env_steps
         module._planned_env_steps = self._planned_env_steps
         module.generator.set_state(self._generator_state)
-        instead: dict[str, Any] = {"begin_minibatch": begin_minibatch, "optimize": optimize}
+        instead: dict[str, Any] = {"begin_minibatch": start_minibatch, "optimize": optimize}
         vars(module).update(instead)
         try:
             with self._trainer.precision_plugin.train_step_context():

@@ -35,7 +35,7 @@ class RunLock:
     def __init__(self) -> None:
         self._folder: int | None = None
 
-    def take(self, run_dir: Path) -> None:
+    def acquire(self, run_dir: Path) -> None:
         """Take a folder; only the first of several ranks does, since the others may only guess which it is.
 
         Args:

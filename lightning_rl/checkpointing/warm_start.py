@@ -18,21 +18,21 @@ class WarmStart(NamedTuple):
     """What became of each tensor of the parts that were asked for.
 
     Attributes:
-        taken: Names of those taken over.
+        loaded: Names of those taken over.
         other_shape: Those of another shape here, left as they were: name → (shape here, shape in the checkpoint).
         other_scale: Those of a reward normaliser that divides by something else, left as they were.
         not_stored: Those that the checkpoint does not have, left as they were.
         not_here: Those that only the checkpoint has.
     """
 
-    taken: list[str]
+    loaded: list[str]
     other_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     other_scale: list[str]
     not_stored: list[str]
     not_here: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.taken)} tensors were taken over: {', '.join(self.taken) or 'none'}"]
+        lines = [f"{len(self.loaded)} tensors were taken over: {', '.join(self.loaded) or 'none'}"]
         shapes = [f"{name} {here}, stored {stored}" for name, (here, stored) in self.other_shape.items()]
         for names, what in (
             (shapes, "left as they were, since their shapes differ"),
@@ -69,19 +69,19 @@ def warm_start(
     scales = [reward_scale(x.get("normalize_rewards")) for x in (module.hparams, checkpoint["hyper_parameters"])]
     other_scale = [name for name in both if name.startswith("reward_normalizer.") and scales[0] != scales[1]]
     result = WarmStart(
-        taken=[name for name in both if own[name].shape == given[name].shape and name not in other_scale],
+        loaded=[name for name in both if own[name].shape == given[name].shape and name not in other_scale],
         other_shape={n: (tuple(own[n].shape), tuple(given[n].shape)) for n in both if own[n].shape != given[n].shape},
         other_scale=other_scale,
         not_stored=[name for name in own if name not in given],
         not_here=[name for name in given if name not in own],
     )
-    filled = {part_of(name) for name in result.taken}
+    filled = {part_of(name) for name in result.loaded}
     for part in parts or ():
         if part not in filled:
             raise ConfigurationError(f"init_from={source!r}: nothing of the part {part!r} fits. {result}")
     if not filled:
         raise ConfigurationError(f"init_from={source!r}: nothing fits. {result}")
     with torch.no_grad():
-        for name in result.taken:
+        for name in result.loaded:
             own[name].copy_(given[name])
     return result

@@ -233,7 +233,7 @@ class OnPolicyCLI(LightningCLI):
         if fitting and self.run_dir is None and not config.fast_dev_run:
             self.run_dir = new_run_dir(self._root)
         if fitting and self.run_dir is not None:
-            self._lock.take(self.run_dir)
+            self._lock.acquire(self.run_dir)
         if fitting and self.run_dir is not None and config.enable_checkpointing is not False:
             added += default_checkpoints(self.run_dir / CHECKPOINTS, given, validates=config.limit_val_batches != 0)
         if config.logger in (None, True):

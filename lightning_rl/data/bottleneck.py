@@ -26,7 +26,7 @@ class BottleneckWatch:
         self._begin: float | None = None
         self._is_judged = False
 
-    def look(self, env_seconds: float, now: float) -> str | None:
+    def check(self, env_seconds: float, now: float) -> str | None:
         """Return what to tell the user, mostly nothing; call it after each rollout.
 
         Args:

@@ -32,7 +32,7 @@ from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent
-from lightning_rl.policies.recurrent_state import EpisodeMemory
+from lightning_rl.policies.recurrent_state import RecurrentState
 from lightning_rl.policies.values import Finals, estimate
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 from lightning_rl.spaces import observation_dtype
@@ -138,11 +138,11 @@ class Collector:
         self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         # Of steps that an environment failed in; the episodes before them have no end of their own.
-        self._lost = np.zeros(shape, bool)
+        self._failed = np.zeros(shape, bool)
         self._started = False
-        self._memory = EpisodeMemory()
+        self._memory = RecurrentState()
         # Where the observation before the next step is an episode's first.
-        self._begins = np.ones(shape[1], bool)
+        self._episode_starts = np.ones(shape[1], bool)
         # Of the episodes that go on into the next rollout.
         self._returns = np.zeros(shape[1])
         self._lengths = np.zeros(shape[1], np.int64)
@@ -171,7 +171,7 @@ class Collector:
         repeats, frames = self.environments.frames_per_step > 1 or self.environments.learned_repeats, 0
         taken_times: list[Tensor] = []
         self._valid.fill(True)
-        self._lost.fill(False)
+        self._failed.fill(False)
         clock, in_env, in_policy, in_transfer = time.perf_counter, 0.0, 0.0, 0.0
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
@@ -180,7 +180,7 @@ class Collector:
         take_step = profiled(profile, ENVIRONMENT, self.environments.step)
         to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
         if recurrent is not None:
-            self._memory.begin_rollout(recurrent, len(self._begins), self.length)
+            self._memory.start_rollout(recurrent, len(self._episode_starts), self.length)
         with torch.inference_mode():
             for t in range(self.length):
                 begun, row = clock(), self._rows[t]
@@ -202,8 +202,8 @@ class Collector:
                 self._store(t, step)
                 if recurrent is not None:
                     truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                    begins = self._terminated[t] | self._truncated[t] | ~self._valid[t]
-                    self._memory.after(t, output.memory, begins, truncated, step.lost)
+                    episode_starts = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+                    self._memory.after(t, output.memory, episode_starts, truncated, step.failed)
                 for index, observation in step.final_observations:
                     if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
                         finals.append((t, index, observation))
@@ -214,10 +214,13 @@ class Collector:
                     infos[key] += self.environments.info_values(step, key)
                 if infos and step.final_observations:  # most is told at the end of an episode
                     info_names.update(step.infos.get("final_info", step.infos))
-        begins = self._terminated | self._truncated | ~self._valid
-        starts, self._begins = np.concatenate([self._begins[None], begins[:-1]]), begins[-1]
+        episode_starts = self._terminated | self._truncated | ~self._valid
+        starts, self._episode_starts = (
+            np.concatenate([self._episode_starts[None], episode_starts[:-1]]),
+            episode_starts[-1],
+        )
         episodes = self._finished_episodes()
-        if self._lost.any():
+        if self._failed.any():
             finals += self._cut_off_episodes()
         evaluated = clock()
         evaluate = profiled(profile, POLICY, self._evaluate)
@@ -244,7 +247,7 @@ class Collector:
             "generator": self.generator.get_state(),
             "returns": torch.from_numpy(self._returns.copy()),
             "lengths": torch.from_numpy(self._lengths.copy()),
-            "begins": torch.from_numpy(self._begins.copy()),
+            "episode_starts": torch.from_numpy(self._episode_starts.copy()),
             "memory": self._memory.state_dict(),
         }
 
@@ -268,8 +271,8 @@ class Collector:
         for own, name in ((self._returns, "returns"), (self._lengths, "lengths")):
             stored = state[name].numpy()[: len(own)]
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
-        stored = state["begins"].numpy()[: len(exact)]
-        self._begins[: len(stored)] = stored | ~exact[: len(stored)]
+        stored = state["episode_starts"].numpy()[: len(exact)]
+        self._episode_starts[: len(stored)] = stored | ~exact[: len(stored)]
         self._memory.load_state_dict(state["memory"], exact, self.generator.device)
         return [int(index) for index in np.flatnonzero(~exact)]
 
@@ -286,12 +289,12 @@ class Collector:
         self._truncated[t] = step.truncated
         if step.valid is not None:
             self._valid[t] = step.valid
-            self._lost[t, list(step.lost)] = True
+            self._failed[t, list(step.failed)] = True
 
     def _cut_off_episodes(self) -> list[tuple[int, int, Any]]:
         """Truncate the episodes that a failure cut off at their last real step, and return where that led to."""
         # One that was cut off in the first step goes on from the last rollout, which has been learned from.
-        cut = self._lost[1:] & ~self._terminated[:-1] & ~self._truncated[:-1] & self._valid[:-1]
+        cut = self._failed[1:] & ~self._terminated[:-1] & ~self._truncated[:-1] & self._valid[:-1]
         self._truncated[:-1] |= cut
         places = [(int(t), int(index)) for t, index in np.argwhere(cut)]
         return [(t, index, map_leaves(itemgetter((t + 1, index)), self._observations)) for t, index in places]
@@ -340,9 +343,9 @@ class Collector:
         ends = self._terminated | self._truncated
         first = np.zeros(len(self._returns), np.int64)
         steps = self._valid.cumsum(0)  # of the rollout, up to here
-        for t, index in np.argwhere(ends | self._lost).tolist():
+        for t, index in np.argwhere(ends | self._failed).tolist():
             begin = first[index]
-            if not self._lost[t, index]:
+            if not self._failed[t, index]:
                 summary.returns.append(float(self._returns[index] + self._rewards[begin : t + 1, index].sum()))
                 summary.lengths.append(int(self._lengths[index] + steps[t, index]))
             # What comes after it is counted from there.
@@ -410,13 +413,13 @@ class TensorCollector:
         self._action_space = action_space
         self._conversion: Nested | None = None
         self._started = False
-        self._memory = EpisodeMemory()
+        self._memory = RecurrentState()
         # Where the observation before the next step is an episode's first.
-        self._begins = torch.ones(num_envs, dtype=torch.bool, device=device)
+        self._episode_starts = torch.ones(num_envs, dtype=torch.bool, device=device)
         # Of the episodes that go on into the next rollout.
         self._returns = torch.zeros(num_envs, dtype=exact_dtype(device), device=device)
         self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        self._told = False
+        self._warned = False
 
     def collect(self, policy: Policy, policy_version: int = 0, profile: Profile | None = None) -> Rollout:
         """Take `length` steps in every environment.
@@ -442,7 +445,7 @@ class TensorCollector:
         act = profiled(profile, POLICY, acts)
         take_step = profiled(profile, ENVIRONMENT, self.environments.step)
         if recurrent is not None:
-            self._memory.begin_rollout(recurrent, self.environments.num_envs, self.length)
+            self._memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # Not `inference_mode`: the tensors of the environments are their own.
         with torch.no_grad():
             for t in range(self.length):
@@ -464,9 +467,9 @@ class TensorCollector:
                     self._keep_finals(t, indices, row, step, acting)
                 if recurrent is not None:
                     before, places = self._memory.state, indices.tolist()
-                    self._memory.after(t, output.memory, self._begins, places, ())
+                    self._memory.after(t, output.memory, self._episode_starts, places, ())
                     if step.reached is None:
-                        self._memory.keep(t, places, before)
+                        self._memory.store(t, places, before)
         rollout = profiled(profile, POLICY, self._put_together)(policy, acting)
         rollout.policy_version = policy_version
         rollout.info_names = sorted(step.infos if self.info_keys else ())
@@ -487,7 +490,7 @@ class TensorCollector:
             "generator": self.generator.get_state(),
             "returns": self._returns.to("cpu", copy=True),
             "lengths": self._lengths.to("cpu", copy=True),
-            "begins": self._begins.to("cpu", copy=True),
+            "episode_starts": self._episode_starts.to("cpu", copy=True),
             "memory": self._memory.state_dict(),
         }
 
@@ -504,7 +507,7 @@ class TensorCollector:
         self._put(-1, map_leaves(lambda x: x.to(device), state["observations"]))
         self._started = True
         self._returns = state["returns"].to(device, self._returns.dtype)
-        self._lengths, self._begins = state["lengths"].to(device), state["begins"].to(device)
+        self._lengths, self._episode_starts = state["lengths"].to(device), state["episode_starts"].to(device)
         self._memory.load_state_dict(state["memory"], np.ones(num_envs, bool), device)
         return []
 
@@ -521,7 +524,7 @@ class TensorCollector:
         self._rewards[t].copy_(step.rewards)
         self._terminated[t].copy_(step.terminated)
         self._truncated[t].copy_(step.truncated)
-        self._starts[t].copy_(self._begins)
+        self._starts[t].copy_(self._episode_starts)
         if step.valid is None:
             self._valid[t] = True
         else:
@@ -536,7 +539,7 @@ class TensorCollector:
         acting.lengths.append(self._lengths)
         self._returns = self._returns.masked_fill(ended, 0)
         self._lengths = self._lengths.masked_fill(ended, 0)
-        self._begins = ended | ~self._valid[t]
+        self._episode_starts = ended | ~self._valid[t]
         for key in self.info_keys:
             if key in step.infos:
                 value = step.infos[key]
@@ -549,8 +552,8 @@ class TensorCollector:
         reached = step.reached
         if reached is None:
             reached = row
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 rank_zero_warn(
                     "the environments do not tell in info['final_obs'] what an episode reached that was cut off: its "
                     "last step goes on from the value of the observation before it"
@@ -582,7 +585,7 @@ class TensorCollector:
             final_observations=final_observations,
         )
         rollout.starts = self._starts.cpu()
-        rollout.episodes = acting.finished(rollout.ends)
+        rollout.episodes = acting.finished(rollout.dones)
         rollout.infos = {key: acting.info_values(key) for key in self.info_keys}
         return rollout
 
@@ -730,10 +733,10 @@ class Sampler:
         assert self._collector is not None
         rollout = self._collector.collect(policy, policy_version, profile)
         if self.spec.on_env_failure == "restart":
-            rollout.failures = take_failures(self.environments)
+            rollout.failures = pop_failures(self.environments)
         return rollout
 
-    def remember(self, in_between: bool) -> None:
+    def store_state(self, in_between: bool) -> None:
         """Keep where the environments are for a later checkpoint, unless they are about to be closed.
 
         Args:
@@ -746,7 +749,7 @@ class Sampler:
             with contextlib.suppress(EnvironmentFailure):
                 self._last_state = self._collector.state_dict()
 
-    def begin_anew(self) -> bool:
+    def restart_episodes(self) -> bool:
         """Count a start with new episodes, wherever an earlier run was, and return whether there was one."""
         self.starts += 1
         resumed, self._restored, self._last_state = bool(self._restored), [], None
@@ -770,6 +773,6 @@ class Sampler:
         self.starts, self._restored = state["starts"], state["ranks"]
 
 
-def take_failures(environments: EnvironmentBatch | TensorEnvironments | None) -> list[str]:
+def pop_failures(environments: EnvironmentBatch | TensorEnvironments | None) -> list[str]:
     """Return what happened to environments that were replaced; those that speak tensors, or are not there, are not."""
-    return environments.take_failures() if isinstance(environments, EnvironmentBatch) else []
+    return environments.pop_failures() if isinstance(environments, EnvironmentBatch) else []

@@ -30,7 +30,7 @@ from lightning_rl.data.actors import (
     StartMethod,
 )
 from lightning_rl.data.bottleneck import BottleneckWatch
-from lightning_rl.data.collector import Sampler, take_failures
+from lightning_rl.data.collector import Sampler, pop_failures
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.environments import (
     AtariPreprocessing,
@@ -125,7 +125,7 @@ class EpisodesDataModule(LightningDataModule):
         self.seed = seed
         self._evaluator = Evaluator(eval_spec, num_eval_envs)
         self._filming: tuple[Evaluator, FilmMaker] | None = None
-        self._told_of_failure = False
+        self._warned_of_failure = False
 
     @classmethod
     def load_from_checkpoint(
@@ -163,15 +163,15 @@ class EpisodesDataModule(LightningDataModule):
 
     def val_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes."""
-        return self._loader(self.play, 1)
+        return self._loader(self.run_episodes, 1)
 
     def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes, other ones than those that validation selects by."""
-        return self._loader(partial(self.play, role=TESTING), 1)
+        return self._loader(partial(self.run_episodes, role=TESTING), 1)
 
     def predict_dataloader(self) -> OnDemandLoader[list[Episode]]:
         """Return the loader of one set of evaluation episodes with their observations, actions and rewards."""
-        return self._loader(partial(self.play, role=TESTING, record=True), 1)
+        return self._loader(partial(self.run_episodes, role=TESTING, record=True), 1)
 
     def _loader(self, make_batch: Callable[[], T], length: int) -> OnDemandLoader[T]:
         """Return a loader that refuses a Trainer without this data module.
@@ -189,7 +189,7 @@ class EpisodesDataModule(LightningDataModule):
 
         return OnDemandLoader(make_for_trainer, length)
 
-    def play(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
+    def run_episodes(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
 
         Args:
@@ -202,7 +202,7 @@ class EpisodesDataModule(LightningDataModule):
             len(range(rank, self.eval_episodes, self.trainer.world_size)) for rank in range(self.trainer.world_size)
         ]
         first = sum(shares[: self._rank])
-        return self._play(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
+        return self._run_episodes(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
 
     def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
         """Take one picture of an environment.
@@ -231,7 +231,7 @@ class EpisodesDataModule(LightningDataModule):
         """
         evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
         try:
-            return self._play(evaluator, num_episodes, FILMING, films=films)
+            return self._run_episodes(evaluator, num_episodes, FILMING, films=films)
         finally:
             evaluator.close()
 
@@ -247,21 +247,21 @@ class EpisodesDataModule(LightningDataModule):
         spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
         self._filming = None if films is None else (Evaluator(spec, self.num_eval_envs), films)
 
-    def _play(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
+    def _run_episodes(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
         assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
         options = {"record": False, "deterministic": self.eval_deterministic} | options
         with self._rank_named(), self.trainer.precision_plugin.forward_context():
             path = (seed, role, self._rank)
-            episodes = evaluator.play(policy, self._probe(), num_episodes, path, device, dtype, **options)
-        self._tell_of(take_failures(evaluator.environments))
+            episodes = evaluator.run_episodes(policy, self._probe(), num_episodes, path, device, dtype, **options)
+        self._report_failures(pop_failures(evaluator.environments))
         return episodes
 
-    def _tell_of(self, failures: Sequence[str] | None) -> None:
+    def _report_failures(self, failures: Sequence[str] | None) -> None:
         """Tell of the first environment that was replaced."""
-        if failures and not self._told_of_failure:
-            self._told_of_failure = True
+        if failures and not self._warned_of_failure:
+            self._warned_of_failure = True
             # Not `rank_zero_warn`: each rank has environments of its own.
             warnings.warn(
                 f"{self._rank_prefix}{failures[0]}. It was made anew and begins a new episode, as will others that "
@@ -567,7 +567,7 @@ class RolloutDataModule(EpisodesDataModule):
             self._source.close()
             self._source = None
         self._while_waiting = _nothing
-        self._sampler.remember(in_between=not self.rollout_pending)
+        self._sampler.store_state(in_between=not self.rollout_pending)
         with self._rank_named():
             try:
                 self._sampler.close()
@@ -612,7 +612,7 @@ class RolloutDataModule(EpisodesDataModule):
         with self._rank_named():
             rollout = self._collect()
         self._look_for_infos(rollout)
-        self._tell_of(rollout.failures)
+        self._report_failures(rollout.failures)
         return rollout
 
     def _collect(self) -> Rollout:
@@ -623,7 +623,7 @@ class RolloutDataModule(EpisodesDataModule):
             if self._source is None:
                 self._source = self._start_actors(policy, version, self.seed)
             # Until it arrives a checkpoint may be saved: all that the learner has, it has learned from.
-            rollout = self._source.take(self._while_waiting)
+            rollout = self._source.next_rollout(self._while_waiting)
             self._collected_version = version
         else:
             self._collected_version = version
@@ -635,13 +635,13 @@ class RolloutDataModule(EpisodesDataModule):
             profile = None if isinstance(profiler, PassThroughProfiler) else profiler.profile
             with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
                 rollout = self._sampler.collect(policy, version, profile)
-            hint = self._bottleneck.look(rollout.parts_of_seconds["env"], time.perf_counter())
+            hint = self._bottleneck.check(rollout.parts_of_seconds["env"], time.perf_counter())
             if hint is not None:
                 rank_zero_info(hint)
         return rollout
 
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
-        if self._sampler.begin_anew():
+        if self._sampler.restart_episodes():
             rank_zero_warn(
                 f"num_actors={self.num_actors}: where the environments of actors are is not in checkpoints, so they "
                 "begin new episodes; weights, optimisers and counters go on from where they were"

@@ -36,15 +36,15 @@ class _Slot:
         self.remaining = remaining
         self.finished: list[Episode] = []
         self.failures_in_a_row = 0
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self.episode_return, self.length = 0.0, 0
         self.observations: list[Nested] = []
         self.actions: list[Nested] = []
         self.rewards: list[float] = []
 
-    def take(self, reward: float) -> None:
+    def count(self, reward: float) -> None:
         """Count a step."""
         self.episode_return += reward
         self.length += 1
@@ -55,9 +55,9 @@ class _Slot:
         self.actions.append(map_leaves(np.copy, action))
         self.rewards.append(reward)
 
-    def begin_again(self) -> bool:
+    def restart(self) -> bool:
         """Forget the episode: the environment failed. Return whether to play another one instead."""
-        self._begin()
+        self._start()
         self.failures_in_a_row += 1
         return self.failures_in_a_row <= MAX_RESTARTS_IN_A_ROW
 
@@ -70,10 +70,10 @@ class _Slot:
         self.finished.append(episode)
         self.remaining -= 1
         self.failures_in_a_row = 0
-        self._begin()
+        self._start()
 
 
-def play(
+def run_episodes(
     environments: EnvironmentBatch,
     policy: Policy,
     observation_space: spaces.Space[Any],
@@ -124,24 +124,26 @@ def play(
         step = environments.step(actions)
         if acting:
             # The lives of a game are one episode here; the policy learned from them as episodes of their own.
-            begins = step.terminated | step.truncated | np.asarray(step.infos.get(LIFE_LOST, False), bool)
-            acting["memory"] = forget(output.memory, begins if step.valid is None else begins | ~step.valid)
+            episode_starts = step.terminated | step.truncated | np.asarray(step.infos.get(LIFE_LOST, False), bool)
+            acting["memory"] = forget(
+                output.memory, episode_starts if step.valid is None else episode_starts | ~step.valid
+            )
         finals = dict(step.final_observations)
         for index, slot in enumerate(slots):
             if not slot.remaining or (step.valid is not None and not step.valid[index]):
                 continue
             reward = float(step.rewards[index])
-            slot.take(reward)
+            slot.count(reward)
             if record:
                 row = itemgetter(index)
                 slot.record(map_leaves(row, observations), map_leaves(row, actions), reward)
             if index in finals:
                 final = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, finals[index])
                 slot.finish(bool(step.terminated[index]), final)
-        for index in step.lost:
-            if not slots[index].begin_again():
+        for index in step.failed:
+            if not slots[index].restart():
                 raise EnvironmentFailure(
-                    f"{environments.take_failures()[-1]}; so did the {MAX_RESTARTS_IN_A_ROW} episodes before this one, "
+                    f"{environments.pop_failures()[-1]}; so did the {MAX_RESTARTS_IN_A_ROW} episodes before this one, "
                     "and none was played to its end in between"
                 )
         observations = step.observations
@@ -165,7 +167,7 @@ class Evaluator:
         self.environments: EnvironmentBatch | None = None
         self._made_for: tuple[tuple[int, ...], int] = ((), 0)
 
-    def play(
+    def run_episodes(
         self,
         policy: Policy,
         space_pair: tuple[spaces.Space[Any], spaces.Space[Any]],
@@ -208,7 +210,7 @@ class Evaluator:
             for camera, share in zip(cameras(self.environments.env), shares, strict=True):
                 camera.begin(films, range(number, number + share))
                 number += share
-        return play(
+        return run_episodes(
             self.environments,
             policy,
             *space_pair,

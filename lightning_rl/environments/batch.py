@@ -27,7 +27,7 @@ from lightning_rl.environments.contract import (
     summary,
     surely_finite,
 )
-from lightning_rl.environments.seeding import Places, role_prefix
+from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
 from lightning_rl.environments.workers import RestartingProcesses
 from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
@@ -36,17 +36,17 @@ from lightning_rl.validation import ConfigurationError
 Array = np.ndarray[Any, Any]
 
 
-def recorded(env: Any, places: Places) -> list[dict[str, Any]]:  # noqa: ANN401 - a vector environment of single ones
+def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa: ANN401 - a vector environment of single ones
     """Return the record of every environment (see `SeededEpisodes.recorded`)."""
     records = []
     for index, record in enumerate(env.call("recorded")):
         # A worker that was lost since the last step is only replaced in the next one.
-        lost = {"stream_seed": places.streams[index], "episode": int(places.episodes[index])}
-        records.append(lost if record is None else to_tensors(record))
+        failed = {"stream_seed": tracker.streams[index], "episode": int(tracker.episodes[index])}
+        records.append(failed if record is None else to_tensors(record))
     return records
 
 
-def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
+def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
     """Give every environment its own record.
 
     Returns:
@@ -54,7 +54,7 @@ def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Arr
         episodes.
     """
     records = [to_arrays(state) for state in states]
-    places.streams = [record["stream_seed"] for record in records]
+    tracker.streams = [record["stream_seed"] for record in records]
     base = env.unwrapped
     if isinstance(base, SyncVectorEnv):
         answers: Any = [one.get_wrapper_attr("restore")(record) for one, record in zip(base.envs, records, strict=True)]
@@ -63,7 +63,7 @@ def restore(env: Any, places: Places, states: list[dict[str, Any]]) -> tuple[Arr
         # None comes from a worker that was lost while it played the episode again.
         answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
     exact, rows = zip(*answers, strict=True)
-    places.begin(~np.array(exact))
+    tracker.start(~np.array(exact))
     # Environments may give keys in any order, and lists for tuples.
     like = nested_paths(env.single_observation_space)
     return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
@@ -130,7 +130,7 @@ class Step(NamedTuple):
             None if nowhere.
         final_observations: (environment, the observation it really reached) for each episode that this step ended.
         infos: Gymnasium's vector info.
-        lost: Environments that failed in this step and were replaced: the episode ended with the step before it, and
+        failed: Environments that failed in this step and were replaced: the episode ended with the step before it, and
             `observations` has the first one of the next. Not `valid`.
     """
 
@@ -141,7 +141,7 @@ class Step(NamedTuple):
     valid: Array | None
     final_observations: list[tuple[int, Nested]]
     infos: dict[str, Any]
-    lost: Sequence[int] = ()
+    failed: Sequence[int] = ()
 
 
 class EnvironmentBatch:
@@ -180,7 +180,7 @@ class EnvironmentBatch:
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
-        self._places = Places(seeds, reset_seed, evaluation)
+        self._tracker = EpisodeTracker(seeds, reset_seed, evaluation)
         self._role = role_prefix(evaluation)
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
@@ -193,7 +193,7 @@ class EnvironmentBatch:
         self._failures: list[str] = []
         base = getattr(env, "unwrapped", env)
         if isinstance(base, RestartingProcesses):
-            base.places = self._places
+            base.tracker = self._tracker
         # Which environments the next step only resets; None: none of them.
         self._resets_next: Array | None = None
 
@@ -203,7 +203,7 @@ class EnvironmentBatch:
         Raises:
             EnvironmentFailure: As `step`.
         """
-        self._places.forget()
+        self._tracker.forget()
         self._resets_next = None
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
@@ -216,19 +216,19 @@ class EnvironmentBatch:
             EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
                 worker process died or took longer than the limit.
         """
-        self._places.clock += 1
+        self._tracker.clock += 1
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
         except BaseException as error:  # not `_named`, which would cost every step a microsecond
             self._raise_named(error, "step")
-        lost = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
+        failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
             self._check_rows("reward", rewards)
         ended = terminated | truncated
         valid: Array | None = None
-        if lost:
+        if failed:
             valid = np.ones(self.num_envs, bool)
-            valid[lost] = False
+            valid[failed] = False
         if IDLE in infos:
             valid = ~infos[IDLE]
         finals: list[tuple[int, Nested]] = []
@@ -240,7 +240,7 @@ class EnvironmentBatch:
             self._resets_next = ended if any_ended else None
         if not any_ended:
             self._check_observations(observations)
-            return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
+            return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed)
         at_ends = np.flatnonzero(ended).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             finals += [(index, self._row(infos["final_obs"], index)) for index in at_ends]
@@ -250,16 +250,16 @@ class EnvironmentBatch:
             self._check_observations(observations)
             finals += [(index, self._row(observations, index)) for index in at_ends]
         # In NEXT_STEP mode the step to come is the new episode's step 0.
-        self._places.begin(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
+        self._tracker.start(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
         if self.mode is AutoresetMode.DISABLED:
             # They may be the environment's own arrays, which its reset clears.
             rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
-        return Step(observations, rewards, terminated, truncated, valid, finals, infos, lost)
+        return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed)
 
-    def take_failures(self) -> list[str]:
+    def pop_failures(self) -> list[str]:
         """Return what happened to the environments that were replaced since the last call, one entry each."""
         failures, self._failures = self._failures, []
         return failures
@@ -308,14 +308,14 @@ class EnvironmentBatch:
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
-        return self._places.label(index)
+        return self._tracker.label(index)
 
     def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
         """Note which environments were replaced, and return those whose step had no outcome."""
         for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
             self._failures += infos[FAILURE][index]
             # That of a step that did have one is counted with the ends of episodes.
-            self._places.begin_at(index, int(infos[EPISODE][index]) - int(ended[index]))
+            self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
         return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -326,7 +326,7 @@ class EnvironmentBatch:
         kind = self._kind_of_state
         if kind == "episodes":
             with self._named("recorded"):
-                environments: Any = recorded(self.env, self._places)
+                environments: Any = recorded(self.env, self._tracker)
         elif kind == "arrays":
             environments = to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
         else:
@@ -334,7 +334,7 @@ class EnvironmentBatch:
         resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
         if self._resets_next is not None:
             resets_next.numpy()[:] = self._resets_next
-        return {"kind": kind, "environments": environments, "resets_next": resets_next, **self._places.state_dict()}
+        return {"kind": kind, "environments": environments, "resets_next": resets_next, **self._tracker.state_dict()}
 
     @property
     def _kind_of_state(self) -> str | None:
@@ -353,17 +353,17 @@ class EnvironmentBatch:
         if state["kind"] != self._kind_of_state:
             return None
         if state["kind"] == "episodes":
-            state = for_seeds(state, self._places.streams)
+            state = for_seeds(state, self._tracker.streams)
         elif len(state["episodes"]) != self.num_envs:
             return None
-        self._places.load_state_dict(state)
+        self._tracker.load_state_dict(state)
         resets_next = state["resets_next"].numpy().copy()
         self._resets_next = resets_next if resets_next.any() else None
         if isinstance(self.env, CartPoleVectorEnv):
             observations = load_cartpole_state(self.env, to_arrays(state["environments"]))
             return np.ones(self.num_envs, bool), observations
         with self._named("restore"):
-            return restore(self.env, self._places, state["environments"])
+            return restore(self.env, self._tracker, state["environments"])
 
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice.
@@ -396,9 +396,9 @@ class EnvironmentBatch:
         if isinstance(error, EnvironmentFailure | ConfigurationError) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):
-            what = f"{summary(error)} ({self._places.together()})"
+            what = f"{summary(error)} ({self._tracker.together()})"
             raise EnvironmentFailure(f"the {self._role}environments raised in {where}: {what}") from error
-        failure = EnvironmentFailure(f"{self._places.labels(error.indices)} {error.what}")
+        failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
             failure.add_note(note)
         raise failure from error

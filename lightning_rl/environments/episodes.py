@@ -63,7 +63,7 @@ def older_interface(method: str, name: str, why: object) -> str:
     )
 
 
-def tells_of_older_interface(error: BaseException) -> bool:
+def is_older_interface_error(error: BaseException) -> bool:
     """Whether an error comes from calling an environment, or from taking apart what it returned, as of today."""
     if isinstance(error, TypeError) and _NO_KEYWORD.search(str(error)):
         return True
@@ -468,7 +468,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.spec.id if self.spec is not None else type(self.unwrapped).__name__
 
     def _failure(self, where: str, error: BaseException) -> EnvironmentFailure:
-        if tells_of_older_interface(error):
+        if is_older_interface_error(error):
             return self._complain(older_interface(where, self._name, error))
         return self._complain(f"raised in {where}: {summary(error)}")
 

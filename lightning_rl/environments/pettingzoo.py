@@ -60,7 +60,7 @@ class ParallelEnvVector(VectorEnv):
         check(not self._asks_for_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
         infos: dict[str, Any] = {}
         for index in range(len(self.copies)):
-            self._begin(index, infos, None if seed is None else derive_seed(seed, index), options)
+            self._start(index, infos, None if seed is None else derive_seed(seed, index), options)
         return self._join(), infos
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
@@ -84,7 +84,7 @@ class ParallelEnvVector(VectorEnv):
                 where = final_infos if ended else infos
                 where |= self._add_info(where, info or {}, row)
             if not env.agents:
-                self._begin(index, infos)
+                self._start(index, infos)
         ended_rows = terminated | truncated
         if ended_rows.any():
             infos |= {"final_obs": finals, "_final_obs": ended_rows, "final_info": final_infos}
@@ -97,7 +97,7 @@ class ParallelEnvVector(VectorEnv):
         for env in self.copies:
             env.close()
 
-    def _begin(
+    def _start(
         self, index: int, infos: dict[str, Any], seed: int | None = None, options: dict[str, Any] | None = None
     ) -> None:
         observations, of_agents = self.copies[index].reset(seed=seed, options=options)

@@ -30,7 +30,7 @@ def describe(index: int, episode: int, seed: int, step: int, evaluation: bool = 
 Array = np.ndarray[Any, Any]
 
 
-class Places:
+class EpisodeTracker:
     """Counts the episodes and steps of `B` environments.
 
     Args:
@@ -59,12 +59,12 @@ class Places:
         self.episodes = np.zeros(len(self._seeds), np.int64)
         self.began = np.zeros(len(self._seeds), np.int64)
 
-    def begin(self, which: Array, in_steps: int = 0) -> None:
+    def start(self, which: Array, in_steps: int = 0) -> None:
         """Begin the next episode of some environments, `which` being a mask `[B]`."""
         self.episodes += which
         self.began[which] = self.clock + in_steps
 
-    def begin_at(self, index: int, episode: int) -> None:
+    def start_at(self, index: int, episode: int) -> None:
         """Begin a given episode of one environment."""
         self.episodes[index] = episode
         self.began[index] = self.clock

@@ -29,7 +29,7 @@ from lightning_rl.environments.contract import (
     WorkerFailure,
     give_up,
 )
-from lightning_rl.environments.seeding import Places
+from lightning_rl.environments.seeding import EpisodeTracker
 
 # Seconds that all workers together get to close their environments before they are ended by force.
 _GRACE = 5.0
@@ -244,10 +244,10 @@ class RestartingProcesses(ProcessVectorEnv):
         described: Has the spaces of each environment.
 
     Attributes:
-        places: Where every environment is: a lost process cannot say.
+        tracker: Where every environment is: a lost process cannot say.
     """
 
-    places: Places
+    tracker: EpisodeTracker
 
     def __init__(
         self,
@@ -308,10 +308,10 @@ class RestartingProcesses(ProcessVectorEnv):
         Raises:
             EnvironmentFailure: That failed too, again and again.
         """
-        stream_seed, episode, step = self.places.where(index)
+        stream_seed, episode, step = self.tracker.where(index)
         failures: list[str] = []
         while True:
-            failures.append(f"{self.places.label_at(index, episode, step)} {self._lost.pop(index)}")
+            failures.append(f"{self.tracker.label_at(index, episode, step)} {self._lost.pop(index)}")
             self._losses_in_a_row[index] += 1
             if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                 give_up(EnvironmentFailure(failures[-1]))

@@ -92,7 +92,7 @@ class PPOLoss:
                 return f"{name} is set"
         if any(model.weight_penalty.coefficients.values()):
             return "weights are penalized"
-        if model.idle_parameters(None):
+        if model.frozen_parameters(None):
             return "only a part of the policy is learned"
         if torch.is_anomaly_enabled():
             return "anomaly detection is on"

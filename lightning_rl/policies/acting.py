@@ -31,7 +31,7 @@ def act(
     *,
     deterministic: bool = True,
     memory: Nested | None = None,
-    begins: Any = None,  # noqa: ANN401 - flags, of one environment or several
+    episode_starts: Any = None,  # noqa: ANN401 - flags, of one environment or several
 ) -> Nested:
     """Return what environments take for what they give; see `OnPolicyAlgorithm.act`.
 
@@ -42,7 +42,7 @@ def act(
         observation: `[*shape]` or `[B, *shape]`, nested as the space is.
         deterministic: Take the mode rather than a sample, which PyTorch's global generator then draws.
         memory: What came with the last action.
-        begins: Where an episode begins, `[]` or `[B]`.
+        episode_starts: Where an episode begins, `[]` or `[B]`.
 
     Raises:
         ConfigurationError: A part of the observation is missing or of another shape, or there is a memory too many.
@@ -64,7 +64,9 @@ def act(
     if recurrent is not None:
         num_rows = len(next(leaves(observations)))
         before = recurrent.initial_memory(num_rows, critic=False) if memory is None else memory
-        acting["memory"] = before if begins is None else forget(before, np.atleast_1d(np.asarray(begins, bool)))
+        acting["memory"] = (
+            before if episode_starts is None else forget(before, np.atleast_1d(np.asarray(episode_starts, bool)))
+        )
     output = policy.act(observations, deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
     if single:

@@ -170,7 +170,7 @@ class RecurrentCore(nn.Module):
             outputs, state = unroll(x, segments, state, weights)
             which, sequence = segments.last
             after = map_leaves(lambda m, new: m.index_copy(0, sequence, new[:, which].transpose(0, 1)), memory, state)
-            return outputs[segments.places], after
+            return outputs[segments.indices], after
 
     def _weights(self) -> Sequence[Sequence[Tensor]]:
         """Return weights and biases of each layer."""

@@ -15,17 +15,17 @@ from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 Array = np.ndarray[Any, Any]
 
 
-def forget(memory: Nested, begins: Array | Tensor) -> Nested:
+def forget(memory: Nested, episode_starts: Array | Tensor) -> Nested:
     """Return a memory `[B, ...]` with zeros where a new episode begins, `[B]`."""
-    if isinstance(begins, np.ndarray):
-        if not begins.any():
+    if isinstance(episode_starts, np.ndarray):
+        if not episode_starts.any():
             return memory
-        begins = torch.from_numpy(begins)
-    mask = begins.to(first_leaf(memory).device)
+        episode_starts = torch.from_numpy(episode_starts)
+    mask = episode_starts.to(first_leaf(memory).device)
     return map_leaves(lambda x: torch.where(mask.view(-1, *[1] * (x.dim() - 1)), 0, x), memory)
 
 
-class EpisodeMemory:
+class RecurrentState:
     """The memory of a policy over rollouts, and what of it learning needs.
 
     Attributes:
@@ -42,7 +42,7 @@ class EpisodeMemory:
         # Of single environments, after the steps whose values go on from another observation than the next one.
         self._after: dict[tuple[int, int], Nested] = {}
 
-    def begin_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # noqa: ANN401 - of any make
+    def start_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # noqa: ANN401 - of any make
         """Forget what was kept of the last rollout; where this is the first one, begin with an empty memory."""
         self.stored, self._after = [], {}
         self._steps, self.burn_in = policy.memory.stored_steps(length), policy.memory.burn_in
@@ -56,23 +56,23 @@ class EpisodeMemory:
         return self.state
 
     def after(
-        self, t: int, state: Nested, begins: Array | Tensor, truncated: Sequence[int], lost: Sequence[int]
+        self, t: int, state: Nested, episode_starts: Array | Tensor, truncated: Sequence[int], failed: Sequence[int]
     ) -> None:
         """Take in the state after step `t`.
 
         Args:
             t: The step.
             state: What acting gave.
-            begins: Where the next observation is an episode's first, `[B]`.
+            episode_starts: Where the next observation is an episode's first, `[B]`.
             truncated: Environments whose episode goes on from the value of a final observation.
-            lost: Those whose episode ended, without an observation of its own, with the step before.
+            failed: Those whose episode ended, without an observation of its own, with the step before.
         """
-        self.keep(t, truncated, state)
+        self.store(t, truncated, state)
         # Where the step before ended the episode, there is nothing to go on from, or it was kept with that step.
-        self.keep(t - 1, [index for index in lost if (t - 1, index) not in self._after], self.state)
-        self.state = forget(state, begins)
+        self.store(t - 1, [index for index in failed if (t - 1, index) not in self._after], self.state)
+        self.state = forget(state, episode_starts)
 
-    def keep(self, t: int, indices: Sequence[int], state: Nested) -> None:
+    def store(self, t: int, indices: Sequence[int], state: Nested) -> None:
         """Have the values of what some environments reached with step `t` be those from `state`, `[B, ...]`."""
         for index in indices:
             self._after[t, index] = map_leaves(itemgetter(index), state)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
 from lightning_rl.policies.interface import Policy, RecurrentPolicy
-from lightning_rl.policies.recurrent_state import EpisodeMemory
+from lightning_rl.policies.recurrent_state import RecurrentState
 from lightning_rl.rollouts.rollout import Rollout
 
 # Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
@@ -114,7 +114,7 @@ def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nes
 
 
 @torch.no_grad()
-def revalued(policy: Policy, rollout: Rollout) -> Rollout:
+def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
     """Return a rollout of the same steps with the values of `policy` as it is now.
 
     A policy with memory goes through the rollout again from the memory with which it began.
@@ -144,7 +144,7 @@ def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
 
 def _estimate(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return values of a rollout's observations, `known` where they are, and of what its steps reached, `[T, B]`."""
-    memory, values = EpisodeMemory(), None
+    memory, values = RecurrentState(), None
     if rollout.memory is not None:
         memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
     values = values if known is None else known
@@ -153,12 +153,12 @@ def _estimate(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> 
     return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
 
 
-def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[EpisodeMemory, Tensor]:
+def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, Tensor]:
     """Return what the policy remembers after a rollout, and its value at each step."""
     assert rollout.starts is not None
-    memory, values = EpisodeMemory(), []
+    memory, values = RecurrentState(), []
     memory.state = map_leaves(itemgetter(0), rollout.memory)
-    ends = rollout.ends if rollout.valid is None else rollout.ends | ~rollout.valid
+    ends = rollout.dones if rollout.valid is None else rollout.dones | ~rollout.valid
     reached: list[list[int]] = [[] for _ in range(rollout.shape[0])]
     for t, index in rollout.final_indices.tolist():
         reached[t].append(index)

@@ -151,10 +151,10 @@ class Batch:
         return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
 
 
-def on_grid(rows: Tensor, places: Tensor, elsewhere: Tensor) -> Tensor:
+def on_grid(rows: Tensor, indices: Tensor, elsewhere: Tensor) -> Tensor:
     """Return a copy of `elsewhere`, `[T, B, ...]`, that has `rows`, `[N, ...]`, at the places t · B + b, `[N]`."""
     grid = elsewhere.clone(memory_format=torch.contiguous_format)
-    grid.view(-1, *grid.shape[2:])[places] = rows.to(grid.dtype)
+    grid.view(-1, *grid.shape[2:])[indices] = rows.to(grid.dtype)
     return grid
 
 

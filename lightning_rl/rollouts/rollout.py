@@ -126,7 +126,7 @@ class Rollout:
         return self.rewards.shape[0], self.rewards.shape[1]
 
     @property
-    def ends(self) -> Tensor:
+    def dones(self) -> Tensor:
         """Whether the episode ended with the step, in whichever way, `[T, B]`."""
         return self.terminated | self.truncated
 
@@ -176,13 +176,13 @@ class Rollout:
             on_truncation: `bootstrap` goes on from the value of the observation that was reached, `terminal` treats a
                 time limit as a terminal state (wrong, but some published scores were made so).
         """
-        stop = self.terminated if on_truncation == "bootstrap" else self.ends
+        stop = self.terminated if on_truncation == "bootstrap" else self.dones
         goes_on = (~stop).to(self.rewards.dtype)
         return gamma * goes_on if self.repeats is None else gamma ** self.repeats.to(goes_on.dtype) * goes_on
 
     def traces(self, lambda_: float) -> Tensor:
         """Return how much of the next step's estimate is used, `[T, B]`: λ, or 0 at any end of an episode."""
-        return lambda_ * (~self.ends).to(self.rewards.dtype)
+        return lambda_ * (~self.dones).to(self.rewards.dtype)
 
     def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:
         """Return steps as one batch of rows.
@@ -204,8 +204,8 @@ class Rollout:
         }
         if self.memory is not None:
             assert self.starts is not None
-            places, sequences = cut(self.valid, self.starts, self.memory, self.burn_in, self.observations)
-            index = places.to(self.rewards.device)
+            indices, sequences = cut(self.valid, self.starts, self.memory, self.burn_in, self.observations)
+            index = indices.to(self.rewards.device)
             return Batch(map_leaves(lambda x: x.flatten(0, 1)[index], fields), sequences=sequences)
         rows = self.valid if rows is None else rows
         together = map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields)

@@ -88,7 +88,7 @@ class Segments(NamedTuple):
 
     Attributes:
         rows: Rows in the order of steps and, within each, of segments, `[N]`.
-        places: Where in that order each row is, `[N]`.
+        indices: Where in that order each row is, `[N]`.
         sequence: Of which sequence each segment is a part, `[M]`.
         fresh: Whether it begins with an episode, `[M, 1, 1]`.
         last: The last segment of each sequence that has one, and of which sequence that is, `[2, S']`.
@@ -97,7 +97,7 @@ class Segments(NamedTuple):
     """
 
     rows: Tensor
-    places: Tensor
+    indices: Tensor
     sequence: Tensor
     fresh: Tensor
     last: Tensor
@@ -114,8 +114,8 @@ def _segments(lengths: Tensor, starts: Tensor, device: torch.device) -> Segments
     steps = torch.arange(int(sizes[0]) if len(sizes) else 0).unsqueeze(1)
     goes_on = steps < sizes
     rows = (begins[order] + steps)[goes_on]
-    places = torch.empty_like(rows)
-    places[rows] = torch.arange(len(rows))
+    indices = torch.empty_like(rows)
+    indices[rows] = torch.arange(len(rows))
     sequence = sequence_of_row[begins]
     # Segments are in the order of sequences before they are sorted: the last of each is where the next one differs.
     is_last = torch.ones(len(begins), dtype=torch.bool)
@@ -126,7 +126,7 @@ def _segments(lengths: Tensor, starts: Tensor, device: torch.device) -> Segments
     widths, counts = torch.unique_consecutive(batch_sizes, return_counts=True)
     return Segments(
         rows.to(device),
-        places.to(device),
+        indices.to(device),
         sequence.to(device),
         starts[begins][order].view(-1, 1, 1).to(device),
         torch.stack([last, sequence[last]]).to(device),
@@ -156,13 +156,13 @@ def cut(
     (length, num_envs), device = starts.shape, first_leaf(memory).device
     is_real = torch.ones(length * num_envs, dtype=torch.bool) if valid is None else valid.cpu().flatten()
     starts = starts.flatten()
-    places = torch.arange(length * num_envs).view(length, num_envs)
+    indices = torch.arange(length * num_envs).view(length, num_envs)
     num_parts = len(first_leaf(memory))
     begins = range(0, length, length // num_parts)
 
     def rows_of(spans: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Return rows, and lengths, of every environment in the spans of time, one after another."""
-        parts = [places[begin:end].t() for begin, end in spans]
+        parts = [indices[begin:end].t() for begin, end in spans]
         real = [is_real[part] for part in parts]
         rows = torch.cat([part[mask] for part, mask in zip(parts, real, strict=True)])
         return rows, torch.cat([mask.sum(1) for mask in real])

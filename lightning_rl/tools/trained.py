@@ -254,7 +254,7 @@ def play_episodes(
     deterministic = data.eval_deterministic
     parameter = next(algorithm.policy.parameters())
     try:
-        played = evaluator.play(
+        played = evaluator.run_episodes(
             watched,
             (data.observation_space, data.action_space),
             episodes,

@@ -12,7 +12,7 @@ from lightning_rl.functional import gae
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.normalization import ValueNormalizer
-from lightning_rl.policies.values import revalued
+from lightning_rl.policies.values import with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.training.optimization import Updates
@@ -50,7 +50,7 @@ class Targets(Updates):
 
     def setup(self, stage: str) -> None:
         """Take back what is left of updates that an exception has ended: nobody goes on with them."""
-        self.undo_what_was_taken_in()
+        self.roll_back_normalizers()
         self.updating = False
         super().setup(stage)
 
@@ -75,9 +75,9 @@ class Targets(Updates):
             **per_step: More tensors `[T, B, ...]` that the batch is to have.
         """
         if self.update_normalizers == "before":
-            self.take_in_before(rollout)
+            self.update_running_statistics_first(rollout)
         if self.recompute_values:
-            rollout = revalued(self.policy, rollout)
+            rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
         rows, weights = self.counted_steps(rollout, advantages, returns)
         if weights is not None:
@@ -91,13 +91,13 @@ class Targets(Updates):
         self.diagnostics.observe(explained_variance=self.explained_variance(values, returns))
         return batch
 
-    def whole(self, batch: Batch) -> Batch:
+    def prepare_batch(self, batch: Batch) -> Batch:
         """Return a batch as its minibatches are cut from it; override it to change what is learned from all of it."""
         return batch
 
     def with_new_targets(self, batch: Batch, rollout: Rollout) -> Batch:
         """Return a batch that `targets` made with values, advantages and returns by the critic as it is now."""
-        rollout = revalued(self.policy, rollout)
+        rollout = with_recomputed_values(self.policy, rollout)
         advantages, returns = self.advantages_and_returns(rollout)
         rows, _ = self.counted_steps(rollout, advantages, returns)
         new = rollout.flatten(rows, advantages=advantages, returns=returns)
@@ -139,12 +139,12 @@ class Targets(Updates):
         """
         return None
 
-    def take_in_before(self, rollout: Rollout) -> None:
+    def update_running_statistics_first(self, rollout: Rollout) -> None:
         """Take a rollout into the running moments before anything is learned from it, to be undone if nothing is."""
         self._keep_normalizers()
-        self.take_into_normalizers(rollout)
+        self.update_running_statistics(rollout)
 
-    def take_into_normalizers(self, rollout: Rollout) -> None:
+    def update_running_statistics(self, rollout: Rollout) -> None:
         """Take the real steps of a rollout into the running moments."""
         if (normalizer := getattr(self.policy, "observation_normalizer", None)) is not None:
             normalizer.update(rollout.flatten().observations, self.all_reduce)
@@ -155,7 +155,7 @@ class Targets(Updates):
             # Episodes begin anew with another run, and where environments cannot be taken back to where they were.
             starts = None if rollout.starts is None else rollout.starts[0]
             places: dict[str, Any] = {"first": first, "starts": starts}
-            self.reward_normalizer.update(rollout.rewards, rollout.ends, rollout.valid, self.all_reduce, **places)
+            self.reward_normalizer.update(rollout.rewards, rollout.dones, rollout.valid, self.all_reduce, **places)
 
     def normalize_values(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return values and returns, of any shape, in units of the value head; for losses, that look at differences."""
@@ -175,7 +175,7 @@ class Targets(Updates):
         self._value_targets = None
 
     @contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
+    def isolated_state(self) -> Iterator[None]:
         """Have diagnostics of their own, and afterwards those of before, and the normalisers as they were."""
         names = ("diagnostics", "_value_targets", "_kept_normalizers", "_kept_discounted_return")
         kept = {name: getattr(self, name) for name in names}
@@ -198,7 +198,7 @@ class Targets(Updates):
         if self.reward_normalizer is not None:
             self._kept_discounted_return = self.reward_normalizer.discounted_return
 
-    def undo_what_was_taken_in(self) -> None:
+    def roll_back_normalizers(self) -> None:
         """Make replays and normalisers what they were before updates that were not made to their end.
 
         Otherwise nothing is remembered, and nothing is changed.

@@ -104,7 +104,7 @@ class ScheduledOptions:
             option = "anneal_learning_rate" if self._annealed and name in RATES else name
             check(has_end or not schedule.over_run, option, module.hparams[option], expected)
 
-    def tell_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
+    def report_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
         """Say that a resumed run ends elsewhere than it would have, if that moves schedules."""
         names = [name for name, schedule in self._schedules.items() if schedule.over_run]
         if not names or before in (None, planned) or env_steps >= (planned or 0):

@@ -91,17 +91,17 @@ class Diagnostics:
     def _named(self, terms: dict[str, T]) -> dict[str, T]:
         return {self._prefix + name: term for name, term in terms.items()} if self._prefix else terms
 
-    def close_unless(self, condition: Tensor) -> None:
+    def stop_unless(self, condition: Tensor) -> None:
         """Make no further update from this rollout if `condition` is false."""
         self.open = self.open & condition
 
-    def close_for_good_unless(self, finite: Tensor) -> None:
+    def stop_all_phases_unless(self, finite: Tensor) -> None:
         """Make no further update from this rollout in any phase if `finite` is false."""
         no_early_stop = self.open is self.finite
         self.finite = self.finite & finite
         self.open = self.finite if no_early_stop else self.open & finite
 
-    def begin_phase(self, prefix: str) -> None:
+    def start_phase(self, prefix: str) -> None:
         """Begin another phase of updates, whose terms are named with a prefix of its own.
 
         An early stop ended only the phase before, what was not finite ends this one too.
@@ -129,7 +129,7 @@ class Diagnostics:
         self.open = self._counts = torch.ones_like(self.open)
 
     @property
-    def known_closed(self) -> bool:
+    def stopped(self) -> bool:
         """Whether it is certain, without waiting for the device, that no further update will be made."""
         return self.open.device.type == "cpu" and not self.open
 

@@ -306,7 +306,7 @@ class _Pending:
             self.scalars.setdefault(name, []).extend(values)
 
 
-def that_show_histograms(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
+def histogram_loggers(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
     """Return those of Lightning's loggers that can show a histogram."""
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
@@ -467,7 +467,7 @@ class Reports(Updates):
         if self.histograms and self._log_is_due:
             model: Any = self  # the parts that it logs are those of the subclass
             advantages = self.normalized_advantages(batch)
-            for logger in that_show_histograms(self.trainer.loggers):
+            for logger in histogram_loggers(self.trainer.loggers):
                 for tag, values in histograms(batch, advantages, model.action_space, model.policy):
                     logger.experiment.add_histogram(f"{name}/{tag}", values.detach().cpu(), self.env_steps)
 

@@ -27,7 +27,7 @@ from lightning_rl.training.loss import Diagnostics
 from lightning_rl.training.over_ranks import OverRanks
 from lightning_rl.training.parameter_groups import (
     SCALE,
-    Half,
+    ActorOrCritic,
     ParameterGroups,
     WeightPenalty,
     parameters_of_other_half,
@@ -372,7 +372,7 @@ class Engine(Protocol):
         """Return the context of all updates from a rollout."""
         ...
 
-    def loss(self, model: Any, batch: Batch, only: Half | None = None) -> Tensor:  # noqa: ANN401
+    def loss(self, model: Any, batch: Batch, only: ActorOrCritic | None = None) -> Tensor:  # noqa: ANN401
         """Return the loss over a minibatch, for `backward`."""
         ...
 
@@ -396,7 +396,7 @@ class EagerEngine:
         """Return the context of all updates from a rollout: none is needed."""
         return nullcontext()
 
-    def loss(self, model: Any, batch: Batch, only: Half | None = None) -> Tensor:  # noqa: ANN401
+    def loss(self, model: Any, batch: Batch, only: ActorOrCritic | None = None) -> Tensor:  # noqa: ANN401
         """Return the loss over a minibatch."""
         # A subclass may have a `loss` without halves.
         return model.loss(batch) if only is None else model.loss(batch, only)  # type: ignore[no-any-return]
@@ -493,7 +493,7 @@ class Updates(OverRanks):
         """Those that step in the present phase of updates."""
         return self.all_optimizers
 
-    def idle_parameters(self, only: Half | None) -> list[nn.Parameter]:
+    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return those that an update leaves as they are, moments of the optimiser included.
 
         Args:
@@ -521,8 +521,8 @@ class Updates(OverRanks):
         cut = self.with_normalized_advantages(batch, order, num_minibatches)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if self.world_size > 1 else ([part] for part in cut):
-            self.weigh(parts)
-            yield from map(self.begin_minibatch, filter(self.has_rows, parts) if may_lack_rows else parts)
+            self.set_global_weights(parts)
+            yield from map(self.start_minibatch, filter(self.has_rows, parts) if may_lack_rows else parts)
 
     def with_normalized_advantages(self, batch: Batch, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of a pass; if it normalises each, with what `normalized_advantages` of it will return.
@@ -544,10 +544,10 @@ class Updates(OverRanks):
         for _ in range(num_passes):
             for minibatch in self.minibatches(batch, num_minibatches):
                 yield minibatch
-                if self.diagnostics.known_closed:
+                if self.diagnostics.stopped:
                     return
 
-    def begin_minibatch(self, batch: Batch) -> Batch:
+    def start_minibatch(self, batch: Batch) -> Batch:
         """Return a minibatch to be learned from next; what is recorded from now on is of it."""
         self.diagnostics.next_minibatch()
         return batch
@@ -608,7 +608,9 @@ class Updates(OverRanks):
         self.diagnostics.add_absolute("total_abs_loss", torch.stack(terms))
         return loss
 
-    def optimize(self, loss: Tensor, only: Half | None = None, keep_if: Callable[[], Tensor] | None = None) -> None:
+    def optimize(
+        self, loss: Tensor, only: ActorOrCritic | None = None, keep_if: Callable[[], Tensor] | None = None
+    ) -> None:
         """Take one step down the gradient of `loss`, unless either is not finite or updates were stopped.
 
         Where the critic has an optimiser of its own, both step from the one gradient, each clipped by itself.
@@ -633,7 +635,7 @@ class Updates(OverRanks):
         for norm in norms.values():
             if not _is_known_finite(norm):
                 # Whether it is finite, in fewer kernels than `isfinite`.
-                self.diagnostics.close_for_good_unless(norm - norm == 0)
+                self.diagnostics.stop_all_phases_unless(norm - norm == 0)
         if self.check_numerics and self.diagnostics.not_finite(self.diagnostics.means()):
             raise NotFiniteError
         self.diagnostics.num_updates = self.diagnostics.num_updates + self.diagnostics.open
@@ -650,11 +652,11 @@ class Updates(OverRanks):
         self.engine = EagerEngine()
         self.engine = fast.engine_for(self) or self.engine
 
-    def _backward(self, loss: Tensor, only: Half | None) -> None:
+    def _backward(self, loss: Tensor, only: ActorOrCritic | None) -> None:
         """Compute the gradient; it is None in idle parameters."""
         if self.world_size > 1:
             loss = not_finite_throughout(loss)
-        idle = self.idle_parameters(only)
+        idle = self.frozen_parameters(only)
         if idle:  # DDP waits for the gradient of every parameter
             loss = loss + sum(0 * parameter.sum() for parameter in idle)
         self.engine.backward(self, loss)
@@ -669,7 +671,7 @@ class Updates(OverRanks):
             before.restore()
         self.diagnostics.num_updates = self.diagnostics.num_updates - taken_back.long()
         self.diagnostics.observe(updates_taken_back=taken_back.float())
-        self.diagnostics.close_unless(keep)
+        self.diagnostics.stop_unless(keep)
 
     def gradient_norms(self) -> dict[str, Tensor]:
         """Return the global norm of each optimiser's gradient, by the name it is logged by; of those that have one."""

@@ -116,7 +116,7 @@ class OverRanks(LightningModule):
         _, _, (unexplained, total) = self.moments([(targets - predictions).to(dtype), targets.to(dtype)])
         return torch.where(total > 0, 1 - unexplained / total, torch.nan)
 
-    def weigh(self, parts: Sequence[Batch]) -> None:
+    def set_global_weights(self, parts: Sequence[Batch]) -> None:
         """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks.
 
         That is 0 where no rank has a row that counts; with one rank it is what they have anyway.
@@ -128,7 +128,7 @@ class OverRanks(LightningModule):
                 part.weight = self.world_size / total if total else 0.0
 
     def has_rows(self, part: Batch) -> bool:
-        """Return whether any rank has a row that counts in a minibatch that `weigh` has seen.
+        """Return whether any rank has a row that counts in a minibatch that `set_global_weights` has seen.
 
         A step of Adam without any would go on along the moments that earlier ones have left.
         """

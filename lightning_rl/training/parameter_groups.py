@@ -18,7 +18,7 @@ from lightning_rl.validation import (
     to_plain_data,
 )
 
-Half = Literal["actor", "critic"]
+ActorOrCritic = Literal["actor", "critic"]
 """A half of the loss: that of the policy, or that of the value."""
 SCALE = "learning_rate_scale"
 ParameterGroups = dict[str, dict[str, Any]]
@@ -51,7 +51,7 @@ def has_separate_critic(policy: nn.Module) -> bool:
     return getattr(policy, "critic_encoder", None) is not None
 
 
-def parameters_of_other_half(policy: nn.Module, half: Half) -> list[nn.Parameter]:
+def parameters_of_other_half(policy: nn.Module, half: ActorOrCritic) -> list[nn.Parameter]:
     """Return the parameters that the loss of `half` does not depend on."""
     has_own_core = getattr(policy, "critic_core", None) is not None
     actors = ("action_head", "actor_core") if has_own_core else ("action_head",)

@@ -24,7 +24,7 @@ class SaturationWatch:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._warned = False
 
     def share(self, policy: Any, rollout: Rollout) -> Tensor | None:  # noqa: ANN401 - a policy of any make
         """Return the share of the components of a rollout's actions that are clipped; None where none may be."""
@@ -34,11 +34,11 @@ class SaturationWatch:
         share: Tensor | None = policy.saturation(actions if valid is None else map_leaves(lambda x: x[valid], actions))
         return share
 
-    def tell(self, share: float | None, num_rollouts: int, action_space: spaces.Space[Any]) -> None:
+    def report(self, share: float | None, num_rollouts: int, action_space: spaces.Space[Any]) -> None:
         """Warn once if, after the first rollouts, more than a tenth is clipped."""
-        if share is None or share <= _MOST or num_rollouts < _FIRST_ROLLOUTS or self._told:
+        if share is None or share <= _MOST or num_rollouts < _FIRST_ROLLOUTS or self._warned:
             return
-        self._told = True
+        self._warned = True
         parts = [path for path, leaf in space_leaves(action_space).items() if path and isinstance(leaf, spaces.Box)]
         where = f" for {', '.join(map(repr, parts))}" if parts else ""
         rank_zero_warn(

@@ -33,7 +33,7 @@ class SlowOptions(SlowPPO):
         old_values = [row["value"] for row in rows]
         for epoch in range(max(self.options["num_epochs"], value_epochs)):
             if epoch > 0 and self.options["recompute_advantages"]:
-                rows = self.rows(self.revalued(rollout))
+                rows = self.rows(self.with_recomputed_values(rollout))
                 assert any(abs(float(row["value"] - old)) > 1e-6 for row, old in zip(rows, old_values, strict=True))
             acts, values = epoch < self.options["num_epochs"], epoch < value_epochs
             order = torch.randperm(len(rows), generator=generator).tolist()
@@ -110,7 +110,7 @@ class SlowOptions(SlowPPO):
         return kl / len(rows)
 
     @torch.no_grad()
-    def revalued(self, rollout: Rollout) -> Rollout:
+    def with_recomputed_values(self, rollout: Rollout) -> Rollout:
         """The rollout with values of the parameters of the moment."""
         result = copy.copy(rollout)
         result.values, result.next_values = rollout.values.clone(), rollout.next_values.clone()

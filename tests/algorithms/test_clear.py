@@ -40,11 +40,11 @@ def test_a_replayed_unroll_has_the_targets_that_it_would_have_as_an_older_rollou
     model = make(CLEAR)
     rollout = random_rollout(model.policy, valid=True)
     rollout.policy_version = -1
-    model.remember(rollout, model.evaluated(model.unroll(rollout)))
+    model.store_rollout(rollout, model.evaluated(model.unroll(rollout)))
     moved(model)
     direct = model.evaluated(model.unroll(rollout)).batch
     order = torch.tensor([kept.number for kept in model.kept._kept]).argsort()
-    earlier, then = model.kept.take(order)
+    earlier, then = model.kept.gather(order)
     replayed = model.evaluated(model.unroll(earlier, **then)).batch
     for name in ("advantages", "returns", "log_probs", "values", "actions"):
         torch.testing.assert_close(replayed.fields[name], direct.fields[name], rtol=1e-12, atol=1e-12, msg=name)
@@ -181,7 +181,7 @@ def test_what_is_kept_of_a_distribution_is_of_before_the_step():
     model = CLEAR(VECTOR, CONTINUOUS, hidden_sizes=(8,), learning_rate=0.5).double()
     rollout = random_rollout(model.policy, off_policy=0.0)
     learn(model, [rollout])
-    _, then = model.kept.take(torch.arange(4))
+    _, then = model.kept.gather(torch.arange(4))
     assert not then["old_distribution"]["log_std"].any()
     assert model.policy.action_head.log_std.abs().min() > 0.1
 
@@ -194,6 +194,6 @@ def test_the_value_that_is_cloned_is_the_learners_as_the_policy_is():
         distribution, values = model.policy(rollout.observations[:-1])
     learn(model, [rollout], lag=1)
     order = torch.tensor([kept.number for kept in model.kept._kept]).argsort()
-    earlier, then = model.kept.take(order)
+    earlier, then = model.kept.gather(order)
     for own, expected in ((earlier.values, values), (then["old_distribution"], distribution.parameters())):
         torch.testing.assert_close(own[rollout.valid], expected[rollout.valid], rtol=1e-12, atol=1e-12)

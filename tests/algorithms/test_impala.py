@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, FailedUpdate, Rollout
 from lightning_rl import functional as rl
-from lightning_rl.policies.values import revalued, values_reached
+from lightning_rl.policies.values import values_reached, with_recomputed_values
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -92,7 +92,7 @@ def test_targets_of_an_older_rollout_are_those_of_vtrace_by_the_learners_values(
     rollout = random_rollout(model.policy, valid=valid)
     rollout.policy_version = -1
     moved(model)
-    now = revalued(model.policy, rollout)
+    now = with_recomputed_values(model.policy, rollout)
     log_rhos = model.policy.log_prob(rollout.observations[:-1], rollout.actions).detach() - rollout.log_probs
     if rollout.valid is not None:
         log_rhos = torch.where(rollout.valid, log_rhos, 0)

@@ -103,7 +103,7 @@ def test_the_policy_that_acted_stays_in_the_rollout():
     model = make(overlapped=True)
     rollout = random_rollout(model.policy)
     acted = rollout.log_probs.clone()
-    now = moved(model).seen_now(rollout)
+    now = moved(model).reevaluate(rollout)
     assert torch.equal(rollout.log_probs, acted) and rollout.log_rhos is None
     torch.testing.assert_close(now.log_rhos, now.log_probs - acted)
     torch.testing.assert_close(now.log_probs, model.policy.log_prob(rollout.observations[:-1], rollout.actions))
@@ -123,12 +123,12 @@ def test_the_loss_of_an_older_rollout_is_the_one_that_its_update_begins_with(alg
 @pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
 def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
     model, rollout = collected(memory, overlapped=True)
-    now = model.seen_now(rollout)
+    now = model.reevaluate(rollout)
     for name in ("log_probs", "values", "next_values"):
         torch.testing.assert_close(getattr(now, name), getattr(rollout, name), atol=1e-12, rtol=1e-12)
     assert now.log_rhos.abs().max() <= 1e-12
     before = parameters_of(moved(model))
-    again = model.seen_now(rollout)
+    again = model.reevaluate(rollout)
     assert again.log_rhos.abs().max() > 0.01
     assert_equal_parameters(model, before)
 

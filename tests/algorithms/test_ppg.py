@@ -170,10 +170,10 @@ def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences:
     parts: list[Batch] = []
 
     class Kept(PPG):
-        def begin_minibatch(self, batch: Batch) -> Batch:
+        def start_minibatch(self, batch: Batch) -> Batch:
             if "actions" not in batch.fields:
                 parts.append(batch)
-            return super().begin_minibatch(batch)
+            return super().start_minibatch(batch)
 
     model = make(Kept, aux_sequences=sequences, num_aux_epochs=1, num_aux_minibatches=3)
     rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in (0, 1)]
@@ -290,11 +290,11 @@ def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> 
 class BrokenPhase(PPG):
     """The second minibatch of the first auxiliary phase has an infinite target."""
 
-    def begin_minibatch(self, batch: Batch) -> Batch:
+    def start_minibatch(self, batch: Batch) -> Batch:
         self.minibatch = getattr(self, "minibatch", -1) + 1
         if self.diagnostics.phase == 1 and self.minibatch == 5:
             batch = batch.replace(returns=batch.returns + torch.inf)
-        return super().begin_minibatch(batch)
+        return super().start_minibatch(batch)
 
 
 def test_a_failed_auxiliary_phase_is_left_out_and_made_again(tmp_path: Path) -> None:

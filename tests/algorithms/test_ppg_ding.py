@@ -134,7 +134,7 @@ class Scripted(PPG):
         start = self.passes * one_pass
         self.passes += 1
         for event in events[start : start + one_pass]:
-            yield self.begin_minibatch(Batch(self.kept.gather(torch.tensor(event["rows"]))))
+            yield self.start_minibatch(Batch(self.kept.gather(torch.tensor(event["rows"]))))
 
     passes = 0
 
@@ -153,7 +153,7 @@ class ScriptedPPG(Scripted):
         rows = [event["rows"] for event in self.events("minibatch")]
         num_policy = len(self.events("policy"))
         for index, some in enumerate(rows):
-            part = self.begin_minibatch(batch.replace(**{n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
+            part = self.start_minibatch(batch.replace(**{n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
             part = Batch(part.fields)
             only: Any = "actor" if index < num_policy else "critic"
             self.optimize(self.loss(part, only), only=only)

@@ -61,7 +61,7 @@ def test_ratios_of_rows_that_are_used_again_are_those_of_the_policy_that_took_th
     model = make(OffPolicyPPG, policy_max_use=None, policy_buffer_size=ROWS, learning_rate=0.05)
     recorder = fit(model, 3)
     assert max(recorder.column("first_ratio_error")) > 0  # made up by the first parameters
-    rows = model.sources["policy"].take(torch.arange(4))
+    rows = model.sources["policy"].gather(torch.arange(4))
     expected = random_rollout(make(OffPolicyPPG).policy, seed=2, off_policy=0.0)
     assert any(torch.equal(rows["log_probs"][0], x) for x in expected.log_probs.flatten())
 

@@ -330,7 +330,7 @@ def loss_of(
             **rows,
         }
     )
-    model.weigh([batch])
+    model.set_global_weights([batch])
     return model, model.loss(batch), params | {"value": values}
 
 
@@ -422,7 +422,7 @@ def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
     advantages, _ = model.advantages_and_returns(rollout)
     t, b = rollout.truncated[:-2].nonzero()[0].tolist()
     torch.testing.assert_close(advantages[t, b], rollout.rewards[t, b] - rollout.values[t, b])
-    b = int((~rollout.ends[-2]).nonzero()[0])
+    b = int((~rollout.dones[-2]).nonzero()[0])
     # Its own value, not that of the step after it.
     expected = rollout.rewards[-2, b] + (0.9 - 1) * rollout.values[-2, b]
     torch.testing.assert_close(advantages[-2, b], expected)
@@ -548,7 +548,7 @@ def test_returns_advantages_and_masks(case):
     gymnasiums = rollout.discounts
     rollout.discounts = lambda gamma, on_truncation: gymnasiums(gamma, on_truncation) * x["discount"]
     if model.reward_normalizer is not None:
-        model.take_into_normalizers(rollout)
+        model.update_running_statistics(rollout)
     advantages, returns = model.advantages_and_returns(rollout)
     torch.testing.assert_close(advantages.T, case["advantages"], **CLOSE)
     torch.testing.assert_close(returns.T, case["returns"], **CLOSE)

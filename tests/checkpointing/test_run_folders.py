@@ -88,7 +88,7 @@ def test_of_ranks_that_the_trainer_did_not_start_only_the_first_makes_a_folder(t
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     run_dir = new_run_dir(tmp_path)
-    RunLock().take(run_dir)  # of a rank that is late it is a guess, and wrong
+    RunLock().acquire(run_dir)  # of a rank that is late it is a guess, and wrong
     assert run_dir == tmp_path / "version_0"
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 

@@ -32,7 +32,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
-def taken(model: PPO, before: dict[str, torch.Tensor], path: Path) -> set[str]:
+def loaded(model: PPO, before: dict[str, torch.Tensor], path: Path) -> set[str]:
     """Names of the tensors that now are the stored ones; the others must be as they were."""
     names = set()
     for name, x in model.state_dict().items():
@@ -50,7 +50,7 @@ def copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_everything_is_taken_over_but_optimiser_and_clock(path):
     model = make_model(make_data(), **NORMALIZED)
     result = model.init_from(path)
-    assert set(result.taken) == set(model.state_dict()) == taken(model, {}, path)
+    assert set(result.loaded) == set(model.state_dict()) == loaded(model, {}, path)
     assert (result.other_shape, result.not_stored, result.not_here) == ({}, [], [])
     assert (model.env_steps, model.policy_version) == (0, 0)
 
@@ -68,9 +68,9 @@ def test_only_the_chosen_part_changes(part, prefixes, path):
     before = copy(model.state_dict())
     result = model.init_from(path, [part])
     expected = {name for name in before if name.startswith(prefixes)}
-    assert expected and set(result.taken) == expected
+    assert expected and set(result.loaded) == expected
     changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
-    assert changed <= expected <= taken(model, before, path)
+    assert changed <= expected <= loaded(model, before, path)
 
 
 def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
@@ -79,13 +79,13 @@ def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
     before = copy(model.state_dict())
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         result = model.init_from(path)
-    assert taken(model, before, path) >= set(result.taken)
+    assert loaded(model, before, path) >= set(result.loaded)
     assert result.other_shape["policy.action_head.logits.weight"] == ((3, 16), (2, 16))
     assert result.other_shape["policy.actor_encoder.layers.0.weight"] == ((16, 6), (16, 4))
     assert result.not_stored == []
     assert {name for name in result.not_here if "normalizer" in name} == set(result.not_here) != set()
     (message,) = [m for m in caplog.messages if m.startswith("Beginning with parameters from ")]
-    for name in (*result.taken, *result.other_shape, *result.not_here):
+    for name in (*result.loaded, *result.other_shape, *result.not_here):
         assert name in message
 
 

@@ -9,7 +9,7 @@ from lightning_rl.environments import EnvironmentSpec
 
 def hints(env_seconds, between=10.0, count=20, backend="sync", num_envs=8):
     watch = BottleneckWatch(EnvironmentSpec("CartPole-v1", backend=backend), num_envs)
-    return [watch.look(env_seconds, between * k) for k in range(count)]
+    return [watch.check(env_seconds, between * k) for k in range(count)]
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +30,14 @@ def test_the_hint_comes_once_after_a_minute_with_the_share_and_the_backends_ther
 def test_nothing_is_said_where_learning_takes_as_long_nor_later():
     assert hints(5.0) == [None] * 20
     watch = BottleneckWatch(EnvironmentSpec("CartPole-v1"), 8)
-    early = [watch.look(1.0, 10.0 * k) for k in range(8)]
-    assert early + [watch.look(9.0, 80.0 + 10 * k) for k in range(20)] == [None] * 28, "it is judged once"
+    early = [watch.check(1.0, 10.0 * k) for k in range(8)]
+    assert early + [watch.check(9.0, 80.0 + 10 * k) for k in range(20)] == [None] * 28, "it is judged once"
 
 
 def test_the_first_rollout_does_not_count():
     watch = BottleneckWatch(EnvironmentSpec("CartPole-v1"), 8)
-    watch.look(1000.0, 0.0)
-    assert [watch.look(1.0, 10.0 * k) for k in range(1, 20)] == [None] * 19
+    watch.check(1000.0, 0.0)
+    assert [watch.check(1.0, 10.0 * k) for k in range(1, 20)] == [None] * 19
 
 
 def test_what_is_proposed_depends_on_the_backend():

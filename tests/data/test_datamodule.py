@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.data import collector
+from lightning_rl.data import collector, evaluation
 from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
@@ -62,8 +62,8 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
         data = make_data(env_id, rollouts_per_epoch=4, **data_options)
         model = make_model(data, normalize_observations=normalize, normalize_rewards=normalize)
         seen = []
-        play = data.play
-        data.play = lambda *args, play=play, seen=seen: seen.append(1) or play(*args)
+        play = data.run_episodes
+        data.run_episodes = lambda *args, play=play, seen=seen: seen.append(1) or play(*args)
         make_trainer(**trainer_options).fit(model, data)
         validations[name] = len(seen)
         expected = expected or (parameters_of(model), {k: v.clone() for k, v in model.state_dict().items()})
@@ -77,12 +77,12 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
 def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(backend):
     data = make_data(backend=backend, eval_episodes=5, num_eval_envs=2)
     attach(data, policy=Told(action=lambda o: (o[..., 2] > 0).long()))
-    first = summary(data.play())
+    first = summary(data.run_episodes())
     data.collect()
-    assert len(first) == 5 and summary(data.play()) == first
-    assert summary(data.play(record=True)) == first
+    assert len(first) == 5 and summary(data.run_episodes()) == first
+    assert summary(data.run_episodes(record=True)) == first
     data.teardown("fit")
-    assert summary(data.play()) == first
+    assert summary(data.run_episodes()) == first
     data.teardown("validate")
 
 
@@ -103,7 +103,7 @@ def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes,
     counts, played = [], []
     for rank in range(world_size):
         data = make_data("Probe/Random-v0", eval_episodes=eval_episodes, num_eval_envs=num_eval_envs, env_kwargs={})
-        episodes = attach(data, rank, world_size).play()
+        episodes = attach(data, rank, world_size).run_episodes()
         counts.append(len(episodes))
         played += summary(episodes)
         data.teardown("validate")
@@ -114,7 +114,7 @@ def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes,
 def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
     """3 episodes in each of two environments and 2 in the others, wherever the short ones are."""
     data = make_data("Probe/Counter-v0", eval_episodes=10, num_eval_envs=4, env_kwargs={"lengths": [1, 9, 4]})
-    assert [e.length for e in attach(data).play()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
+    assert [e.length for e in attach(data).run_episodes()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
     data.teardown("validate")
 
 
@@ -125,10 +125,10 @@ def test_evaluation_has_raw_rewards_and_whole_episodes():
     data = attach(make_data("Probe/Counter-v0", training_wrappers=[double], **options))
     rollout = data.collect()
     assert (rollout.rewards == 2).all() and rollout.episodes.lengths == [3, 3, 3, 3]
-    assert summary(data.play()) == [(5, 5.0)] * 2
+    assert summary(data.run_episodes()) == [(5, 5.0)] * 2
     data.teardown("fit")
     both = attach(make_data("Probe/Counter-v0", wrappers=[double], **options))
-    assert summary(both.play()) == [(3, 6.0)] * 2
+    assert summary(both.run_episodes()) == [(3, 6.0)] * 2
     both.teardown("validate")
 
 
@@ -141,16 +141,16 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
     rollout = data.collect()
     assert rollout.terminated.any()  # a lost life
     shortest = min(rollout.episodes.lengths)
-    (episode,) = data.play()
+    (episode,) = data.run_episodes()
     assert episode.length > 4 * shortest and episode.terminated
     data.teardown("fit")
 
 
 def test_more_evaluation_episodes_take_more_environments():
     data = attach(make_data(eval_episodes=2))
-    assert len(data.play()) == 2
+    assert len(data.run_episodes()) == 2
     data.eval_episodes = 5
-    assert len(data.play()) == 5
+    assert len(data.run_episodes()) == 5
     assert data._evaluator.environments.num_envs == 5
     data.teardown("validate")
 
@@ -224,7 +224,7 @@ def test_evaluation_has_other_seeds_than_training(monkeypatch):
     for rank in range(2):
         data = attach(make_data(seed=5, num_envs=3), rank, 2)
         data.collect()
-        data.play()
+        data.run_episodes()
         data.teardown("fit")
     assert [evaluation for evaluation, _ in made] == [False, True, False, True]
     seeds = [seed for _, seeds in made for seed in seeds]

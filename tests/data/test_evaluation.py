@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.data.evaluation import play
+from lightning_rl.data.evaluation import run_episodes
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure
 from lightning_rl.environments.episodes import SeededEpisodes
 from lightning_rl.environments.seeding import derive_seed
@@ -18,7 +18,9 @@ from tests.probes import Told, make_batch, seeds_of
 def run(environments, counts, policy=None, **options):
     spaces = environments.single_observation_space, environments.single_action_space
     try:
-        return play(environments, policy or Told(), *spaces, counts, torch.Generator().manual_seed(0), **options)
+        return run_episodes(
+            environments, policy or Told(), *spaces, counts, torch.Generator().manual_seed(0), **options
+        )
     finally:
         environments.close()
 
@@ -58,7 +60,7 @@ def test_no_episodes_means_no_reset():
         def reset(self):
             raise AssertionError
 
-    assert play(Untouchable(), Told(), *_spaces(), [0, 0], torch.Generator()) == []
+    assert run_episodes(Untouchable(), Told(), *_spaces(), [0, 0], torch.Generator()) == []
 
 
 def _spaces():
@@ -129,7 +131,7 @@ def test_memory_begins_anew_with_each_life_of_a_game_and_each_episode():
     environments, policy = EnvironmentBatch(vector, [1, 2], [1, 2]), Remembers(action=lambda o: o[..., 0].long() * 0)
     policy.remembered = []
     spaces = environments.single_observation_space, environments.single_action_space
-    first, second = play(environments, policy, *spaces, [1, 1], torch.Generator())
+    first, second = run_episodes(environments, policy, *spaces, [1, 1], torch.Generator())
     assert (first.length, second.length) == (4, 5)  # the no-op after a lost life is no step
     assert policy.remembered == [[0, 0], [1, 1], [0, 2], [1, 3], [0, 4]]
 

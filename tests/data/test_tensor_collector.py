@@ -97,7 +97,7 @@ def test_what_environments_write_over_is_what_it_was_in_its_step(mode):
         options = (*(env.single_observation_space, env.single_action_space), 20, torch.Generator().manual_seed(1))
         rollouts.append(TensorCollector(TensorEnvironments(env, 5), *options, info_keys=("place",)).collect(policy))
     first, other = rollouts
-    assert torch.equal(first.rewards, other.rewards) and torch.equal(first.ends, other.ends)
+    assert torch.equal(first.rewards, other.rewards) and torch.equal(first.dones, other.dones)
     assert len(set(other.infos["place"])) > 20
 
 

@@ -468,7 +468,7 @@ def test_an_environment_of_evaluation_that_is_replaced_is_called_so(how):
         environments.reset()
         for _ in range(2):
             environments.step(np.zeros(1, np.int64))
-        (failure,) = environments.take_failures()
+        (failure,) = environments.pop_failures()
     finally:
         environments.close()
     assert failure.startswith(f"evaluation environment 0 (episode 0, seed {options['episode_seed']}, step 2) ")

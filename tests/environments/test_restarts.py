@@ -75,7 +75,7 @@ def policy():
 def test_failed_step_is_left_out_and_the_episode_before_it_truncated(failing, backend, how, what):
     environments = failing(how, backend=backend)
     rollout = make_collector(environments, 12).collect(policy())
-    assert environments.take_failures() == [f"{WHERE} {what}"] and environments.take_failures() == []
+    assert environments.pop_failures() == [f"{WHERE} {what}"] and environments.pop_failures() == []
     # The step that failed, t = 7, has no outcome.
     assert rollout.num_steps == 4 * 12 - 1
     assert rollout.valid.logical_not().nonzero().tolist() == [[7, 2]]
@@ -168,7 +168,7 @@ def test_failure_in_a_reset_costs_no_step(failing, backend, how):
     assert rollout.final_observations[rollout.final_indices.tolist().index([4, 2])].tolist() == [0, 5]
     assert rollout.observations[5:10, 2].tolist() == [[0, step] for step in range(5)]
     assert rollout.episodes.lengths == [5] * 8
-    (failure,) = environments.take_failures()
+    (failure,) = environments.pop_failures()
     assert failure.startswith(f"environment 2 (episode 1, seed {SEED}, step 0) r")
     assert environments.label(2).startswith("environment 2 (episode 3, ")
 
@@ -179,7 +179,7 @@ def test_process_that_dies_in_a_reset_takes_the_outcome_of_its_last_step_along(f
     assert rollout.valid.logical_not().nonzero().tolist() == [[4, 2]]
     assert rollout.truncated[:, 2].nonzero().flatten().tolist() == [3, 9]
     # The first new process dies in the same reset, the second one goes on with the episode after it.
-    assert [failure.partition(" seed")[0] for failure in environments.take_failures()] == [
+    assert [failure.partition(" seed")[0] for failure in environments.pop_failures()] == [
         "environment 2 (episode 0,",
         "environment 2 (episode 1,",
     ]
@@ -190,7 +190,7 @@ def test_failure_in_the_very_first_reset_begins_the_next_episode(failing):
     for backend, how in (("sync", "raise"), ("async", "kill")):
         environments = failing(how, at=0, episode_seed=derive_seed(seeds_of(4)[2], 0), backend=backend)
         assert environments.reset().tolist() == [[0, 0]] * 4
-        assert len(environments.take_failures()) == 1
+        assert len(environments.pop_failures()) == 1
         assert environments.label(2).startswith("environment 2 (episode 1, ")
 
 
@@ -241,7 +241,7 @@ def test_worker_killed_between_a_step_and_a_checkpoint_does_not_stop_the_checkpo
     records = environments.state_dict()
     assert records["environments"][1] == {"stream_seed": seeds_of(4)[1], "episode": 0}
     step = environments.step(np.zeros(4, np.int64))
-    assert list(step.lost) == [1] and step.observations.tolist() == [[0, 2], [0, 0], [0, 2], [0, 2]]
+    assert list(step.failed) == [1] and step.observations.tolist() == [[0, 2], [0, 0], [0, 2], [0, 2]]
     # Who goes on from that checkpoint begins a new episode there.
     again = failing("raise", at=99)
     exact, observations = again.load_state_dict(records)

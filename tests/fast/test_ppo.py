@@ -89,7 +89,7 @@ def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_spa
     batch = make_batch(model)
     expected = model.compute_loss(batch)
     gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
-    with model.leaving_no_trace():
+    with model.isolated_state():
         known = fast_loss(model, batch)
         found = model.diagnostics.means()
     assert known is not None
@@ -406,7 +406,7 @@ def test_closed_form_equals_autograd(seed):
     batch.weight *= float(generator.choice([1.0, 0.5]))
     expected = model.compute_loss(batch)
     gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
-    with model.leaving_no_trace():
+    with model.isolated_state():
         known = fast_loss(model, batch)
         found = model.diagnostics.means()
     assert known is not None

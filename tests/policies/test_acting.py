@@ -45,7 +45,7 @@ def test_memory_goes_from_step_to_step_and_is_forgotten_where_an_episode_begins(
         alone.append(memory)
     memory = None
     for t, step in enumerate(steps):
-        _, memory = model.act(step, memory=memory, begins=np.array([t == 2, False]))
+        _, memory = model.act(step, memory=memory, episode_starts=np.array([t == 2, False]))
         if t == 2:
             _, fresh = model.act(step[0])
             for together, one in zip(leaves(memory), leaves(fresh), strict=True):

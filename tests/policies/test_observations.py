@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO
 from lightning_rl.checkpointing.failed_update import FailedUpdate
-from lightning_rl.data.evaluation import play
+from lightning_rl.data.evaluation import run_episodes
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.episodes import SeededEpisodes
 from lightning_rl.functional import gae
@@ -145,7 +145,7 @@ def test_environments_that_are_replaced_give_the_same_rollouts_in_worker_process
         options = {"spoil": "nan", "at": 3, "on_env_failure": "restart", "backend": backend}
         environments = make_batch(SENSORS_ID, 2, **options)
         rollouts.append(make_collector(environments, 12).collect(make_policy()))
-        assert "returned observation arm.1 nan" in environments.take_failures()[0]
+        assert "returned observation arm.1 nan" in environments.pop_failures()[0]
         environments.close()
     one, other = (rollout.state_dict() for rollout in rollouts)
     assert not one["valid"].all() and one.pop("policy_version") == other.pop("policy_version")
@@ -196,7 +196,7 @@ def test_observation_of_another_structure_is_refused(spoil, message):
 def test_recorded_episodes_have_every_leaf(mode):
     environments = make_batch(SENSORS_ID, 2, mode=mode, **SCRIPT)
     spaces_ = environments.single_observation_space, environments.single_action_space
-    episodes = play(environments, Fixed(), *spaces_, [2, 1], torch.Generator(), record=True)
+    episodes = run_episodes(environments, Fixed(), *spaces_, [2, 1], torch.Generator(), record=True)
     assert [episode.length for episode in episodes] == [5, 3, 5]
     seen, reached = slow_loop(8, **SCRIPT)
     for episode, first in ((episodes[0], 0), (episodes[1], 5), (episodes[2], 0)):

@@ -43,7 +43,7 @@ def test_everything_is_what_the_policy_remembered_at_each_step(mode, kind, share
     for rollout in rollouts:
         assert all(map(torch.equal, leaves(map_leaves(lambda x: x[0], rollout.memory)), leaves(memory)))
         memory = check_against_steps(policy, rollout, memory, 1e-12)[-1]
-        begins = rollout.ends[-1] if rollout.valid is None else rollout.ends[-1] | ~rollout.valid[-1]
+        begins = rollout.dones[-1] if rollout.valid is None else rollout.dones[-1] | ~rollout.valid[-1]
         memory = map_leaves(lambda x, b=begins: x * ~b.view(-1, 1, 1), memory)
     assert any(x.any() for x in leaves(memory))  # an episode did go on
 
@@ -84,7 +84,7 @@ def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_en
         memory = policy.initial_memory(1)
         for rollout in rollouts[: 1 if length > 5 else 2]:
             memory = check_against_steps(policy, rollout, memory, 1e-12)[-1]
-            memory = map_leaves(lambda x, ends=rollout.ends[-1]: x * ~ends.view(-1, 1, 1), memory)
+            memory = map_leaves(lambda x, ends=rollout.dones[-1]: x * ~ends.view(-1, 1, 1), memory)
 
 
 @pytest.mark.parametrize("burn_in", [0, 2, 9])

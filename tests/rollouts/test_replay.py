@@ -180,7 +180,7 @@ def test_rows_are_gone_after_their_last_use_as_in_ding():
         if step["ids"] is None:  # refused: too few are left
             assert buffer.sample(golden["batch"]) is None
         else:
-            assert buffer.take(torch.tensor(step["ids"]))["ids"].tolist() == step["ids"]
+            assert buffer.gather(torch.tensor(step["ids"]))["ids"].tolist() == step["ids"]
         assert held(buffer) == step["slots_after"]
         assert len(buffer) == step["count_after"]
 
@@ -193,7 +193,7 @@ def test_rows_are_gone_after_their_last_use_as_in_the_deque_of_ding():
         if step["ids"] is None:
             assert buffer.sample(golden["batch"]) is None
         else:
-            buffer.take(torch.tensor(step["ids"]))
+            buffer.gather(torch.tensor(step["ids"]))
         assert [number for number in held(buffer) if number is not None] == step["left"]
 
 
@@ -251,11 +251,11 @@ def test_the_order_is_that_of_the_generator():
 def test_a_buffer_becomes_what_it_was():
     buffer = UseLimitedBuffer(5, max_use=2)
     buffer.append(rows([1, 2, 3, 4]))
-    buffer.take(torch.tensor([1]))
+    buffer.gather(torch.tensor([1]))
     before = held(buffer), buffer.uses.tolist()
     buffer.begin()
     buffer.append(rows([5, 6]))
-    buffer.take(torch.tensor([1, 4]))
+    buffer.gather(torch.tensor([1, 4]))
     buffer.append(rows([7, 8, 9, 10, 11, 12]))
     assert held(buffer) == [11, 12, 8, 9, 10]
     buffer.rollback()
@@ -272,7 +272,7 @@ def test_places_that_are_empty_or_twice_there_are_refused():
     buffer = UseLimitedBuffer(4, max_use=1)
     for places in ([0], [0, 0]):
         with pytest.raises(ValueError, match="different places that have a row"):
-            buffer.take(torch.tensor(places))
+            buffer.gather(torch.tensor(places))
         buffer.append(rows([7]))
 
 
@@ -280,7 +280,7 @@ def test_types_are_kept_and_the_size_is_that_of_the_ring():
     buffer = UseLimitedBuffer(10)
     assert buffer.num_bytes == 0
     buffer.append(rows([1, 2, 3]))
-    assert buffer.take(torch.tensor([0]))["images"].dtype == torch.uint8
+    assert buffer.gather(torch.tensor([0]))["images"].dtype == torch.uint8
     assert buffer.num_bytes == 10 * (8 + 1)
 
 
@@ -288,7 +288,7 @@ def test_a_buffer_goes_through_a_checkpoint(tmp_path):
     buffer = UseLimitedBuffer(6, max_use=2)
     buffer.append(rows(list(range(8))))  # 6 and 7 lie in front of 2
     for places in ([0, 3], [3, 4]):
-        buffer.take(torch.tensor(places))
+        buffer.gather(torch.tensor(places))
     torch.save(buffer.state_dict(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     restored, smaller, larger = (UseLimitedBuffer(size, max_use=2) for size in (6, 3, 9))
@@ -334,7 +334,7 @@ def test_unrolls_come_back_as_they_went_in_whatever_their_order():
     memory = UnrollMemory(10_000, "fifo")
     memory.append(unrolls(), old=unrolls().rewards[..., None])
     memory.append(unrolls(first=2), old=unrolls(first=2).rewards[..., None])
-    found, per_step = memory.take(torch.tensor([3, 0, 2, 2]))
+    found, per_step = memory.gather(torch.tensor([3, 0, 2, 2]))
     assert found.observations["place"][0].tolist() == [300, 0, 200, 200]
     assert found.observations["image"].dtype == torch.uint8 and found.observations["image"].shape == (4, 4, 4)
     assert found.actions[1].tolist() == (-found.rewards).tolist() == (-per_step["old"][..., 0]).tolist()

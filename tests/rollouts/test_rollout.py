@@ -49,13 +49,13 @@ def test_terminal_stops_at_time_limits_too():
 
 def test_traces_stop_at_every_end():
     assert make_rollout().traces(0.25).tolist() == [[0.25, 0.0], [0.0, 0.25], [0.25, 0.25]]
-    assert make_rollout().ends.tolist() == [[False, True], [True, False], [False, False]]
+    assert make_rollout().dones.tolist() == [[False, True], [True, False], [False, False]]
 
 
 def test_a_clone_has_every_field_and_shares_none():
     rollout = make_rollout(valid=torch.ones(3, 2, dtype=torch.bool))
     rollout.actions = {"move": (rollout.actions, rollout.actions + 1)}
-    rollout.memory, rollout.starts, rollout.burn_in = {"actor": torch.ones(1, 2, 4)}, rollout.ends, 2
+    rollout.memory, rollout.starts, rollout.burn_in = {"actor": torch.ones(1, 2, 4)}, rollout.dones, 2
     rollout.repeats, rollout.log_rhos = torch.ones(3, 2), torch.zeros(3, 2)
     rollout.infos, rollout.episodes.returns, rollout.policy_version = {"score": [1.0]}, [2.0], 5
     clone = rollout.clone()

@@ -46,7 +46,7 @@ def empirical_returns(rollout: Rollout, gamma: float) -> Tensor:
     returns, length = torch.zeros_like(rollout.rewards), len(rollout.rewards)
     for b in range(rollout.shape[1]):
         for t in reversed(range(length)):
-            goes_on = t + 1 < length and not rollout.ends[t, b]
+            goes_on = t + 1 < length and not rollout.dones[t, b]
             following = returns[t + 1, b] if goes_on else rollout.next_values[t, b]
             returns[t, b] = rollout.rewards[t, b] + (0.0 if rollout.terminated[t, b] else gamma) * following
     return returns

@@ -29,7 +29,7 @@ def test_the_minibatch_that_stops_the_updates_counts_and_those_after_it_do_not()
     for value in (1.0, 3.0, 50.0, float("nan")):
         diagnostics.next_minibatch()
         diagnostics.add(before=scalar(value))
-        diagnostics.close_unless(scalar(value) < 3)
+        diagnostics.stop_unless(scalar(value) < 3)
         diagnostics.add(after=scalar(value))
         if value == 50:
             diagnostics.add(only_then=scalar(value))
@@ -69,7 +69,7 @@ def test_absolute_values_are_those_of_the_means_over_ranks_which_talk_once():
     diagnostics.next_minibatch()
     diagnostics.add_absolute("size", torch.tensor([-2.0]))
     diagnostics.add(fine=scalar(0.0))
-    diagnostics.close_unless(scalar(0.0) > 1)
+    diagnostics.stop_unless(scalar(0.0) > 1)
     diagnostics.next_minibatch()
     diagnostics.add_absolute("size", torch.tensor([9.0]))
     assert diagnostics.means() == {"fine": 0.0, "size": ((2.0 + 2.0) + 2.0) / 2}  # |2| + |-2|, then |-2|
@@ -84,13 +84,13 @@ def test_terms_that_are_told_together_are_as_terms_told_one_by_one():
     diagnostics.add(loss=scalar(4.0))
     diagnostics.next_minibatch()
     diagnostics.add_together(("loss", "kl"), torch.tensor([1.0, torch.inf]), ["kl"])
-    diagnostics.close_unless(scalar(0.0) > 1)
+    diagnostics.stop_unless(scalar(0.0) > 1)
     diagnostics.next_minibatch()
     diagnostics.add_together(("loss", "kl"), torch.tensor([9.0, 9.0]), ["kl"])
     means = diagnostics.means()
     assert means == {"loss": 2.0, "kl": torch.inf}
     assert diagnostics.not_finite(means) == {}  # the divergence describes an update, and is no part of it
-    diagnostics.begin_phase("aux_")
+    diagnostics.start_phase("aux_")
     diagnostics.add_together(("loss",), torch.tensor([7.0]))
     assert diagnostics.means() == {"loss": 2.0, "kl": torch.inf, "aux_loss": 7.0}
     diagnostics.forget()
@@ -142,7 +142,7 @@ class Unaware(Diagnostics):
     """Of a device that the host does not wait for."""
 
     @property
-    def known_closed(self) -> bool:
+    def stopped(self) -> bool:
         return False
 
 

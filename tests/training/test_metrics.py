@@ -137,10 +137,10 @@ def test_only_terms_that_make_up_the_update_must_be_finite():
 
 def test_once_closed_diagnostics_stay_closed():
     diagnostics = Diagnostics(torch.device("cpu"))
-    assert not diagnostics.known_closed
+    assert not diagnostics.stopped
     for condition in (True, False, True):
-        diagnostics.close_unless(torch.tensor(condition))
-    assert diagnostics.known_closed
+        diagnostics.stop_unless(torch.tensor(condition))
+    assert diagnostics.stopped
 
 
 def test_values_taken_in_one_by_one_or_together_are_the_same_to_the_last_digit():

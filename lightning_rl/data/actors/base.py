@@ -130,7 +130,7 @@ class RolloutSource(Protocol):
         """
         ...
 
-    def take(self, while_waiting: Callable[[], None]) -> Rollout:
+    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout that nobody has taken yet; `actor` and `policy_version` say whose it is.
 
         Args:
@@ -166,11 +166,11 @@ class BoundedLag:
             self.source.publish(policy, version)
             self._version = version
 
-    def take(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
+    def next_rollout(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
         """Wait for a rollout that is young enough; what happened to environments in those before it is in it too."""
         begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
         while True:
-            rollout = self.source.take(while_waiting)
+            rollout = self.source.next_rollout(while_waiting)
             failures += rollout.failures or []
             lost += rollout.actors_lost or 0
             if self.max_policy_lag is None or self._version - rollout.policy_version <= self.max_policy_lag:

@@ -161,7 +161,7 @@ class ProcessActors:
         with signals_waiting(), none_left_on_failure():
             self._iterator = self._start(loader)
             self._processes = cast(list[Any], self._iterator._workers)  # type: ignore[attr-defined]
-            self._let_fetching_tell_of_deaths()
+            self._detect_dead_workers()
             # Before multiprocessing asks them to end, which they do not hear, and waits.
             self._at_exit = functools.partial(kill, self._processes)
             atexit.register(self._at_exit)
@@ -176,7 +176,7 @@ class ProcessActors:
                 "of classes and functions that can be imported, or 'fork' where the system has it"
             ) from error
 
-    def _let_fetching_tell_of_deaths(self) -> None:
+    def _detect_dead_workers(self) -> None:
         """Have the death of an actor noticed where rollouts are taken.
 
         PyTorch would raise out of the signal that a child has ended, wherever the learner is: in half an update.
@@ -190,21 +190,21 @@ class ProcessActors:
         try:
             self._weights.publish(policy, version)
         except WeightsLocked as error:
-            self._look()
+            self._check_actors()
             raise EnvironmentFailure(f"{error}: an actor holds the lock") from error
 
-    def take(self, while_waiting: Callable[[], None]) -> Rollout:
+    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout; see `RolloutSource`."""
         assert self._iterator is not None
         while True:
-            self._look()
+            self._check_actors()
             try:
                 got = next(self._iterator)
             except RuntimeError as error:
                 if "timed out" in str(error):
                     while_waiting()
                     continue
-                self._look()  # which knows more
+                self._check_actors()  # which knows more
                 raise
             if not isinstance(got, Failure):
                 return unpack(got)
@@ -244,7 +244,7 @@ class ProcessActors:
         alive = [index for index, process in enumerate(self._processes) if process.is_alive()]
         return [index for index in alive if self._signs.busy_for(index)]
 
-    def _look(self) -> None:
+    def _check_actors(self) -> None:
         """Raise if an actor is gone, or takes too long."""
         limit = self._options.timeout
         for index, process in enumerate(self._processes):

@@ -65,7 +65,7 @@ def as_options(resources: Mapping[str, float]) -> dict[str, Any]:
     return {"num_cpus": 0} | own | ({"resources": others} if others else {})
 
 
-def tell_of_room(ray: ModuleType, num_actors: int, resources: Mapping[str, float]) -> None:
+def report_resources(ray: ModuleType, num_actors: int, resources: Mapping[str, float]) -> None:
     """Warn where not all actors find a place now.
 
     Args:
@@ -203,12 +203,12 @@ class RayActors:
         self._owns_session = connect(ray, options.ray_address)
         self._requests: dict[Any, _Request] = {}
         self._members: list[_Member] = []
-        self._losses, self._told_of_loss = 0, False
+        self._losses, self._warned_of_loss = 0, False
         self._nobody_since = time.monotonic()
         try:
             self._gathered = WeightsCopy(policy)
             self.publish(policy, version)
-            tell_of_room(ray, options.count, self._resources)
+            report_resources(ray, options.count, self._resources)
             self._sent = self._send(copy_to_cpu(policy))
             self._start()
         except BaseException:
@@ -238,7 +238,7 @@ class RayActors:
         """Make a policy the one to collect with; see `RolloutSource`."""
         self._weights = self._ray.put(self._gathered.take(policy).numpy()), version
 
-    def take(self, while_waiting: Callable[[], None]) -> Rollout:
+    def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
         """Wait for a rollout; see `RolloutSource`."""
         try:
             while True:
@@ -248,7 +248,7 @@ class RayActors:
                     rollout = unpack(replace(packed, block=bytearray(packed.block)))  # Ray's memory is not for writing
                     rollout.actors_lost, self._losses = self._losses, 0
                     return rollout
-                self._look()
+                self._check_actors()
                 while_waiting()
         except Exception:
             self.close()
@@ -316,8 +316,8 @@ class RayActors:
                 f"{who} is gone ({was}): {error}; {MAX_RESTARTS_IN_A_ROW} others in its place, without a rollout in "
                 "between, did not help"
             ) from error
-        if not self._told_of_loss:
-            self._told_of_loss = True
+        if not self._warned_of_loss:
+            self._warned_of_loss = True
             rank_zero_warn(
                 f"{who} is gone ({was}): {error}. Ray starts another in its place, as of others that die; training "
                 "goes on, and rollout/actors_lost counts them"
@@ -326,7 +326,7 @@ class RayActors:
             self._nobody_since = time.monotonic()
         self._ask_to_join(actor)
 
-    def _look(self) -> None:
+    def _check_actors(self) -> None:
         """Raise if an actor takes too long, or none finds a place."""
         limit, now = self._options.timeout, time.monotonic()
         there = [index for index, member in enumerate(self._members) if member.where]

@@ -51,7 +51,7 @@ class VectorFrameStack(VectorHistory):
             lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), self._inner
         )
 
-    def begin(self, which: Array, observations: Nested) -> None:
+    def start_episodes(self, which: Array, observations: Nested) -> None:
         """Fill the stacks of new episodes with their first observation."""
 
         def fill(frames: Array, x: Array) -> None:

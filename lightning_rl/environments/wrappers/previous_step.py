@@ -139,7 +139,7 @@ class VectorPreviousStep(VectorHistory):
         self.observation_space = batch_space(self._fields.space, self.num_envs)
         self._added = self._fields.nothing(self.num_envs)
 
-    def begin(self, which: Array, observations: Nested) -> None:
+    def start_episodes(self, which: Array, observations: Nested) -> None:
         """Forget what was done."""
 
         def clear(x: Array) -> None:

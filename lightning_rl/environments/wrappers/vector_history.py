@@ -32,7 +32,7 @@ class VectorHistory(VectorWrapper, ABC):
         self._resets_next = np.zeros(env.num_envs, bool)
 
     @abstractmethod
-    def begin(self, which: Array, observations: Nested) -> None:
+    def start_episodes(self, which: Array, observations: Nested) -> None:
         """Forget the episodes of some environments, `which` being a mask `[B]`; `observations` are first ones there."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class VectorHistory(VectorWrapper, ABC):
         mask = (options or {}).get("reset_mask")
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
         self._resets_next[which] = False
-        self.begin(which, observations)
+        self.start_episodes(which, observations)
         return self.show(observations), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
@@ -61,13 +61,13 @@ class VectorHistory(VectorWrapper, ABC):
             reached = self._with_finals(observations, infos["final_obs"], rows)
             self.advance(reached, actions, rewards)
             infos["final_obs"] = self._rows(self.show(reached), rows)
-            self.begin(ended, observations)
+            self.start_episodes(ended, observations)
         else:
             self.advance(observations, actions, rewards)
             if self._resets_next.any():
-                self.begin(self._resets_next, observations)
+                self.start_episodes(self._resets_next, observations)
         if IDLE in infos:  # with the last of these steps an episode begins
-            self.begin(infos[IDLE], observations)
+            self.start_episodes(infos[IDLE], observations)
         if self._mode is AutoresetMode.NEXT_STEP:
             self._resets_next = ended
         return self.show(observations), rewards, terminated, truncated, infos

@@ -51,17 +51,17 @@ class UseLimitedBuffer:
         if self._fields is None:
             self._fields = map_leaves(lambda x: x.new_zeros(self.size, *x.shape[1:], device="cpu"), fields)
         kept = slice(max(0, num_rows - self.size), num_rows)
-        places = (self._next + torch.arange(kept.start, kept.stop)) % self.size
+        indices = (self._next + torch.arange(kept.start, kept.stop)) % self.size
 
         if self._before is not None:
-            self._before[2].append((places, map_leaves(itemgetter(places), self._fields)))
-        self._put(places, map_leaves(itemgetter(kept), fields))
-        self._uses[places] = 0
+            self._before[2].append((indices, map_leaves(itemgetter(indices), self._fields)))
+        self._put(indices, map_leaves(itemgetter(kept), fields))
+        self._uses[indices] = 0
         self._next = (self._next + num_rows) % self.size
 
-    def _put(self, places: Tensor, rows: Fields) -> None:
+    def _put(self, indices: Tensor, rows: Fields) -> None:
         def put(storage: Tensor, x: Tensor) -> None:
-            storage[places] = x.detach().cpu()
+            storage[indices] = x.detach().cpu()
 
         map_leaves(put, self._fields, rows)
 
@@ -83,8 +83,8 @@ class UseLimitedBuffer:
         if self._before is None:
             return
         self._uses, self._next, overwritten = self._before
-        for places, rows in reversed(overwritten):
-            self._put(places, rows)
+        for indices, rows in reversed(overwritten):
+            self._put(indices, rows)
         self.commit()
 
     def sample(self, num_rows: int, generator: torch.Generator | None = None) -> Fields | None:
@@ -92,18 +92,18 @@ class UseLimitedBuffer:
         there = (self._uses >= 0).nonzero().squeeze(-1)
         if len(there) < num_rows:
             return None
-        return self.take(there[torch.randperm(len(there), generator=generator)[:num_rows]])
+        return self.gather(there[torch.randperm(len(there), generator=generator)[:num_rows]])
 
-    def take(self, places: Tensor) -> Fields:
+    def gather(self, indices: Tensor) -> Fields:
         """Return copies of the rows in some places `[N]`, all different, and count that as a use of each.
 
         Raises:
             ValueError: A place has no row, or is there twice.
         """
-        if self._fields is None or (self._uses[places] < 0).any() or len(set(places.tolist())) < len(places):
-            raise ValueError(f"expected different places that have a row, got {places.tolist()}")
-        rows: Fields = map_leaves(itemgetter(places), self._fields)
-        self._uses[places] += 1
+        if self._fields is None or (self._uses[indices] < 0).any() or len(set(indices.tolist())) < len(indices):
+            raise ValueError(f"expected different places that have a row, got {indices.tolist()}")
+        rows: Fields = map_leaves(itemgetter(indices), self._fields)
+        self._uses[indices] += 1
         if self.max_use is not None:
             self._uses[self._uses >= self.max_use] = -1
         return rows

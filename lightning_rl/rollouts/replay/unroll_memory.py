@@ -91,9 +91,9 @@ class UnrollMemory:
         while self._bytes > self.max_bytes:
             self._bytes -= num_bytes(_tensors(heapq.heappop(self._kept).fields))
 
-    def take(self, places: Tensor) -> tuple[Rollout, Fields]:
+    def gather(self, indices: Tensor) -> tuple[Rollout, Fields]:
         """Return copies of the unrolls in some places `[N]`, as a rollout `[T, N]` and what was appended besides."""
-        return _together([self._kept[place].fields for place in places.tolist()])
+        return _together([self._kept[place].fields for place in indices.tolist()])
 
     def clear(self) -> None:
         """Remove all unrolls."""

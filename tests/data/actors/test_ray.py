@@ -181,7 +181,7 @@ def test_a_signal_is_honored_while_no_actor_finds_a_place(ray):
 
 def test_losses_before_rollouts_that_are_dropped_count_too():
     class Source:
-        def take(self, while_waiting):
+        def next_rollout(self, while_waiting):
             rollout = next(rollouts)
             rollout.actors_lost = 1
             return rollout

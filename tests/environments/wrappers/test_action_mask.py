@@ -203,7 +203,7 @@ def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
         **kwargs_of("discrete", nothing_at=1),
     )
     rollout = roll(environments)
-    assert "allows nothing to the action" in environments.take_failures()[0]
+    assert "allows nothing to the action" in environments.pop_failures()[0]
     assert rollout.valid is not None and 0 < rollout.num_steps < 32
 
 
