@@ -13,11 +13,10 @@ from typing import Any
 
 from record import ROOT
 
-# Code that a run only starts, shows, logs or exports with. By name of the file or of a folder.
+# Code that a run only starts, shows, logs or exports with, by the name of a file or folder.
 NOT_COMPUTING = {
-    *("__init__", "__main__", "__about__", "cli", "cli_parts", "cli_errors", "commands", "early_interrupt", "quiet"),
-    *("rank_errors", "callbacks", "progress", "progress_text", "notebook_line", "bottleneck", "saturation"),
-    *("histograms", "tools", "curves", "plots", "video", "export", "hub", "trained", "shipped_configs"),
+    *("__init__", "__main__", "__about__", "cli", "callbacks", "tools"),
+    *("bottleneck", "saturation", "warning_filters"),
 }
 
 

@@ -85,7 +85,7 @@ def test_networks_normalisers_and_the_critic_do_not_see_masks():
 
 def test_a_network_of_ones_own_and_what_only_the_critic_sees_go_with_masks():
     space = spaces.Dict({"action_mask": ActionMask(4), "goal": BOX, "observation": BOX})
-    spec = {"class_path": "tests.test_nested_policy.Mean", "init_args": {"scale": 2.0}}
+    spec = {"class_path": "tests.policies.test_nested_policy.Mean", "init_args": {"scale": 2.0}}
     policy = ActorCritic(space, FOUR, network={"observation": spec}, critic_only=["goal"])
     mask = torch.eye(4)[:2]
     # What is for the critic only may be missing, the mask not.

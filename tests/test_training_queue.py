@@ -166,7 +166,7 @@ def test_comments_docstrings_and_moved_files_do_not_change_the_digest(package):
     ("module", "line", "other"),
     [
         ("algorithms/base.py", "learning_rate: Scheduled = 3e-4", "learning_rate: Scheduled = 2e-4"),
-        ("normalization.py", "weight = count / new_count", "weight = 2 * count / new_count"),
+        ("policies/normalization.py", "weight = count / new_count", "weight = 2 * count / new_count"),
     ],
 )
 def test_a_changed_constant_changes_the_digest(package, module, line, other):

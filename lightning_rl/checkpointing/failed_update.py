@@ -129,7 +129,7 @@ class FailedUpdate:
         module.policy_version, module.env_steps = self._policy_version, self.env_steps
         module._planned_env_steps = self._planned_env_steps
         module.generator.set_state(self._generator_state)
-        instead: dict[str, Any] = {"begin_minibatch": start_minibatch, "optimize": optimize}
+        instead: dict[str, Any] = {"start_minibatch": start_minibatch, "optimize": optimize}
         vars(module).update(instead)
         try:
             with self._trainer.precision_plugin.train_step_context():

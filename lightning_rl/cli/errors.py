@@ -276,7 +276,7 @@ def _place(failure: EnvironmentFailure) -> str:
         # The first of those that a worker reports is of what was raised there.
         trace = "".join(getattr(failure, "__notes__", [])).partition("\nThe above exception was")[0]
         places = _FRAME.findall(trace)
-    if not places or Path(places[-1][0]).is_relative_to(Path(__file__).parent):
+    if not places or Path(places[-1][0]).is_relative_to(Path(__file__).parents[1]):
         return ""  # what found out that a worker is gone
     file, line, name = places[-1]
     return f"\n  at {file}:{line} in {name}"

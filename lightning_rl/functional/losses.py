@@ -5,8 +5,6 @@ returns, old values) count as constants: no gradient flows into them. ``log_rati
 ``log pi_new(a) - log pi_old(a)`` of the actions that were taken.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

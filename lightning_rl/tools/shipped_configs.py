@@ -15,7 +15,7 @@ _SUFFIX = ".yaml"
 
 def folder() -> Path:
     """Return where they are: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 

@@ -123,7 +123,7 @@ def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):
     model = Watched(VECTOR, DISCRETE, spoil="return", **OPTIONS)
     path = fail(model, tmp_path)
     content = torch.load(path, weights_only=True)
-    content["algorithm"] = "tests.algorithms.test_numerics.Sabotaged"  # where it can be imported from
+    content["algorithm"] = "tests.training.test_numerics.Sabotaged"  # where it can be imported from
     torch.save(content, path)
     failed = FailedUpdate.load(path)
     failed.replay()

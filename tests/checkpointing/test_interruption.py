@@ -86,7 +86,7 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         rollout_length=16,
         rollouts_per_epoch=3,
         eval_episodes=1,
-        training_wrappers=["tests.test_interruption.Interrupts"],
+        training_wrappers=["tests.checkpointing.test_interruption.Interrupts"],
     )
     options: dict[str, Any] = {"num_minibatches": 2, "num_epochs": 3, "hidden_sizes": (8,)}
     model = PPOInterrupted(data.observation_space, data.action_space, anneal_learning_rate=True, **options)

@@ -436,7 +436,7 @@ def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(t
 def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_path: Path, monkeypatch) -> None:
     fit("discrete", tmp_path / "first", 2)
     monkeypatch.setattr(
-        "lightning_rl.data.datamodule.gather_ranks", lambda fresh: [fresh, [0, 2]] if fresh == [] else [fresh]
+        "lightning_rl.data.collector.gather_ranks", lambda fresh: [fresh, [0, 2]] if fresh == [] else [fresh]
     )
     with pytest.warns(UserWarning, match=r"^environments 0, 2 on rank 1 of CartPole-v1 .* could not be taken back"):
         fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))

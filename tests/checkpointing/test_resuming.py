@@ -13,7 +13,7 @@ import torch
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.checkpointing.format import FORMAT
-from lightning_rl.data import datamodule
+from lightning_rl.data import collector
 from lightning_rl.validation import ConfigurationError
 from tests.checkpointing.test_resume import SETTINGS, fit
 from tests.programs import run_ranks
@@ -203,8 +203,9 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
         ({"seed": 11}, "seed=11 (before: 3), of evaluation and of further environments; others go on with the seeds"),
         ({"env_kwargs": {"sutton_barto_reward": True}}, "env_kwargs={'sutton_barto_reward': True} (before: {})"),
         (
-            {"training_wrappers": ["tests.test_interruption.Interrupts"]},
-            "wrappers=[{'class_path': 'tests.test_interruption.Interrupts', 'init_args': {}}] (before: [])",
+            {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]},
+            "wrappers=[{'class_path': 'tests.checkpointing.test_interruption.Interrupts', 'init_args': {}}] "
+            "(before: [])",
         ),
     ],
     ids=["seed", "arguments", "wrappers"],
@@ -241,7 +242,7 @@ def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
 
 
 def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(datamodule, "_MANY_STEPS", 10)
+    monkeypatch.setattr(collector, "_MANY_STEPS", 10)
     fit("continuous", tmp_path / "first", 2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fit("continuous", tmp_path / "second", 3, str(tmp_path / "first/after_2.ckpt"))

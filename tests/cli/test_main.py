@@ -316,7 +316,7 @@ model:
     [
         ("beta", "beta"),
         ("{kind: gaussian, std: state_dependent, min_std: 0.1}", None),
-        ("{class_path: tests.distributions.test_choice.WideHead, init_args: {width: 2.0}}", None),
+        ("{class_path: tests.policies.distributions.test_make.WideHead, init_args: {width: 2.0}}", None),
     ],
 )
 def test_distribution_of_the_action_comes_from_the_command_line_and_survives_loading(option, expected):

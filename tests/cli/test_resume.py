@@ -99,7 +99,7 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
     before = files(RUN)
     code = (
         "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import RunLock\n"
-        f"RunLock().take(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
+        f"RunLock().acquire(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
     )
     monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
     other = programs.Program("-c", code)

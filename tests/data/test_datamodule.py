@@ -192,7 +192,7 @@ def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwa
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
     failing = {"env_kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "num_envs": 1}
-    for play, role in (("collect", ""), ("play", "evaluation ")):
+    for play, role in (("collect", ""), ("run_episodes", "evaluation ")):
         data = attach(make_data("Probe/Failing-v0", **failing), rank, 2)
         with pytest.raises(
             EnvironmentFailure, match=rf"^rank {rank}: {role}environment 0 \(episode 0, .* raised in step"

@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
-from lightning_rl.environments import seeding
+from lightning_rl.environments import episodes
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from tests.probes import Counter, Random, make_batch
 
@@ -91,7 +91,7 @@ def test_ends_are_recorded():
 
 
 def test_log_of_an_episode_that_never_ends_is_bounded(monkeypatch):
-    monkeypatch.setattr(seeding, "MAX_LOGGED_ACTIONS", 5)
+    monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 5)
     assert played(Random(), 4).recorded()["actions"].tolist() == [0] * 4
     env = played(Random(), 50)
     assert env.recorded() == {"stream_seed": 7, "episode": 1}
@@ -108,7 +108,7 @@ def test_log_of_an_episode_that_never_ends_is_bounded(monkeypatch):
 
 
 def test_environment_that_knows_its_own_state_needs_no_log(monkeypatch):
-    monkeypatch.setattr(seeding, "MAX_LOGGED_ACTIONS", 2)
+    monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 2)
     record = played(Owner(lengths=(9,))).recorded()
     assert record["own"] == {"count": 3}
     exact, observation = SeededEpisodes(Owner(lengths=(9,))).restore(record)

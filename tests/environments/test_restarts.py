@@ -211,7 +211,7 @@ def test_environment_that_fails_in_every_first_step_ends_the_run(failing, backen
     environments = failing(how, at=1, episode_seed=None, num_envs=2, backend=backend)
     environments.reset()
     for _ in range(3):
-        assert list(environments.step(np.zeros(2, np.int64)).lost) == [0, 1]
+        assert list(environments.step(np.zeros(2, np.int64)).failed) == [0, 1]
     with pytest.raises(EnvironmentFailure, match=r"^environment \d \(episode 3, .*; 3 restarts in a row, without a"):
         environments.step(np.zeros(2, np.int64))
 
@@ -255,7 +255,7 @@ def test_worker_that_stops_is_not_waited_for_twice(failing):
     environments.reset()
     stopped = environments.env.processes[3]
     os.kill(stopped.pid, signal.SIGSTOP)
-    assert list(environments.step(np.zeros(4, np.int64)).lost) == [3]
+    assert list(environments.step(np.zeros(4, np.int64)).failed) == [3]
     assert not stopped.is_alive()
     step = environments.step(np.zeros(4, np.int64))
     assert step.valid is None and step.observations.tolist() == [[0, 2], [0, 2], [0, 2], [0, 1]]

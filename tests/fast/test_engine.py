@@ -181,7 +181,7 @@ def test_the_rest_of_the_package_knows_four_names_of_the_folder():
     assert sorted({use for uses in found.values() for use in uses}) == [
         *("fast.PPOLoss", "fast.actor", "fast.closed_form", "fast.default_optimizer", "fast.engine_for")
     ]
-    assert set(found) == {"collector.py", "tensor_collector.py", "hooks.py", "updates.py", "ppo.py"}
+    assert set(found) == {"collector.py", "optimization.py", "base.py", "ppo.py"}
 
 
 TRAIN = """

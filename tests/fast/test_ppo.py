@@ -316,7 +316,7 @@ CHANGES: dict[str, Callable[[PPO], Any]] = {
     "shared layer": lambda model: setattr(model.policy.critic_encoder, "layers", model.policy.actor_encoder.layers),
     "method of the policy": lambda model: setattr(model.policy, "_value", lambda features: features.sum(-1)),
     "passes of the critic": lambda model: setattr(
-        model, "idle_parameters", lambda only: [model.policy.value_head.bias]
+        model, "frozen_parameters", lambda only: [model.policy.value_head.bias]
     ),
     "other dtypes": lambda model: model.policy.value_head.float(),
     "half precision": lambda model: model.bfloat16(),

@@ -104,7 +104,7 @@ def test_sequences_of_unequal_lengths_are_never_padded():
     assert segments.runs == [(2, 5), (1, 3), (3, 1)]
     assert sum(steps * width for steps, width in segments.runs) == 16
     assert sorted(segments.rows.tolist()) == list(range(16))
-    assert segments.rows[segments.places].tolist() == list(range(16))
+    assert segments.rows[segments.indices].tolist() == list(range(16))
     observations = torch.randn(16, 3, dtype=torch.float64)
     found = policy(observations, sequences)[1]
     for index, rows in enumerate(torch.arange(16).split(lengths.tolist())):

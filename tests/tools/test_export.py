@@ -171,7 +171,7 @@ def test_the_description_says_what_the_programs_take(tmp_path):
     model = make("nested")
     model.env_steps = 1234
     folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
-    assert sorted(path.name for path in policy.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["greedy.pt2", "policy.json", "sampled.pt2"]
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -256,7 +256,7 @@ class Session:
 def test_onnx_models_act_as_the_policies_do_by_the_names_that_they_carry(case, tmp_path):
     model = make(case)
     folder = export_policy(model, tmp_path / case, "Probe-v0", format="onnx", programs=["greedy"], score={"mean": 7.0})
-    assert sorted(path.name for path in policy.iterdir()) == ["greedy.onnx", "policy.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["greedy.onnx", "policy.json"]
     session = Session(folder / "greedy.onnx")
     assert session.about == json.loads((folder / "policy.json").read_text())
     assert (session.about["env_id"], session.about["score"]) == ("Probe-v0", {"mean": 7.0})

@@ -158,7 +158,7 @@ def test_an_early_stop_is_reported_the_same_whether_or_not_the_host_waits_for_it
 
     parameters, rows, steps = learn()
     assert 1 <= steps < 4 * 4
-    monkeypatch.setattr("lightning_rl.algorithms.updates.Diagnostics", Unaware)
+    monkeypatch.setattr("lightning_rl.training.optimization.Diagnostics", Unaware)
     unaware, rows_of_unaware, steps_of_unaware = learn()
     assert steps_of_unaware == steps
     assert rows_of_unaware == rows

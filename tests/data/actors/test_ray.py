@@ -191,7 +191,7 @@ def test_losses_before_rollouts_that_are_dropped_count_too():
     make_trainer(callbacks=[seen]).fit(make(plain), plain)
     rollouts = iter(seen.rollouts)
     lag = BoundedLag(Source(), 0, 1)
-    taken = lag.take()
+    taken = lag.next_rollout()
     assert taken is seen.rollouts[1] and taken.dropped == 1 and taken.actors_lost == 2
 
 

@@ -328,12 +328,12 @@ gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
 
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
     puzzle = {"env_id": "tests.nested_probes:Probe/Puzzle-v0"}
-    wrapper = {"class_path": "tests.environments.test_masks.Left", "init_args": {}}
+    wrapper = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {}}
     environments = make_batch(**puzzle, wrappers=(wrapper,), action_mask="info.left")
     assert environments.single_observation_space["action_mask"] == ActionMask(2)
     assert set(environments.single_observation_space) == {"picture", "switch", "answer", "noise", "action_mask"}
     assert not make_collector(environments, 8).collect(make_policy(environments)).actions.any()
-    taken = {"class_path": "tests.environments.test_masks.Left", "init_args": {"key": "action_mask"}}
+    taken = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {"key": "action_mask"}}
     with pytest.raises(ConfigurationError, match=r"^action_mask='info.left' .* have a part of that name already"):
         make_batch(**puzzle, wrappers=(taken,), action_mask="info.left")
 

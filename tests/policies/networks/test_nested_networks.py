@@ -61,7 +61,7 @@ def test_network_of_images_is_chosen_by_size_or_by_name(network, expected):
 
 
 def test_leaf_encoders_are_replaced_by_path():
-    mean = {"class_path": "tests.test_nested_policy.Mean", "init_args": {"scale": 2.0}}
+    mean = {"class_path": "tests.policies.test_nested_policy.Mean", "init_args": {"scale": 2.0}}
     encoder = make_encoder(SENSORS, {"camera": mean, "arm.1": "mlp"}, (8,))
     assert type(encoder.encoders[":camera"]) is Mean and encoder.encoders[":camera"].shape == (6, 6, 3)
     assert type(encoder.encoders[":arm:1"]) is MLPEncoder and encoder.encoders[":arm:1"].out_features == 8
