@@ -228,7 +228,7 @@ def _environments(data: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
         return RolloutDataModule, data
     module, _, name = str(data["class_path"]).rpartition(".")
     options = data.get("init_args") or {}
-    if module.partition(".")[0] in ("", __package__) and name in ("RolloutDataModule", "RecordedEpisodes"):
+    if module.partition(".")[0] in ("", "lightning_rl") and name in ("RolloutDataModule", "RecordedEpisodes"):
         return RolloutDataModule, {option: value for option, value in options.items() if option != "episodes"}
     return import_class("data", data["class_path"], RolloutDataModule), options
 

@@ -10,7 +10,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import validation
-from lightning_rl.checkpointing.run_folders import RunLock
 from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
 from tests import programs
@@ -101,7 +100,6 @@ def test_a_run_that_has_not_ended_is_not_taken_over(capsys, monkeypatch):
         "import sys, time; from pathlib import Path; from lightning_rl.checkpointing.run_folders import RunLock\n"
         f"RunLock().acquire(Path({str(cli.run_dir)!r})); print('taken', flush=True); time.sleep(60)"
     )
-    monkeypatch.setattr(RunLock.take, "__defaults__", (0.3,))
     other = programs.Program("-c", code)
     try:
         assert other.stdout.readline() == "taken\n"

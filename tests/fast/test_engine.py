@@ -94,7 +94,7 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", LINES)
 def test_one_line_says_which_engine_updates_and_why(case, caplog):
     cls, options, line = LINES[case]
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         _, engine = fitted(cls, **options)
     assert lines(caplog) == [line.format(cls.__name__)]
     assert isinstance(engine, EagerEngine) == ("plain" in line)
@@ -114,7 +114,7 @@ DECLINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", DECLINES)
 def test_whoever_takes_part_in_backward_passes_and_steps_has_lightnings_way(case, caplog):
     cls, options, reason = DECLINES[case]
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         _, engine = fitted(cls, dict(options))
     assert isinstance(engine, EagerEngine)
     assert lines(caplog) == [f"{cls.__name__} updates by plain PyTorch and Lightning: {reason}"]
@@ -132,7 +132,7 @@ def test_a_compiled_training_step_has_lightnings_way():
 def test_a_line_is_logged_again_only_where_it_changes(caplog):
     data = make_data()
     model = make_model(data)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         make_trainer(max_epochs=2).fit(model, data)
         make_trainer(callbacks=[BeforeStep()]).fit(model, data)
     assert len(lines(caplog)) == 2

@@ -188,17 +188,17 @@ def test_a_small_share_is_not_warned_of() -> None:
     watch, space = SaturationWatch(), spaces.Box(-1, 1, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.tell(0.1, 100, space)
-        watch.tell(0.9, 9, space)
-        watch.tell(None, 100, space)
+        watch.report(0.1, 100, space)
+        watch.report(0.9, 9, space)
+        watch.report(None, 100, space)
     with pytest.warns(UserWarning, match="11% of the action components in rollout 100"):
-        watch.tell(0.11, 100, space)
+        watch.report(0.11, 100, space)
 
 
 def test_of_nested_actions_the_warning_names_the_parts_whose_distribution_to_set() -> None:
     space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
     with pytest.warns(UserWarning, match="action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
-        SaturationWatch().tell(0.5, 10, space)
+        SaturationWatch().report(0.5, 10, space)
     ActorCritic(spaces.Box(-1, 1, (1,)), space, action_distribution={"1": "squashed_gaussian"})  # as it says
 
 
