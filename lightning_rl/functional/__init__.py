@@ -1,8 +1,8 @@
 """Pure functions of time-major ``[T, B, ...]`` tensors: returns, advantages and losses.
 
 Nothing here knows of modules, batches or environments, and nothing but torch is imported. ``returns`` makes
-the constant targets (computed without gradient), ``losses`` the differentiable per-step terms, ``penalties``
-what is added to their means.
+the constant targets (computed without gradient), ``losses`` the differentiable per-step terms and the penalties
+that are added to their means.
 """
 
 from lightning_rl.functional.losses import (
