@@ -12,6 +12,7 @@ from lightning_rl.algorithms import (
     CriticPretraining,
     OffPolicyPPG,
     OnPolicyAlgorithm,
+    OverlappedPPO,
     PPOKLPenalty,
     TFAgentsPPO,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "LastCheckpoint",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
+    "OverlappedPPO",
     "PPOKLPenalty",
     "PolicyExport",
     "PolicyOutput",

@@ -6,6 +6,7 @@ from lightning_rl.algorithms.behaviour_cloning import BehaviourCloning
 from lightning_rl.algorithms.clear import CLEAR
 from lightning_rl.algorithms.critic_pretraining import CriticPretraining
 from lightning_rl.algorithms.impala import IMPALA
+from lightning_rl.algorithms.overlapped_ppo import OverlappedPPO
 from lightning_rl.algorithms.ppg import PPG
 from lightning_rl.algorithms.ppg_off_policy import OffPolicyPPG
 from lightning_rl.algorithms.ppo import PPO
@@ -24,6 +25,7 @@ __all__ = [
     "CriticPretraining",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
+    "OverlappedPPO",
     "PPOKLPenalty",
     "TFAgentsPPO",
 ]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from gymnasium import spaces
-from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import ClassSpec, check_bool, check_number
 
@@ -54,32 +53,28 @@ class A2C(OnPolicyAlgorithm):
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check_number("value_coef", value_coef, at_least=0)
         check_bool("normalize_advantages", normalize_advantages)
-        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        self.estimator.gae_lambda = self.scheduled(
+            "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
+        )
         self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
-        self.normalize_advantages = normalize_advantages
+        self.estimator.normalize = "rollout" if normalize_advantages else "none"
 
     def default_optimizer(self) -> ClassSpec:
         """Return RMSprop with the decay of the paper."""
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout, and return the losses."""
-        with self.learning(rollout):
-            batch = self.targets(rollout)
-            for whole in self.minibatches(batch, num_minibatches=1):
-                self.optimize(self.loss(whole))
-            self.log_histograms(batch, "update")
-        return {"losses": self.losses}
+    def update(self, rollout: Rollout) -> None:
+        """One gradient step on all of a rollout."""
+        for batch in self.minibatches(self.batch(rollout)):
+            self.descend(self.loss, batch)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         """Return the loss over a rollout's steps."""
-        advantages = self.normalized_advantages(batch) if self.normalize_advantages else batch.advantages
-        distribution, values = self.evaluate(batch)
-        log_probs = distribution.log_prob(batch.actions)
-        policy_loss = batch.mean(rl.policy_gradient_loss(log_probs, advantages))
-        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
-        entropy = self.entropy(distribution, batch)
-        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
-        self.observe_first_ratios(log_probs - batch.log_probs)
-        return self.total(policy_loss, self.value_coef * value_loss, -self.entropy_coef * entropy)
+        distribution, values = self.actor_critic(batch)
+        loss, log_probs = self.new_loss(batch), distribution.log_prob(batch.actions)
+        loss.add("policy_loss", rl.policy_gradient_loss(log_probs, self.estimator.normalized(batch)))
+        loss.add_value(values, self.value_coef)
+        loss.add_entropy(distribution.entropies(), self.entropy_coef)
+        loss.watch_ratios(log_probs - batch.log_probs)
+        return loss

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn  # type: ignore[attr-defined]
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,35 +24,40 @@ from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.checkpointing.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
+from lightning_rl.distributed import world_size
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.policies.acting import act
 from lightning_rl.policies.actor_critic import ActorCritic, check_modes_agree
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks import DiscreteEncoding, Network
 from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.policies.recurrent import Memory
-from lightning_rl.policies.values import in_chunks
-from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.batch import Batch, set_global_weights
+from lightning_rl.rollouts.episode import Episode
+from lightning_rl.rollouts.replay import Replay
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, differing, space_from_dict, space_to_dict
-from lightning_rl.training.advantages import Targets
+from lightning_rl.training.advantages import AdvantageEstimator, counted_values, explained_variance
 from lightning_rl.training.checks import check_strategy, plain_settings, refuse_automatic_optimization, refuse_tuners
-from lightning_rl.training.clock import RATES, ScheduledOptions, is_bounded, planned_env_steps
-from lightning_rl.training.metrics import Reports, StepMetric, histogram_loggers
-from lightning_rl.training.optimization import (
-    NotFiniteError,
-    adam,
-    check_optimizers,
-    make_optimizers,
-    set_learning_rate,
-    step_scheduler,
-    try_optimizers,
+from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
+from lightning_rl.training.compilation import compile_policy_alone
+from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.metrics import RolloutMetrics, StepMetric
+from lightning_rl.training.normalizers import Normalizers
+from lightning_rl.training.observing import HistogramLogger, SaturationCheck, histogram_loggers
+from lightning_rl.training.optimizers import adam, check_optimizers, make_optimizers, step_scheduler, try_optimizers
+from lightning_rl.training.parameter_groups import (
+    ActorOrCritic,
+    ParameterGroups,
+    Part,
+    WeightPenalty,
+    parameters_of_other_half,
+    parameters_of_policy,
 )
-from lightning_rl.training.parameter_groups import ParameterGroups, Part, WeightPenalty
 from lightning_rl.training.reward_normalization import make_reward_normalizer
-from lightning_rl.training.saturation import SaturationWatch
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.warning_filters import filter_misleading_warnings
 from lightning_rl.validation import (
@@ -67,35 +71,6 @@ from lightning_rl.validation import (
     refuse_unknown_options,
 )
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-
-def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
-    """Restrict the compilation of a model to its policy; a model that is not compiled stays as it is.
-
-    Lightning compiles each step of a compiled model as a whole. A training step of this package contains optimizers,
-    loggers and NumPy, which PyTorch's compiler cannot trace.
-
-    A policy with memory is not compiled, with a warning: its shapes change with the episodes of each rollout.
-
-    Args:
-        model: What `torch.compile` may have been called with.
-        policy: Its forward pass is compiled with the options of that call.
-    """
-    context = model._compiler_ctx  # private to Lightning 2.6, and the only record of these options
-    if context is None:
-        return
-    for name in _STEPS:
-        setattr(model, name, torch.compiler.disable(getattr(model, name)))  # type: ignore[no-untyped-call]
-    if getattr(policy, "memory", None) is not None:
-        rank_zero_warn(
-            "torch.compile(model): the policy has memory and is not compiled, because the compiler would start again "
-            "for the episode lengths of each rollout; drop torch.compile"
-        )
-        return
-    # What `nn.Module.compile` of PyTorch 2.13 does with options of its own; copies and pickles leave it out.
-    policy._compiled_call_impl = context["dynamo_ctx"](policy._call_impl)
-
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """Leave a tensor where it was (None), or put it on the CPU where there is no such device."""
@@ -103,289 +78,8 @@ def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.Untyp
     return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
 
 
-class Hooks(Reports):
-    """The hooks of Lightning that are the same for every algorithm.
-
-    Attributes:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        corrects_for_lag: Whether rollouts of an earlier version of the policy are learned from as well; the lag is then
-            logged.
-    """
-
-    observation_space: spaces.Space[Any]
-    action_space: spaces.Space[Any]
-    corrects_for_lag = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._scheduled = ScheduledOptions()
-        self._restored_ranks: list[dict[str, Any]] = []
-        self._restored_plan: int | None = None
-        self._version_before = -1
-
-    def default_optimizer(self) -> ClassSpec:
-        """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
-        optimizer = adam(self.device)
-        optimizer = fast.default_optimizer(self) or optimizer
-        return optimizer
-
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make the optimiser, that of the critic if it has its own, and, if there are, their schedulers."""
-        rates = [self._scheduled.first(name, getattr(self, name)) for name in RATES]
-        self.try_optimizers(on_any_device=False)
-        optimizers = make_optimizers(
-            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
-        )
-        if (scheduler := self.hparams["lr_scheduler"]) is None:
-            return optimizers if len(optimizers) > 1 else optimizers[0]
-        return optimizers, [instantiate("lr_scheduler", scheduler, LRScheduler, optimizer) for optimizer in optimizers]
-
-    def try_optimizers(self, on_any_device: bool) -> None:
-        """Take steps with optimizers and schedulers of the kinds that the options ask for, if any.
-
-        Args:
-            on_any_device: Try the optimizers that are known to run on every device, or the others.
-
-        Raises:
-            ConfigurationError: One refuses an argument or cannot take a step.
-        """
-        groups, scheduler = self.hparams["parameter_groups"], self.hparams["lr_scheduler"]
-        given = (groups, scheduler, self.hparams["optimizer"], self.hparams["critic_optimizer"])
-        if any(option is not None for option in given):
-            try_optimizers(self.policy, self._optimizer_specs(), groups or {}, scheduler, on_any_device)
-
-    def _optimizer_specs(self) -> dict[str, ClassSpec]:
-        """Return class and arguments of each optimiser, by the option that they come from."""
-        options = self.hparams
-        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
-        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
-            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
-        return specs
-
-    def _schedulers(self) -> list[LRScheduler]:
-        made = self.lr_schedulers()
-        return cast(list[LRScheduler], made if isinstance(made, list) else [made] if made else [])
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
-
-        Raises:
-            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
-                Trainer that trains was to clip or add up gradients.
-        """
-        filter_misleading_warnings()
-        # Before anything else: Lightning's own checks say something else.
-        refuse_tuners(self.trainer)
-        if self.trainer.state.fn == "fit":
-            refuse_automatic_optimization(self.trainer)
-        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        # The guard may save in its hook, with `step` in the name.
-        return [kind() for kind in (StepMetric, InterruptionGuard) if not any(isinstance(c, kind) for c in present)]
-
-    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
-
-        Args:
-            trainer: Will run it.
-            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
-
-        Raises:
-            ConfigurationError: A setting does not go with that.
-        """
-        has_step = type(self).training_step is not LightningModule.training_step
-        check(has_step, "model", type(self).__name__, "an algorithm, a class that has a training_step")
-        refuse_tuners(trainer)
-        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
-        on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
-        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
-        check_modes_agree(self.policy)
-        if (memory := getattr(self.policy, "memory", None)) is not None:
-            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
-            check(not on_xla, "memory", self.hparams["memory"], expected)
-            if rollout_shape is not None:
-                memory.num_sequences(rollout_shape)
-        self._scheduled.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.histograms or bool(histogram_loggers(trainer.loggers))
-        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
-
-    def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
-        check_strategy(self.trainer.strategy)
-        compile_policy_alone(self, self.policy)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        for name in ("observation_space", "action_space"):
-            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:
-                found, expected = differing(space, getattr(self, name))
-                env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
-                raise ConfigurationError(
-                    f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
-                    f"{type(self).__name__} was made for"
-                )
-
-    def on_fit_start(self) -> None:
-        """Refuse what cannot work; note where the clock of a new run begins."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:
-            self.env_steps_before_epochs = self.env_steps
-        self.check_run(self.trainer, getattr(data, "rollout_shape", None))
-        self.check_actors(getattr(data, "num_actors", 0))
-
-    def check_actors(self, num_actors: int) -> None:
-        """Refuse rollouts of earlier policies where they would be taken for rollouts of this one.
-
-        Args:
-            num_actors: Asynchronous actors on each rank.
-
-        Raises:
-            ConfigurationError: There are some, and the algorithm does not correct for their lag.
-        """
-        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
-        if getattr(self, "can_overlap", False):
-            expected += ", unless overlapped is true"
-        check(not num_actors or self.corrects_for_lag, "num_actors", num_actors, expected)
-
-    def publish_policy(self) -> None:
-        """Tell the data, where they collect asynchronously, that there is a new version of the policy."""
-        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
-            publish()
-
-    def on_train_start(self) -> None:
-        """Go on from where this rank was, if it was; find out how long the run is."""
-        self._restore_this_rank()
-        for optimizer in self.all_optimizers:
-            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
-                group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
-        self._planned_env_steps = planned_env_steps(self.trainer)
-        self._scheduled.report_new_end(self.env_steps, self._planned_env_steps, self._restored_plan)
-        self._restored_plan = None
-        is_known = self._planned_env_steps is not None
-        self._scheduled.check_end(self, is_known, "a run whose length is known: set max_env_steps")
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
-        """Refuse a batch that is no rollout.
-
-        Raises:
-            ConfigurationError: It is something else.
-        """
-        if not isinstance(batch, Rollout):
-            raise ConfigurationError(
-                f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
-            )
-        self._version_before = self.policy_version
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """Refuse to go on where the clock stands still: nothing would ever end the run.
-
-        Raises:
-            RuntimeError: `training_step` has learned from the rollout outside of `learning`, or not at all.
-        """
-        if self.policy_version == self._version_before:
-            raise RuntimeError(
-                f"{type(self).__name__}.training_step has not counted the rollout, so that the clock stands still: "
-                "expected its updates within `with self.learning(rollout):`"
-            )
-
-    def _restore_this_rank(self) -> None:
-        """Seed or restore the random generators; take over what the rank kept and has not logged."""
-        if self.global_rank < len(self._restored_ranks):
-            restore_rank(self, self._restored_ranks[self.global_rank])
-        else:
-            path = (MINIBATCHES, self.global_rank, self.policy_version)
-            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-        restore_own_replays(self, self._restored_ranks)
-        if len(self._restored_ranks) == self.trainer.world_size:
-            self.log_window.restore(self._restored_ranks[self.global_rank]["window"])
-        else:  # ranks that were not there could not add up what they have not seen
-            self.log_window.begin(self.env_steps)
-        self._restored_ranks = []
-
-    @classmethod
-    def load_from_checkpoint(
-        cls,
-        checkpoint_path: str | Path | IO[bytes],
-        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
-        hparams_file: str | Path | None = None,
-        strict: bool | None = None,
-        weights_only: bool | None = None,
-        *,
-        trust: Sequence[str] = (),
-        **kwargs: Any,  # noqa: ANN401 - options of the algorithm
-    ) -> Self:
-        """Return the algorithm in a checkpoint, as Lightning does, but construct no class that is not trusted.
-
-        A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no
-        module but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is
-        imported.
-
-        Args:
-            checkpoint_path: A file, a URL or an open file.
-            map_location: Where tensors are put; None: where they were, or the CPU if there is no such device.
-            hparams_file: None, since the checkpoint has all options.
-            strict: Whether names of parameters must match; None: as `strict_loading`.
-            weights_only: False unpickles the checkpoint, which executes what it says.
-            trust: Packages whose modules may be imported: `["my_package"]`.
-            **kwargs: Options to change.
-
-        Raises:
-            ConfigurationError: The file is damaged; a class in the checkpoint is not trusted, cannot be imported or
-                is another one than its field expects; or it is no checkpoint of this package in its format.
-        """
-        check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
-        check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
-        checkpoint = read_data(checkpoint_path, map_location or _nearest_device, weights_only)
-        check_format(checkpoint)
-        stored = checkpoint["hyper_parameters"]
-        with loading(trust):
-            algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
-            module = algorithm(**constructor_options(algorithm, stored) | kwargs)
-            module.configure_model()
-        module.on_load_checkpoint(checkpoint)
-        state = checkpoint["state_dict"]
-        module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
-        return cast(Self, module.to(next((x.device for x in state.values()), torch.device("cpu"))))
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the clock and what each rank has of its own."""
-        state = checkpoint[CHECKPOINT_KEY] = run_state(self)
-        if self._restored_ranks:  # training has not begun, nor taken them over
-            state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back.
-
-        Raises:
-            ConfigurationError: The file is damaged; the checkpoint was made for other spaces or another network, or in
-                another format; or training cannot go on from it: see `check_resumable`.
-        """
-        if self._trainer is not None and not isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            check_intact(self._trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
-        check_format(checkpoint)
-        resumes = self._trainer is not None and self._trainer.state.fn == "fit"
-        if resumes:
-            check_resumable(checkpoint, self)
-        check_fits(checkpoint, self)
-        if self._trainer is not None and self._trainer.precision == "64-true":
-            # Lightning would do so after it has loaded the parameters, and so round them to float32.
-            self.double()
-        state = checkpoint[CHECKPOINT_KEY]
-        self.env_steps, self.policy_version = state["env_steps"], state["policy_version"]
-        self.frames = state["frames"]
-        if resumes:
-            for sentence in changes(checkpoint, self):
-                rank_zero_info(sentence)
-            adopt_settings(checkpoint, self)
-            self.skipped_updates = state["skipped_updates"]
-            self.env_steps_before_epochs = state["env_steps_before_epochs"]
-            self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]
-
-
-class OnPolicyAlgorithm(Targets, Hooks):
-    """Base of the algorithms: policy, optimiser, normalisers, the clock, evaluation and logging.
-
-    An algorithm is a subclass whose `training_step(rollout, batch_idx)` does its updates inside
-    `with self.learning(rollout):` and calls `self.optimize(loss)` for each.
+class OnPolicyAlgorithm(LightningModule):
+    """Base of the algorithms. A subclass says in `update` what it learns from a rollout, and in `loss` by which loss.
 
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
@@ -456,10 +150,29 @@ class OnPolicyAlgorithm(Targets, Hooks):
             docs/algorithms/ppo.md.
         **unknown: Refused: options that neither this class nor the algorithm has.
 
+    Attributes:
+        policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
+        estimator: Makes advantages and returns.
+        normalizers: Of observations, rewards and values.
+        steps: Takes the gradient steps.
+        clock: Where the run is.
+        metrics: What is logged.
+        losses: What came of the updates from the last rollout: the mean of every term over this rank's minibatches, by
+            the name that it is logged by (`train/<name>`).
+        generator: Orders the minibatches; its own, so that nothing else changes them.
+        replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
+        not_in_checkpoints: Names of those that they do not have.
+        skipped_updates: How many of the last updates in a row were not finite.
+        updating: Whether a rollout is being learned from, or an exception has left that undone.
+
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected. Or there is no such
             option; names those that are called nearly so.
     """
+
+    learns_off_policy = False
+    """Whether rollouts of earlier versions of the policy are learned from too; their lag is then logged."""
+    policy: ActorCritic
 
     def __init__(
         self,
@@ -504,6 +217,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
         **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
     ) -> None:
         super().__init__()
+        self.automatic_optimization = False
         refuse_unknown_options(self, unknown)
         self.save_hyperparameters()
         plain = plain_settings(self.hparams)
@@ -511,7 +225,17 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self.observation_space = space_from_dict(plain["observation_space"])
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
-        self.on_truncation = on_truncation
+        self.histograms = histograms
+        self.fast_paths = fast_paths
+        self.max_skipped_updates = max_skipped_updates
+        self.clock, self.metrics, self.schedules = RunClock(), RolloutMetrics(), ScheduledOptions()
+        self.generator = torch.Generator()
+        self.losses: dict[str, float] = {}
+        self.replays: dict[str, Replay] = {}
+        self.not_in_checkpoints: set[str] = set()
+        self.skipped_updates, self.updating = 0, False
+        self._restored_ranks: list[dict[str, Any]] = []
+        self._restored_plan: int | None = None
         self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
         rates = RATES[: len(self._optimizer_specs())]
         if len(rates) > 1:
@@ -519,17 +243,7 @@ class OnPolicyAlgorithm(Targets, Hooks):
             self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
         if anneal_learning_rate:
             for name in rates:
-                self._scheduled.anneal(name, getattr(self, name))
-        self.max_grad_norm = max_grad_norm
-        self.max_grad_value = max_grad_value
-        self.check_numerics = check_numerics
-        self.max_skipped_updates = max_skipped_updates
-        self.update_normalizers = update_normalizers
-        self.recompute_values = recompute_values
-        self.advantage_estimator = advantage_estimator
-        self.value_target = value_target
-        self.histograms = histograms
-        self.fast_paths = fast_paths
+                self.schedules.anneal(name, getattr(self, name))
         self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
         self.policy.fast_paths = fast_paths  # type: ignore[assignment]
@@ -538,11 +252,192 @@ class OnPolicyAlgorithm(Targets, Hooks):
         self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
         self.weight_penalty.check_policy(self.policy)
         self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, normalized_reward_clip)
-        self._saturation = SaturationWatch()
+        self.normalizers = Normalizers(self.policy, self.reward_normalizer, update_normalizers)
+        self.estimator = self.make_estimator(
+            gamma=gamma,
+            on_truncation=on_truncation,
+            kind=advantage_estimator,
+            value_target=value_target,
+            recompute_values=recompute_values,
+        )
+        self.steps = GradientSteps(self, max_grad_norm, max_grad_value, check_numerics)
+
+    # ------------------------------------------------------------------ what an algorithm defines
+
+    def update(self, rollout: Rollout) -> None:
+        """Learn from one rollout: the lines of the algorithm in its paper."""
+        raise NotImplementedError(f"{type(self).__name__} has no update(rollout)")
+
+    def loss(self, batch: Any) -> Loss:  # noqa: ANN401 - what the algorithm takes its steps from
+        """Return the loss over a minibatch; it needs no Trainer."""
+        raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
+
+    def after_update(self, means: dict[str, float]) -> None:
+        """React to how the updates from a rollout went; called once after all of them, if none was left out.
+
+        Args:
+            means: Mean of every term over this rank's minibatches, by name.
+        """
+
+    def step_weights(self, rollout: Rollout) -> Tensor | None:
+        """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
+
+        Override it to weigh steps. Losses and means are then weighted means, in which steps of weight 0 have no part.
+        Advantages and returns of the steps before them are made of their rewards and values all the same.
+        """
+        return None
+
+    def minibatch_order(self, num_items: int) -> Tensor:
+        """Return the indices of a batch's rows in the order in which one pass goes through them, shape `[M]`.
+
+        Called once per pass. Override it to choose the order: minibatches are cut from it as it stands, so that it may
+        leave rows out or repeat them.
+
+        Args:
+            num_items: Number of rows of this rank's batch; with memory, of sequences, which the order is of then.
+        """
+        return torch.randperm(num_items, generator=self.generator)
+
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
+        """Return those that a step leaves as they are, moments of the optimizer included.
+
+        Args:
+            part: The half of the network that the step is about; None: both.
+        """
+        if self.steps.is_warming_up:  # all that actions depend on
+            return parameters_of_policy(self.policy)
+        return [] if part is None else parameters_of_other_half(self.policy, part)
 
     def make_policy(self) -> ActorCritic:
         """Return the policy; override it to bring your own network."""
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
+
+    def make_estimator(self, **options: Any) -> AdvantageEstimator:  # noqa: ANN401 - those of the estimator
+        """Return what makes advantages and returns; override it to bring your own."""
+        return AdvantageEstimator(self.policy, self.normalizers, **options)
+
+    def default_optimizer(self) -> ClassSpec:
+        """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
+        optimizer = adam(self.device)
+        optimizer = fast.default_optimizer(self) or optimizer
+        return optimizer
+
+    # ------------------------------------------------------------------ what it calls
+
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - what its loss takes
+        """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
+
+        With `update_normalizers: before` the normalizers take the rollout in.
+
+        Args:
+            rollout: What to learn from.
+            **per_step: More tensors `[T, B, ...]` that the batch is to have.
+        """
+        self.normalizers.begin(rollout)
+        weights = self.checked_weights(rollout)
+        batch = self.estimator.batch(rollout, weights, **per_step)
+        values, returns = counted_values(batch)
+        self.normalizers.value_targets = returns
+        self.steps.observe(explained_variance=explained_variance(values, returns))
+        return batch
+
+    def minibatches(self, batch: Batch, num_epochs: int | None = None, num_minibatches: int = 1) -> Iterator[Batch]:
+        """Yield the minibatches of several passes over a batch, until no further step will be taken.
+
+        Each pass goes through the rows in the order of `minibatch_order`.
+
+        Args:
+            batch: Rows of a rollout.
+            num_epochs: Passes; None: one.
+            num_minibatches: Parts of each pass.
+        """
+        for epoch, is_last in self.steps.epochs(num_epochs or 1):
+            if epoch and self.estimator.renews:
+                batch = self.estimator.renewed(batch)
+            batch = self.estimator.normalized_over_rollout(batch)
+            for minibatch in self.one_pass(batch, num_minibatches):
+                yield minibatch
+                if self.steps.stopped:
+                    return
+            if epoch == 0 or is_last:
+                name = "first_epoch" if epoch == 0 else "last_epoch"
+                self.on_pass_end(batch, "update" if num_epochs is None else name)
+
+    def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+        """Yield the minibatches of one pass over a batch.
+
+        With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
+        One in which none has a row that counts, as there may be of few rows, is left out.
+        """
+        order = self.minibatch_order(batch.num_items)
+        may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
+        cut = self.estimator.minibatches(batch, order, num_minibatches)
+        # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
+        for parts in [list(cut)] if world_size() > 1 else ([part] for part in cut):
+            set_global_weights(parts)
+            # Without any row a step of Adam would go on along the moments that earlier ones have left.
+            yield from (part for part in parts if part.weight) if may_lack_rows else parts
+
+    def descend(self, loss: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
+        """Take one gradient step on a loss over a minibatch, unless updates were stopped or it is not finite."""
+        self.steps.take(loss, batch)
+
+    def new_loss(self, batch: Batch) -> Loss:
+        """Return a loss without terms but the penalties on weights that the options ask for."""
+        loss = Loss(batch, self.normalizers.of_values, self.steps.part)
+        if (penalty := self.weight_penalty(self.policy)) is not None:
+            loss.add_penalty("l2_penalty", penalty)
+        return loss
+
+    def actor_critic(self, batch: Batch) -> tuple[Distribution, Tensor]:
+        """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+        if batch.sequences is None:
+            return self.policy(batch.observations)  # type: ignore[no-any-return]
+        return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
+
+    def on_pass_end(self, batch: Batch, name: str) -> None:
+        """Show a pass over a batch to those callbacks that log histograms.
+
+        Args:
+            batch: What was learned from.
+            name: Of the pass.
+        """
+        if self.histograms:
+            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            for callback in callbacks:
+                if isinstance(callback, HistogramLogger):
+                    callback.on_pass_end(self, batch, name)
+
+    def scheduled(
+        self,
+        name: str,
+        value: Scheduled,
+        *,
+        above: float | None = None,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        owner: object = None,
+    ) -> float:
+        """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
+
+        Where `value` is a schedule, that attribute is set before each update, and it is logged.
+
+        Args:
+            name: Of the option.
+            value: A number or a schedule.
+            above: What it must be larger than.
+            at_least: What it must not be smaller than.
+            at_most: What it must not be larger than.
+            owner: Whose attribute it is; None: the algorithm's.
+
+        Raises:
+            ConfigurationError: It is neither a number within the bounds nor a schedule.
+        """
+        return self.schedules.add(name, value, above, at_least, at_most, owner)
+
+    def scheduled_or_none(self, name: str, value: Scheduled | None, *, above: float | None = None) -> float | None:
+        """Return the same as `scheduled` of an option that may also be left out."""
+        return None if value is None else self.scheduled(name, value, above=above)
 
     def policy_options(self) -> dict[str, Any]:
         """Return the options that are those of `ActorCritic`."""
@@ -581,6 +476,126 @@ class OnPolicyAlgorithm(Targets, Hooks):
         result = warm_start(self, checkpoint, parts, str(path))
         rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
         return result
+
+    # ------------------------------------------------------------------ learning from a rollout
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps of all ranks that were learned from: the clock of the run."""
+        return self.clock.env_steps
+
+    @env_steps.setter
+    def env_steps(self, env_steps: int) -> None:
+        self.clock.env_steps = env_steps
+
+    @property
+    def policy_version(self) -> int:
+        """Number of rollouts that were learned from."""
+        return self.clock.policy_version
+
+    @policy_version.setter
+    def policy_version(self, policy_version: int) -> None:
+        self.clock.policy_version = policy_version
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, dict[str, float]]:
+        """Learn from one rollout, and return `{"losses": …}`, for `on_train_batch_end` of callbacks.
+
+        Raises:
+            RuntimeError: The rollout was not collected with the current parameters, and older ones are not learned
+                from; or values are normalized, and no loss is about values.
+            FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
+        """
+        lag, start = self.clock.lag(rollout, self.learns_off_policy), time.perf_counter()
+        self.updating = True
+        scheduled = self.schedules.apply(self, self.clock, [x.optimizer for x in self.steps.all_optimizers])
+        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.steps.optimizers, strict=False)}
+        self.steps.begin()
+        if self.learns_off_policy:
+            self.steps.observe(policy_lag=torch.tensor(float(lag), device=self.device))
+        for replay in self.replays.values():
+            replay.begin()
+        profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
+        with suppress(NotFiniteError), profiled, explained_anomaly(), self.steps.engine.updates(self):
+            self.update(rollout)
+        means = self.losses = self.steps.means()
+        if not_finite := self.steps.not_finite(means):
+            skip_or_raise(self, rollout, not_finite)
+            self._undo()
+            self.normalizers.forget_returns()
+        else:
+            self._commit(rollout, means)
+        if self.max_skipped_updates:
+            means = means | {"skipped_updates": float(bool(not_finite))}
+        means = means | rates | {name: value for name, value in scheduled.items() if name not in RATES}
+        made = self.lr_schedulers() or []
+        for scheduler in made if isinstance(made, list) else [made]:
+            step_scheduler(scheduler, self.hparams["lr_scheduler"])
+        self.clock.policy_version += 1
+        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
+            publish()  # to asynchronous actors
+        self.clock.advance(rollout, self.device)
+        self.metrics.take_in(self, rollout, means, time.perf_counter() - start)
+        self.updating = False
+        return {"losses": self.losses}
+
+    @torch.no_grad()
+    def compute_loss(self, rollout: Rollout | Batch) -> dict[str, float]:
+        """Return the loss over a rollout or batch, and what it is made of, without learning from it.
+
+        Nothing changes: neither parameters nor their gradients, normalizers, clock, generators or what is logged. It
+        needs no Trainer; with several ranks it is a collective call about the rows of all of them. With
+        `update_normalizers: before` a rollout is seen through normalizers that know it, as it would be in learning.
+
+        Args:
+            rollout: A rollout, or what `batch` made of one, all of it or a part.
+
+        Returns:
+            By the name that each is logged by (`train/<name>`): `loss`, `policy_loss`, `value_loss`, `entropy`, ….
+
+        Raises:
+            NotImplementedError: The algorithm has no `loss(batch)`.
+        """
+        with self.normalizers.isolated(), self.steps.isolated():
+            self.record_loss(rollout)
+            return self.steps.means()
+
+    def record_loss(self, rollout: Rollout | Batch) -> None:
+        """Record the loss that `compute_loss` returns; override it where that is not `loss` of `batch`."""
+        batch = self.batch(rollout) if isinstance(rollout, Rollout) else rollout.replace()
+        batch = self.estimator.normalized_over_rollout(batch)
+        set_global_weights([batch])
+        self.steps.record_loss(self.loss(batch))
+
+    def _commit(self, rollout: Rollout, means: dict[str, float]) -> None:
+        """Make what the updates from a rollout have left for good."""
+        if self.normalizers.of_values is not None and not self.steps.has_value:
+            raise RuntimeError("value_normalization needs a loss of values: call loss.add_value")
+        self.skipped_updates = 0
+        self.steps.adapt_learning_rate(means)
+        self.after_update(means)
+        self.normalizers.commit(rollout)
+        for replay in self.replays.values():
+            replay.commit()
+
+    def _undo(self) -> None:
+        """Make replays and normalizers what they were before updates that were not made to their end."""
+        for replay in self.replays.values():
+            replay.rollback()
+        self.normalizers.rollback()
+
+    def checked_weights(self, rollout: Rollout) -> Tensor | None:
+        """Return what `step_weights` says.
+
+        Raises:
+            ConfigurationError: That has another shape than the rollout, so that it would weigh something else.
+        """
+        weights = self.step_weights(rollout)
+        if weights is not None:
+            found, expected = tuple(weights.shape), rollout.shape
+            check(found == expected, "step_weights: shape", found, f"{expected}, steps and environments of the rollout")
+        return weights
+
+    # ------------------------------------------------------------------ acting
 
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
@@ -633,167 +648,286 @@ class OnPolicyAlgorithm(Targets, Hooks):
             episode_starts=episode_starts,
         )
 
-    @contextmanager
-    def learning(self, rollout: Rollout) -> Iterator[None]:
-        """Frame the updates from one rollout: check it before, then feed normalisers, clock and log.
+    # ------------------------------------------------------------------ what Lightning calls
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        """Make the optimizer, that of the critic if it has its own, and, if there are, their schedulers."""
+        rates = [self.schedules.first(name, getattr(self, name)) for name in RATES]
+        self.try_optimizers(on_any_device=False)
+        optimizers = make_optimizers(
+            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
+        )
+        if (scheduler := self.hparams["lr_scheduler"]) is None:
+            return optimizers if len(optimizers) > 1 else optimizers[0]
+        return optimizers, [instantiate("lr_scheduler", scheduler, LRScheduler, optimizer) for optimizer in optimizers]
+
+    def try_optimizers(self, on_any_device: bool) -> None:
+        """Take steps with optimizers and schedulers of the kinds that the options ask for, if any.
+
+        Args:
+            on_any_device: Try the optimizers that are known to run on every device, or the others.
 
         Raises:
-            RuntimeError: The rollout was not collected with the current parameters, and older ones are not corrected
-                for.
-            FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
+            ConfigurationError: One refuses an argument or cannot take a step.
         """
-        lag = self.policy_version - rollout.policy_version
-        if lag < 0 or (lag and not self.corrects_for_lag):
-            raise RuntimeError(
-                f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
-                f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
-            )
-        start = time.perf_counter()
-        self.updating = True
-        self._forget_normalizers()
-        self.diagnostics = self.new_diagnostics()
-        if self.corrects_for_lag:
-            self.diagnostics.observe(policy_lag=torch.tensor(float(lag), device=self.device))
-        self._follow_schedules()
-        rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.optimizers_in_use, strict=False)}
-        self.find_engine()
-        generator_state = self.generator.get_state()
-        if (share := self._saturation.share(self.policy, rollout)) is not None:
-            self.diagnostics.observe(action_saturation=share)
-        for replay in self.replays.values():
-            replay.begin()
-        profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
-        with suppress(NotFiniteError), profiled, explained_anomaly(), self.engine.updates(self):
-            yield
-        means = self.losses = self.diagnostics.means()
-        if not_finite := self.diagnostics.not_finite(means):
-            self.roll_back_normalizers()
-            skip_or_raise(self, rollout, not_finite, generator_state)
-            if self.reward_normalizer is not None:
-                self.reward_normalizer.forget()
-        else:
-            self.skipped_updates = 0
-            self.after_updates(means)
-            if not self._kept_normalizers:  # unless they took it in before
-                self.update_running_statistics(rollout)
-            self._take_into_value_normalizer()
-            for replay in self.replays.values():
-                replay.commit()
-            self._forget_normalizers()
-        self._saturation.report(means.get("action_saturation"), self.policy_version, self.action_space)
-        if self.max_skipped_updates:
-            means = means | {"skipped_updates": float(bool(not_finite))}
-        means = means | rates | {name: getattr(self, name) for name in self._scheduled if name not in RATES}
-        for scheduler in self._schedulers():
-            step_scheduler(scheduler, self.hparams["lr_scheduler"])
-        self.policy_version += 1
-        self.publish_policy()
-        frames = rollout.num_steps if rollout.frames is None else rollout.frames
-        counts = self.all_reduce(torch.tensor([rollout.num_steps, frames], device=self.device)).tolist()
-        self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
-        self._log_rollout(rollout, means, time.perf_counter() - start)
+        groups, scheduler = self.hparams["parameter_groups"], self.hparams["lr_scheduler"]
+        given = (groups, scheduler, self.hparams["optimizer"], self.hparams["critic_optimizer"])
+        if any(option is not None for option in given):
+            try_optimizers(self.policy, self._optimizer_specs(), groups or {}, scheduler, on_any_device)
+
+    def _optimizer_specs(self) -> dict[str, ClassSpec]:
+        """Return class and arguments of each optimiser, by the option that they come from."""
+        options = self.hparams
+        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
+        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
+            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
+        return specs
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
+
+        Raises:
+            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
+                Trainer that trains was to clip or add up gradients.
+        """
+        filter_misleading_warnings()
+        # Before anything else: Lightning's own checks say something else.
+        refuse_tuners(self.trainer)
+        if self.trainer.state.fn == "fit":
+            refuse_automatic_optimization(self.trainer)
+        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        # The guard may save in its hook, with `step` in the name.
+        wanted: list[type[Callback]] = [SaturationCheck, StepMetric, InterruptionGuard]
+        wanted += [HistogramLogger] if self.histograms else []
+        return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
+
+        Args:
+            trainer: Will run it.
+            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
+
+        Raises:
+            ConfigurationError: A setting does not go with that.
+        """
+        has_update = type(self).update is not OnPolicyAlgorithm.update
+        check(has_update, "model", type(self).__name__, "an algorithm, a class that has an update")
+        refuse_tuners(trainer)
+        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
+        on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
+        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
+        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        check_modes_agree(self.policy)
+        if (memory := getattr(self.policy, "memory", None)) is not None:
+            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
+            check(not on_xla, "memory", self.hparams["memory"], expected)
+            if rollout_shape is not None:
+                memory.num_sequences(rollout_shape)
+        self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
+        shown = not self.histograms or bool(histogram_loggers(trainer.loggers))
+        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
+
+    def setup(self, stage: str) -> None:
+        """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
+        # What is left of updates that an exception has ended: nobody goes on with them.
+        self._undo()
         self.updating = False
+        check_strategy(self.trainer.strategy)
+        compile_policy_alone(self, self.policy)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        for name in ("observation_space", "action_space"):
+            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:
+                found, expected = differing(space, getattr(self, name))
+                env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
+                raise ConfigurationError(
+                    f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
+                    f"{type(self).__name__} was made for"
+                )
 
-    def evaluate(self, batch: Batch) -> tuple[Distribution, Tensor]:
-        """Return action distribution and value of every row of a batch, with what the policy remembers there."""
-        if batch.sequences is None:
-            return self.policy(batch.observations)  # type: ignore[no-any-return]
-        return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
+    def on_fit_start(self) -> None:
+        """Refuse what cannot work; note where the clock of a new run begins."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:
+            self.clock.env_steps_before_epochs = self.env_steps
+        self.check_run(self.trainer, getattr(data, "rollout_shape", None))
+        self.check_actors(getattr(data, "num_actors", 0))
 
-    @torch.no_grad()
-    def compute_loss(self, rollout: Rollout | Batch) -> dict[str, float]:
-        """Return the loss over a rollout or batch, and what it is made of, without learning from it.
-
-        Nothing changes: neither parameters nor their gradients, normalisers, clock, generators or what is logged. It
-        needs no Trainer; with several ranks it is a collective call about the rows of all of them. With
-        `update_normalizers: before` a rollout is seen through normalisers that know it, as it would be in learning.
+    def check_actors(self, num_actors: int) -> None:
+        """Refuse rollouts of earlier policies where they would be taken for rollouts of this one.
 
         Args:
-            rollout: A rollout, or what `targets` made of one, all of it or a part.
-
-        Returns:
-            By the name that each is logged by (`train/<name>`): `loss`, `policy_loss`, `value_loss`, `entropy`, ….
+            num_actors: Asynchronous actors on each rank.
 
         Raises:
-            NotImplementedError: The algorithm has no `loss(batch)`.
+            ConfigurationError: There are some, and the algorithm does not correct for their lag.
         """
-        with self.isolated_state():
-            self.observe_loss(rollout)
-            return self.diagnostics.means()
+        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
+        check(not num_actors or self.learns_off_policy, "num_actors", num_actors, expected)
 
-    def observe_loss(self, rollout: Rollout | Batch) -> None:
-        """Compute the loss that `compute_loss` returns; override it where that is not `loss(batch)` of `targets`."""
-        loss = getattr(self, "loss", None)
-        if loss is None:
-            raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
-        batch = self.prepare_batch(self.targets(rollout) if isinstance(rollout, Rollout) else rollout.replace())
-        self.set_global_weights([batch])
-        loss(batch)
+    def on_train_start(self) -> None:
+        """Go on from where this rank was, if it was; find out how long the run is."""
+        self._restore_this_rank()
+        for optimizer in self.steps.all_optimizers:
+            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+                group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
+        self.clock.planned_env_steps = planned_env_steps(self.trainer)
+        self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, self._restored_plan)
+        self._restored_plan = None
+        is_known = self.clock.planned_env_steps is not None
+        self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
-    def scheduled(
-        self,
-        name: str,
-        value: Scheduled,
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
+        """Refuse a batch that is no rollout.
+
+        Raises:
+            ConfigurationError: It is something else.
+        """
+        if not isinstance(batch, Rollout):
+            raise ConfigurationError(
+                f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
+            )
+
+    def on_train_epoch_end(self) -> None:
+        """Let callbacks see what has not been logged yet."""
+        self.metrics.show_unlogged(self.trainer)
+
+    def on_train_end(self) -> None:
+        """Log what is left.
+
+        What a signal or an exception ends does not come here: it has not ended for the run that goes on from it.
+        """
+        self.metrics.log_rest(self)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+        """Log a value as `LightningModule.log` does, against environment steps."""
+        super().log(*args, **kwargs)
+        if self.trainer.training:
+            self.metrics.logged(self, bool(kwargs.get("on_epoch")))
+
+    def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.metrics.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
+
+    def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
+        """Take in played episodes."""
+        self.validation_step(episodes, batch_idx)
+
+    def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
+        """Return the played episodes with observations, actions and rewards."""
+        return episodes
+
+    def on_validation_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self.metrics.log_evaluation(self, "val")
+        if self.trainer.state.fn == "fit":
+            self.metrics.show_unlogged(self.trainer)
+
+    def on_test_epoch_end(self) -> None:
+        """Log returns and lengths."""
+        self.metrics.log_evaluation(self, "test")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path | IO[bytes],
+        map_location: Any = None,  # noqa: ANN401 - as torch.load has it
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
         *,
-        above: float | None = None,
-        at_least: float | None = None,
-        at_most: float | None = None,
-    ) -> float:
-        """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
+        trust: Sequence[str] = (),
+        **kwargs: Any,  # noqa: ANN401 - options of the algorithm
+    ) -> Self:
+        """Return the algorithm in a checkpoint, as Lightning does, but construct no class that is not trusted.
 
-        Where `value` is a schedule, `learning` sets that attribute before each update, and it is logged.
+        A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no
+        module but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is
+        imported.
+
+        Args:
+            checkpoint_path: A file, a URL or an open file.
+            map_location: Where tensors are put; None: where they were, or the CPU if there is no such device.
+            hparams_file: None, since the checkpoint has all options.
+            strict: Whether names of parameters must match; None: as `strict_loading`.
+            weights_only: False unpickles the checkpoint, which executes what it says.
+            trust: Packages whose modules may be imported: `["my_package"]`.
+            **kwargs: Options to change.
 
         Raises:
-            ConfigurationError: It is neither a number within the bounds nor a schedule.
+            ConfigurationError: The file is damaged; a class in the checkpoint is not trusted, cannot be imported or
+                is another one than its field expects; or it is no checkpoint of this package in its format.
         """
-        return self._scheduled.add(name, value, above, at_least, at_most)
+        check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
+        check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
+        checkpoint = read_data(checkpoint_path, map_location or _nearest_device, weights_only)
+        check_format(checkpoint)
+        stored = checkpoint["hyper_parameters"]
+        with loading(trust):
+            algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
+            module = algorithm(**constructor_options(algorithm, stored) | kwargs)
+            module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        module.load_state_dict(state, strict=module.strict_loading if strict is None else strict)
+        return cast(Self, module.to(next((x.device for x in state.values()), torch.device("cpu"))))
 
-    def scheduled_or_none(self, name: str, value: Scheduled | None, *, above: float | None = None) -> float | None:
-        """Return the same as `scheduled` of an option that may also be left out."""
-        return None if value is None else self.scheduled(name, value, above=above)
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the clock and what each rank has of its own."""
+        state = checkpoint[CHECKPOINT_KEY] = run_state(self)
+        if self._restored_ranks:  # training has not begun, nor taken them over
+            state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
 
-    def after_updates(self, means: dict[str, float]) -> None:
-        """React to how the updates from a rollout went; called once after all of them, if none was left out.
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take them back.
 
-        Args:
-            means: Mean of every term over this rank's minibatches, by name.
+        Raises:
+            ConfigurationError: The file is damaged; the checkpoint was made for other spaces or another network, or in
+                another format; or training cannot go on from it: see `check_resumable`.
         """
+        if self._trainer is not None and not isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            check_intact(self._trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
+        check_format(checkpoint)
+        resumes = self._trainer is not None and self._trainer.state.fn == "fit"
+        if resumes:
+            check_resumable(checkpoint, self)
+        check_fits(checkpoint, self)
+        if self._trainer is not None and self._trainer.precision == "64-true":
+            # Lightning would do so after it has loaded the parameters, and so round them to float32.
+            self.double()
+        state = checkpoint[CHECKPOINT_KEY]
+        clock = self.clock
+        clock.env_steps, clock.policy_version = state["env_steps"], state["policy_version"]
+        clock.frames = state["frames"]
+        if resumes:
+            for sentence in changes(checkpoint, self):
+                rank_zero_info(sentence)
+            adopt_settings(checkpoint, self)
+            self.skipped_updates = state["skipped_updates"]
+            clock.env_steps_before_epochs = state["env_steps_before_epochs"]
+            self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]
 
-    def _follow_schedules(self) -> None:
-        values = self._scheduled.values(self.env_steps, self._planned_env_steps)
-        for name, value in values.items():
-            setattr(self, name, value)
-        for name, optimizer in zip(RATES, self.all_optimizers, strict=False):
-            if name in values:
-                set_learning_rate(optimizer.optimizer, values[name])
+    def _restore_this_rank(self) -> None:
+        """Seed or restore the random generators; take over what the rank kept and has not logged."""
+        if self.global_rank < len(self._restored_ranks):
+            restore_rank(self, self._restored_ranks[self.global_rank])
+        else:
+            path = (MINIBATCHES, self.global_rank, self.policy_version)
+            self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
+        restore_own_replays(self, self._restored_ranks)
+        if len(self._restored_ranks) == self.trainer.world_size:
+            self.metrics.restore(self._restored_ranks[self.global_rank]["window"])
+        else:  # ranks that were not there could not add up what they have not seen
+            self.metrics.begin(self.env_steps)
+        self._restored_ranks = []
 
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
+        return super().__getstate__() | {"generator": self.generator.get_state().numpy().tobytes()}
 
-class ActingDistribution(OnPolicyAlgorithm):
-    """Learns with the divergence from the policy that acted, exact for every action distribution."""
-
-    @torch.no_grad()
-    def acting_distribution(self, rollout: Rollout) -> Nested:
-        """Return the parameters of the distributions that a rollout's actions were drawn from, `[T, B, ...]`.
-
-        Called before anything is updated: the current policy is the one that acted.
-        """
-        observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
-        return in_chunks(lambda x: self.policy(x)[0].parameters(), observations, lead=2)
-
-    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return a rollout's steps with what to learn, the distributions of its actions among it."""
-        if rollout.memory is None:
-            return super().targets(rollout, acting_distribution=self.acting_distribution(rollout), **per_step)
-        with torch.no_grad():  # before the normalisers may take the rollout in
-            # Copies: what is the same for all observations is a view of a parameter, which the updates change.
-            acting = map_leaves(torch.clone, self.evaluate(rollout.flatten())[0].parameters())
-        return super().targets(rollout, **per_step).replace(acting_distribution=acting)
-
-    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return KL(old ‖ new) of each row, `[N]`, in nats.
-
-        Args:
-            batch: That `targets` made, all of it or a part.
-            distribution: Of its actions, by the current parameters.
-        """
-        return distribution.with_parameters(batch.acting_distribution).kl(distribution)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        generator = torch.Generator()
+        generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
+        super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]

@@ -6,14 +6,15 @@ import inspect
 from typing import Any
 
 from gymnasium import spaces
-from torch import Tensor
+from torch import nn
 
-from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.nested import Nested
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_positive_int
 
@@ -70,33 +71,24 @@ class BehaviourCloning(OnPolicyAlgorithm):
         self.num_minibatches = num_minibatches
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one batch of recorded steps, and return the losses."""
-        with self.learning(rollout):
-            self.update(self.recorded_steps(rollout))
-        return {"losses": self.losses}
+    def update(self, rollout: Rollout) -> None:
+        """Several passes of minibatch steps over one batch of recorded steps."""
+        for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+            self.descend(self.loss, minibatch)
 
-    def recorded_steps(self, rollout: Rollout) -> Batch:
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
         """Return the steps as one batch."""
-        if self.update_normalizers == "before":
-            self.update_running_statistics_first(rollout)
-        return rollout.flatten()
+        self.normalizers.begin(rollout)
+        return rollout.flatten(**per_step)
 
-    def update(self, batch: Batch) -> None:
-        """Make passes of gradient steps over a batch, unless they are stopped."""
-        for minibatch in self.passes(batch, self.num_epochs, self.num_minibatches):
-            self.optimize(self.loss(minibatch), only="actor")
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
+        """Return those of the critic, which are never learned."""
+        return super().frozen_parameters("actor")
 
-    def observe_loss(self, rollout: Rollout | Batch) -> None:
-        """Compute the loss over recorded steps."""
-        batch = self.recorded_steps(rollout) if isinstance(rollout, Rollout) else rollout.replace()
-        self.set_global_weights([batch])
-        self.loss(batch)
-
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         """Return the loss over a minibatch."""
-        distribution, _ = self.evaluate(batch)
-        log_probs = distribution.log_prob(batch.actions)
-        cloning_loss = batch.mean(rl.policy_gradient_loss(log_probs, log_probs.new_ones(log_probs.shape)))
-        self.diagnostics.add(cloning_loss=cloning_loss)
-        return self.total(cloning_loss, -self.entropy_coef * self.entropy(distribution, batch))
+        distribution, _ = self.actor_critic(batch)
+        loss, log_probs = self.new_loss(batch), distribution.log_prob(batch.actions)
+        loss.add("cloning_loss", -log_probs)
+        loss.add_entropy(distribution.entropies(), self.entropy_coef)
+        return loss

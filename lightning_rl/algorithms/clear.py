@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -13,14 +12,14 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.impala import IMPALA, Evaluated
+from lightning_rl.algorithms.impala import IMPALA
 from lightning_rl.nested import map_leaves
-from lightning_rl.rollouts.batch import on_grid
+from lightning_rl.rollouts.batch import on_grid, set_common_weight
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
-from lightning_rl.training.unroll import Unroll, example_unroll
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.unroll import Unroll, example_unroll, unroll
 from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 
@@ -93,63 +92,58 @@ class CLEAR(IMPALA):
     def most_bytes_of_unroll(self, length: int) -> int:
         """Return what is kept of `length` steps of one environment, in bytes, where each of them is truncated."""
         rollout = example_unroll(self.policy, self.observation_space, length)
-        distribution, _ = self.evaluate(rollout.flatten())
+        distribution, _ = self.actor_critic(rollout.flatten())
         actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
         rollout.actions = actions
         memory = UnrollMemory(sys.maxsize)
         memory.append(rollout, torch.Generator(), old_distribution=parameters)
         return memory.num_bytes
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout and from earlier ones, keep it, and return the losses."""
-        with self.learning(rollout):
-            new, *replayed = [self.evaluated(unroll) for unroll in self.unrolls(rollout)]
-            self.store_rollout(
-                rollout, new
-            )  # before the step, which changes parameters that are in distributions as well
-            self.update([new, *replayed])
-            self.log_histograms(new.batch, "update")
-        return {"losses": self.losses}
-
-    def unrolls(self, rollout: Rollout) -> list[Unroll]:
-        """Return the rollout and, where there are any, unrolls of earlier ones."""
-        unrolls = super().unrolls(rollout)
+    def update(self, rollout: Rollout) -> None:
+        """One gradient step on a rollout and on replayed ones; then keep it."""
+        steps = self.batch(rollout)
         drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
         if len(self.kept):
             earlier, then = self.kept.gather(self.draw(rollout.shape[1]))
-            unrolls.append(self.unroll(earlier.to(self.device), **map_leaves(lambda x: x.to(self.device), then)))
-            self.set_global_weights_together([unroll.batch for unroll in unrolls])
-        return unrolls
+            earlier, then = earlier.to(self.device), map_leaves(lambda x: x.to(self.device), then)
+            steps.replayed = unroll(earlier, self.checked_weights(earlier), **then)
+            set_common_weight([part.batch for part in steps.parts])
+        self.learn(steps)
+        self.store_rollout(steps)
 
     def draw(self, num_new: int) -> Tensor:
         """Return places of unrolls to replay beside `num_new` new ones."""
         count = max(1, round(self.replay_ratio * num_new))
         return torch.randint(len(self.kept), (count,), generator=self.generator)
 
-    def cloning_terms(self, parts: Sequence[Evaluated]) -> Sequence[Tensor]:
-        """Return the terms that hold policy and value to what they were in the replayed unrolls, if there are any."""
-        if len(parts) == 1:
-            return ()
-        replayed = parts[1]
-        batch = replayed.batch
-        divergence = replayed.distribution.with_parameters(batch.old_distribution).kl(replayed.distribution)
-        policy_cloning = batch.mean(divergence)
-        value_cloning = batch.mean(rl.value_cloning_loss(*self.normalize_values(replayed.values, batch.values)))
-        self.diagnostics.add(policy_cloning_loss=policy_cloning, value_cloning_loss=value_cloning)
-        return self.policy_cloning_coef * policy_cloning, self.value_cloning_coef * value_cloning
+    def loss(self, batch: Unroll) -> Loss:
+        """Return the loss over new and replayed steps, these held to the policy and the values of then (section 3)."""
+        loss = super().loss(batch)
+        if (replayed := batch.replayed) is not None:
+            distribution, values = self.add_terms(loss, replayed)
+            rows = replayed.batch
+            divergence = distribution.with_parameters(rows.old_distribution).kl(distribution)
+            loss.add("policy_cloning_loss", divergence, self.policy_cloning_coef, rows)
+            cloning = rl.value_cloning_loss(*loss.normalized(values, rows.values))
+            loss.add("value_cloning_loss", cloning, self.value_cloning_coef, rows)
+        return loss
 
-    def store_rollout(self, rollout: Rollout, evaluated: Evaluated) -> None:
+    def store_rollout(self, steps: Unroll) -> None:
         """Keep the unrolls of a rollout, with what the learner made of them before its step."""
-        batch = evaluated.batch
+        rollout, places = steps.rollout, steps.batch.places
+        if steps.estimates is None:  # nothing of it was learned from
+            with torch.no_grad():
+                self.loss(steps)
+        assert steps.estimates is not None
 
         def kept(rows: Tensor) -> Tensor:
-            return on_grid(rows.detach(), batch.places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
+            return on_grid(rows, places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
 
-        parameters = map_leaves(kept, evaluated.distribution.parameters())
+        parameters = map_leaves(kept, steps.estimates.distributions)
         then = copy.copy(rollout)
-        then.values = on_grid(evaluated.values.detach(), batch.places, rollout.values)
+        then.values = on_grid(steps.estimates.values, places, rollout.values)
         self.kept.append(then, self.generator, old_distribution=parameters)
-        self.diagnostics.observe(
+        self.steps.observe(
             replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),
             replay_unrolls=torch.tensor(float(len(self.kept)), device=self.device),
         )

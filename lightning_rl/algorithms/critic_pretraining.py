@@ -9,17 +9,52 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.unrolls import UnrollLearner
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.environments.wrappers.rewards import RewardClip
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
+from lightning_rl.training.unroll import Reduction, reduction_scale, unroll
 from lightning_rl.validation import check, check_positive_int, is_one_of
 
 
-class CriticPretraining(UnrollLearner):
+class ReturnEstimator(AdvantageEstimator):
+    """Makes the returns that a critic learns of a policy that stays as it is.
+
+    Attributes:
+        target: `discounted_return` or `vtrace`.
+        vtrace_lambda: λ of V-trace.
+    """
+
+    target = "discounted_return"
+    vtrace_lambda = 1.0
+
+    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return the targets less the values, and the targets, `[T, B]`."""
+        rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
+        if self.target == "discounted_return":
+            returns = rl.td_lambda_returns(rewards, rollout.next_values, discounts, rollout.traces(1.0))
+        else:
+            traces = rollout.traces(self.vtrace_lambda)
+            log_rhos = self._log_rhos(rollout)
+            returns, _ = rl.vtrace(log_rhos, rewards, rollout.values, rollout.next_values, discounts, traces)
+        return returns - rollout.values, returns
+
+    @torch.no_grad()
+    def _log_rhos(self, rollout: Rollout) -> Tensor:
+        """Return logarithms of the importance weights, `[T, B]`."""
+        steps = unroll(rollout)
+        batch = steps.batch
+        inputs = (batch.observations,) if batch.sequences is None else (batch.observations, batch.sequences)
+        log_rhos = self.policy(*inputs)[0].log_prob(batch.actions) - batch.log_probs
+        return steps.grid(log_rhos, torch.zeros_like(rollout.values))
+
+
+class CriticPretraining(OnPolicyAlgorithm):
     """Learns the value of a policy that it does not change: one that was loaded by `init_from`, usually.
 
     Any algorithm can go on from its checkpoint by `init_from`.
@@ -33,12 +68,17 @@ class CriticPretraining(UnrollLearner):
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass.
         learning_rate: Step size of the optimiser.
-        **kwargs: Those of `UnrollLearner`.
+        reduction: Losses are the `mean` over steps, or their `sum`.
+        reward_scale: Factor of rewards.
+        reward_clip: Bounds of rewards after that: `abs_one`, `soft_asymmetric` or a number.
+        **kwargs: Those of `OnPolicyAlgorithm`.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected. Or `make_policy` is
             overridden, and no parameter of its policy has a name that begins with `critic_` or `value_`.
     """
+
+    estimator: ReturnEstimator
 
     def __init__(
         self,
@@ -50,9 +90,14 @@ class CriticPretraining(UnrollLearner):
         num_epochs: int = 4,
         num_minibatches: int = 4,
         learning_rate: Scheduled = 1e-3,
+        reduction: Reduction = "mean",
+        reward_scale: float = 1.0,
+        reward_clip: RewardClip | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
+        check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
+        self.normalizers.transform_rewards(reward_scale, reward_clip)
         check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
@@ -67,51 +112,32 @@ class CriticPretraining(UnrollLearner):
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
         check_critic(self.policy, "model", type(self).__name__)
-        self.target = target
-        self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
+        self.reduction = reduction
+        self.estimator.target = target
+        self.estimator.vtrace_lambda = self.scheduled(
+            "vtrace_lambda", vtrace_lambda, at_least=0, at_most=1, owner=self.estimator
+        )
         self.num_epochs = num_epochs
         self.num_minibatches = num_minibatches
 
-    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
         """Return those that are never learned: all that actions depend on."""
         return parameters_of_policy(self.policy)
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout, and return the losses."""
-        with self.learning(rollout):
-            self.update(self.targets(rollout))
-        return {"losses": self.losses}
+    def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - those of the estimator
+        """Return what makes the returns that are learned."""
+        return ReturnEstimator(self.policy, self.normalizers, **options)
 
-    def update(self, batch: Batch) -> None:
-        """Make passes of gradient steps over a batch, unless they are stopped."""
-        for minibatch in self.passes(batch, self.num_epochs, self.num_minibatches):
-            self.optimize(self.loss(minibatch))
-        if not self.diagnostics.stopped:
-            self.log_histograms(batch, "update")
+    def update(self, rollout: Rollout) -> None:
+        """Several passes of minibatch steps over one rollout."""
+        for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+            self.descend(self.loss, minibatch)
 
-    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return the targets less the values, and the targets, `[T, B]`."""
-        rewards, discounts = self.normalized_rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
-        if self.target == "discounted_return":
-            returns = rl.td_lambda_returns(rewards, rollout.next_values, discounts, rollout.traces(1.0))
-        else:
-            traces = rollout.traces(self.vtrace_lambda)
-            log_rhos = self._log_rhos(rollout)
-            returns, _ = rl.vtrace(log_rhos, rewards, rollout.values, rollout.next_values, discounts, traces)
-        return returns - rollout.values, returns
-
-    @torch.no_grad()
-    def _log_rhos(self, rollout: Rollout) -> Tensor:
-        """Return logarithms of the importance weights, `[T, B]`."""
-        unroll = self.unroll(rollout)
-        distribution, _ = self.evaluate(unroll.batch)
-        log_rhos = distribution.log_prob(unroll.batch.actions) - unroll.batch.log_probs
-        return unroll.grid(log_rhos, torch.zeros_like(rollout.values))
-
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         """Return the value loss over a minibatch; it is recorded as a mean, whatever `reduction` is."""
-        distribution, values = self.evaluate(batch)
-        self.observe_first_ratios(distribution.log_prob(batch.actions).detach() - batch.log_probs)
-        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
-        self.diagnostics.add(value_loss=value_loss)
-        return self.total(self.scale(batch) * value_loss)
+        distribution, values = self.actor_critic(batch)
+        loss = self.new_loss(batch)
+        loss.scale = reduction_scale(self.reduction, batch)
+        loss.watch_ratios(distribution.log_prob(batch.actions) - batch.log_probs)
+        loss.add_value(values)
+        return loss

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.unrolls import UnrollLearner
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.distributed import all_reduce
+from lightning_rl.environments.wrappers.rewards import RewardClip
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import values_reached
-from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.batch import Batch, set_common_weight
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.advantages import explained_variance
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.training.unroll import Unroll
-from lightning_rl.validation import ClassSpec, check, check_bool, check_number
+from lightning_rl.training.unroll import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
+from lightning_rl.validation import ClassSpec, check, check_bool, check_number, is_one_of
 
 
-class Evaluated(NamedTuple):
-    """What the learner makes of an unroll.
-
-    Attributes:
-        batch: Its rows, with `advantages` and `returns` by V-trace.
-        distribution: Of their actions.
-        log_probs: Of the actions that were taken, `[N]`.
-        values: `[N]`.
-    """
-
-    batch: Batch
-    distribution: Distribution
-    log_probs: Tensor
-    values: Tensor
-
-    def valid_rows(self, x: Tensor) -> Tensor:
-        """Return the entries of `x`, `[N]`, of rows that count; others are there too."""
-        return x[self.batch.weights != 0] if "weights" in self.batch.fields else x
-
-
-class IMPALA(UnrollLearner):
+class IMPALA(OnPolicyAlgorithm):
     """The learner of IMPALA: an actor-critic whose targets V-trace corrects for older policies (Espeholt et al. 2018).
 
     One gradient step for each rollout, whose policy may be of an earlier version than the learner's, on
@@ -62,13 +45,16 @@ class IMPALA(UnrollLearner):
         clip_advantage: Learn actions by advantages above 0 alone, as max(A, 0).
         value_coef: Weight of the value loss ½(V - V-trace target)².
         entropy_coef: Weight of the entropy bonus. May be a schedule.
-        **kwargs: Those of `UnrollLearner`; `optimizer=None` is RMSprop, as in the paper.
+        reduction: Losses are the `mean` over steps, or their `sum`.
+        reward_scale: Factor of rewards.
+        reward_clip: Bounds of rewards after that: `abs_one`, `soft_asymmetric` or a number.
+        **kwargs: Those of `OnPolicyAlgorithm`; `optimizer=None` is RMSprop, as in the paper.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
-    corrects_for_lag = True
+    learns_off_policy = True
 
     def __init__(
         self,
@@ -84,9 +70,15 @@ class IMPALA(UnrollLearner):
         clip_advantage: bool = False,
         value_coef: float = 0.5,
         entropy_coef: Scheduled = 0.01,
+        reduction: Reduction = "mean",
+        reward_scale: float = 1.0,
+        reward_clip: RewardClip | None = None,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
+        check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
+        self.reduction = reduction
+        self.normalizers.transform_rewards(reward_scale, reward_clip)
         for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
             if bound is not None:
                 check_number(name, bound, above=0)
@@ -107,119 +99,102 @@ class IMPALA(UnrollLearner):
         """Return RMSprop with the decay and epsilon of the paper."""
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 0.01}}
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout, and return the losses."""
-        with self.learning(rollout):
-            parts = [self.evaluated(unroll) for unroll in self.unrolls(rollout)]
-            self.update(parts)
-            self.log_histograms(parts[0].batch, "update")
-        return {"losses": self.losses}
+    def update(self, rollout: Rollout) -> None:
+        """One gradient step on all of a rollout."""
+        self.learn(self.batch(rollout))
 
-    def observe_loss(self, rollout: Rollout | Batch) -> None:
-        """Compute the loss over a rollout alone, without replay.
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Unroll:
+        """Return a rollout in the order of time, with its real steps as rows."""
+        self.normalizers.begin(rollout)
+        made = unroll(rollout, self.checked_weights(rollout), **per_step)
+        set_common_weight([made.batch])
+        return made
 
-        Raises:
-            TypeError: It was given rows, which V-trace cannot put in the order of time.
-        """
-        if not isinstance(rollout, Rollout):
-            raise TypeError(f"compute_loss of {type(self).__name__} takes a Rollout, not a {type(rollout).__name__}")
-        parts = [self.evaluated(unroll) for unroll in IMPALA.unrolls(self, rollout)]
-        self.observe_targets(parts)
-        self.loss(parts)
+    def learn(self, steps: Unroll) -> None:
+        """Take one gradient step, unless there is no row that counts."""
+        if steps.batch.weight:
+            self.descend(self.loss, steps)
+            self.observe_targets(steps)
+            assert steps.estimates is not None
+            self.on_pass_end(steps.batch.replace(advantages=steps.estimates.advantages), "update")
 
-    def update(self, parts: Sequence[Evaluated]) -> None:
-        """Take one step from all parts together, unless they have no row that counts."""
-        self.observe_targets(parts)
-        if self.has_rows(parts[0].batch):
-            self.optimize(self.loss(parts))
+    def loss(self, batch: Unroll) -> Loss:
+        """Return the loss over an unroll; the terms are recorded as means, whatever `reduction` is."""
+        loss = self.new_loss(batch.batch)
+        self.add_terms(loss, batch)
+        return loss
 
-    def unrolls(self, rollout: Rollout) -> list[Unroll]:
-        """Return what one step is made from: here the rollout alone."""
-        if self.update_normalizers == "before":
-            self.update_running_statistics_first(rollout)
-        unrolls = [self.unroll(rollout)]
-        self.set_global_weights_together([unroll.batch for unroll in unrolls])
-        return unrolls
-
-    def evaluated(self, unroll: Unroll) -> Evaluated:
-        """Return what the learner makes of an unroll, and its V-trace targets."""
-        rollout, batch = unroll.rollout, self.start_minibatch(unroll.batch)
-        distribution, values = self.evaluate(batch)
+    def add_terms(self, loss: Loss, steps: Unroll) -> tuple[Distribution, Tensor]:
+        """Add the terms of section 4.2 over the rows of an unroll, and return its action distributions and values."""
+        batch = steps.batch
+        distribution, values = self.actor_critic(batch)
         log_probs = distribution.log_prob(batch.actions)
         log_rhos = log_probs.detach() - batch.log_probs
-        advantages, returns = map(unroll.rows, self.vtrace(unroll, log_rhos, values.detach()))
+        advantages, returns = map(steps.rows, self.vtrace(steps, log_rhos, values.detach()))
         if self.clip_advantage:
             advantages = advantages.clamp(min=0)
+        loss.add("policy_loss", rl.policy_gradient_loss(log_probs, advantages), batch=batch)
+        loss.add_value(values, self.value_coef, returns=returns, batch=batch)
+        loss.add_entropy(distribution.entropies(), self.entropy_coef, batch=batch)
         # Not where actors are asynchronous: one rank may have a rollout of its own policy, and another have none.
-        if rollout.actor is None and self.is_on_policy(rollout):
-            self.observe_first_ratios(log_rhos)
-        return Evaluated(batch.replace(advantages=advantages, returns=returns), distribution, log_probs, values)
+        if steps.rollout.actor is None and self.is_on_policy(steps.rollout):
+            loss.watch_ratios(log_rhos)
+        parameters = map_leaves(lambda x: x.detach().clone(), distribution.parameters())
+        steps.estimates = VTraceEstimates(values.detach(), log_rhos, advantages, returns, parameters)
+        return distribution, values
 
-    def vtrace(self, unroll: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def new_loss(self, batch: Batch) -> Loss:
+        """Return a loss without terms, whose terms are summed as `reduction` says."""
+        loss = super().new_loss(batch)
+        loss.scale = reduction_scale(self.reduction, batch)
+        return loss
+
+    def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return advantages and value targets, `[T, B]` (equation 1 and section 4.2).
 
         Args:
-            unroll: Whose.
+            steps: An unroll.
             log_rhos: Logarithms of the importance weights of its rows, `[N]`.
             values: The learner's, of the same rows.
         """
-        rollout = unroll.rollout
-        values = unroll.grid(values, rollout.values)
+        rollout, estimator = steps.rollout, self.estimator
+        values = steps.grid(values, rollout.values)
         reached = rollout.next_values if self.is_on_policy(rollout) else values_reached(self.policy, rollout, values)
         targets, advantages = rl.vtrace(
-            unroll.grid(log_rhos, torch.zeros_like(rollout.values)),
-            self.normalized_rewards(rollout),
+            steps.grid(log_rhos, torch.zeros_like(rollout.values)),
+            self.normalizers.rewards(rollout),
             values,
             reached,
-            rollout.discounts(self.gamma, self.on_truncation),
+            rollout.discounts(estimator.gamma, estimator.on_truncation),
             rollout.traces(self.vtrace_lambda),
             *(self.clip_rho, self.clip_c, self.clip_pg_rho, self.vtrace_leak),
         )
         return advantages, targets
 
     def is_on_policy(self, rollout: Rollout) -> bool:
-        """Whether the learner, with its normalisers, is still what collected a rollout."""
-        return rollout.policy_version == self.policy_version and self.update_normalizers == "after"
+        """Whether the learner, with its normalizers, is still what collected a rollout."""
+        return rollout.policy_version == self.policy_version and self.normalizers.when == "after"
 
-    def loss(self, parts: Sequence[Evaluated]) -> Tensor:
-        """Return the loss over all parts of a step; the terms are recorded as means, whatever `reduction` is."""
-        policy_loss = _sum([x.batch.mean(rl.policy_gradient_loss(x.log_probs, x.batch.advantages)) for x in parts])
-        pairs = [self.normalize_values(x.values, x.batch.returns) for x in parts]
-        value_loss = _sum([x.batch.mean(rl.value_loss(*pair)) for x, pair in zip(parts, pairs, strict=True)])
-        self.diagnostics.add(policy_loss=policy_loss, value_loss=value_loss)
-        entropy = self.entropy_of(parts)
-        terms = [policy_loss, self.value_coef * value_loss, -self.entropy_coef * entropy, *self.cloning_terms(parts)]
-        scale = self.scale(parts[0].batch)
-        return self.total(*(scale * term for term in terms))
-
-    def cloning_terms(self, parts: Sequence[Evaluated]) -> Sequence[Tensor]:
-        """Return further terms of the loss, scalars; there are none here."""
-        return ()
-
-    def entropy_of(self, parts: Sequence[Evaluated]) -> Tensor:
-        """Return the mean entropy over all parts of a step, and record it and that of each part of the actions."""
-        shares: dict[str, list[Tensor]] = {}
-        for one in parts:
-            for path, entropy in one.distribution.entropies().items():
-                shares.setdefault(path, []).append(one.batch.mean(entropy))
-        means = {path: _sum(some) for path, some in shares.items()}
-        total = _sum([*means.values()])
-        self.diagnostics.add(entropy=total)
-        self.diagnostics.observe(**{f"entropy.{path}": mean for path, mean in means.items() if path})
-        return total
-
-    def observe_targets(self, parts: Sequence[Evaluated]) -> None:
-        """Hand the value targets to `value_normalization`, and observe those of the newest unrolls: NaN of none."""
-        self._value_targets = torch.cat([one.valid_rows(one.batch.returns) for one in parts])
-        new, returns = parts[0], parts[0].valid_rows(parts[0].batch.returns)
-        values = new.valid_rows(new.values.detach()).to(returns.dtype)
-        ratios = new.valid_rows(new.log_probs.detach() - new.batch.log_probs).exp()
-        count, weights = self.all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
-        self.diagnostics.observe(
-            explained_variance=self.explained_variance(values, returns),
+    def observe_targets(self, steps: Unroll) -> None:
+        """Hand the value targets to the normalizer of values, and observe those of the newest rollout: NaN of none."""
+        parts = [(part, part.estimates) for part in steps.parts if part.estimates is not None]
+        self.normalizers.value_targets = torch.cat([part.counted(made.returns) for part, made in parts])
+        new, made = parts[0]
+        returns, ratios = new.counted(made.returns), new.counted(made.log_rhos).exp()
+        count, weights = all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
+        self.steps.observe(
+            explained_variance=explained_variance(new.counted(made.values).to(returns.dtype), returns),
             importance_weight=weights / count,
         )
 
+    def record_loss(self, rollout: Rollout | Batch) -> None:
+        """Record the loss over a rollout alone, without replay.
 
-def _sum(terms: Sequence[Tensor]) -> Tensor:
-    return torch.stack([*terms]).sum()
+        Raises:
+            TypeError: It was given rows, which V-trace cannot put in the order of time.
+        """
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"compute_loss of {type(self).__name__} takes a Rollout, not a {type(rollout).__name__}")
+        steps = self.batch(rollout)
+        self.steps.record_loss(self.loss(steps))
+        self.observe_targets(steps)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.distributed import all_reduce
 from lightning_rl.nested import Nested, map_leaves, space_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks.layers import HeadLinear
-from lightning_rl.rollouts.batch import Batch, on_grid
+from lightning_rl.rollouts.batch import Batch, on_grid, set_global_weights
 from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceDict, observation_dtype
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_one_of
@@ -88,192 +87,6 @@ def check_architecture(architecture: str, shared_encoder: bool | None, critic_on
     check(apart, "architecture", architecture, "dual, since critic_only gives the critic more to see")
 
 
-class Phases(PPO):
-    """PPO in the first phase; in the second, updates from all rollouts of the first.
-
-    Attributes:
-        kept: Observations, values and returns of the rollouts of the first phase so far.
-        aux_sequences: Whether minibatches of the second phase are of sequences rather than of steps.
-        num_aux_minibatches: Parts of one pass of the second phase.
-        aux_learning_rate_scale: What the learning rates are multiplied by there.
-        separate_aux_optimizer: Whether it has optimisers with moments of their own.
-        aux_memory_gib: Bound on the size of the memory.
-    """
-
-    policy: AuxiliaryActorCritic
-    kept: RolloutMemory
-    aux_sequences: bool
-    num_aux_minibatches: int
-    aux_learning_rate_scale: float
-    separate_aux_optimizer: bool
-    aux_memory_gib: float
-    _in_auxiliary_phase = False
-    can_overlap = False
-
-    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
-        super().check_run(trainer, rollout_shape)
-        if rollout_shape is not None:
-            self.check_memory(math.prod(rollout_shape) * self.kept.capacity)
-
-    def check_memory(self, num_steps: int) -> None:
-        """Raise unless that many steps may be kept.
-
-        Raises:
-            ConfigurationError: They take more than `aux_memory_gib`.
-        """
-        bytes_ = bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
-        needed = num_steps * bytes_ / 2**30
-        expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
-        check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
-
-    # ------------------------------------------------------------------ optimisers
-
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make those of the policy phase and, if it has its own, of the auxiliary phase, in the same order."""
-        made = super().configure_optimizers()
-        if not self.separate_aux_optimizer:
-            return made
-        pairs = [one if isinstance(one, tuple) else (one, []) for one in (made, super().configure_optimizers())]
-        optimizers = [x for some, _ in pairs for x in (some if isinstance(some, list) else [some])]
-        return optimizers, pairs[0][1]
-
-    @property
-    def optimizers_in_use(self) -> list[LightningOptimizer]:
-        """Those of the present phase."""
-        made = self.all_optimizers
-        if not self.separate_aux_optimizer:
-            return made
-        half = len(made) // 2
-        return made[half:] if self._in_auxiliary_phase else made[:half]
-
-    def frozen_parameters(self, only: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return those that an update leaves as they are: in the policy phase the auxiliary head, too."""
-        if self._in_auxiliary_phase:
-            return []
-        if self.is_warming_up:
-            return super().frozen_parameters(only)
-        others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
-        if self.policy.detached and only == "critic":  # which then shapes nothing but its head
-            others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
-        taken = {id(parameter) for parameter in others.values()}
-        return [*others.values(), *(p for p in super().frozen_parameters(only) if id(p) not in taken)]
-
-    @contextmanager
-    def auxiliary_updates(self) -> Iterator[None]:
-        """Frame the updates of an auxiliary phase: of all parameters, at rates of its own, under names of their own."""
-        rates = self._rates()
-        self._in_auxiliary_phase = True
-        self.diagnostics.start_phase("aux_")
-        self._set_rates([[rate * self.aux_learning_rate_scale for rate in some] for some in rates])
-        self.diagnostics.observe(learning_rate=torch.tensor(self._rates()[0][0], device=self.device))
-        try:
-            yield
-        finally:
-            self._set_rates(rates)
-            self._in_auxiliary_phase = False
-
-    def _rates(self) -> list[list[float]]:
-        """Return the learning rates of all groups of each optimiser in use."""
-        return [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers_in_use]
-
-    def _set_rates(self, rates: Sequence[Sequence[float]]) -> None:
-        for optimizer, some in zip(self.optimizers_in_use, rates, strict=True):
-            for group, rate in zip(optimizer.param_groups, some, strict=True):
-                group["lr"] = rate
-
-    # ------------------------------------------------------------------ memory
-
-    def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
-        """Keep what the auxiliary phase needs of a rollout.
-
-        Args:
-            rollout: Has observations and values.
-            batch: Its steps, with `returns`, and with their numbers t · B + b as `steps`.
-        """
-        drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
-        length, _ = rollout.shape
-        fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
-        for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
-            x: Tensor = batch.fields[name]
-            fields[name] = on_grid(x, batch.steps, x.new_zeros(rollout.shape))
-        starts = None if rollout.memory is None else rollout.starts
-        self.kept.append(fields, rollout.valid, starts, rollout.memory, rollout.burn_in)
-        self.observe_rollout(batch)
-
-    def observe_rollout(self, batch: Batch) -> None:
-        """Observe what is kept, and the largest advantage of the newest rollout's steps."""
-        size = sum(replay.num_bytes for replay in self.replays.values())
-        largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
-        self.diagnostics.observe(
-            aux_memory_bytes=torch.tensor(float(size), device=self.device),
-            max_abs_advantage=self.all_reduce(largest, "max"),
-        )
-
-    def auxiliary_minibatches(self) -> Iterator[Batch]:
-        """Yield the steps that are kept, or their sequences, in a fresh random order, cut into minibatches.
-
-        Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch. Those
-        without rows that count are left out, as where there are more parts than sequences.
-        """
-        for _, part in self._parts(self.minibatch_order):
-            if self.has_rows(part):
-                yield self.start_minibatch(part)
-
-    def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
-        """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
-        has_memory = self.policy.memory is not None
-        if has_memory or self.aux_sequences:
-            found, sequences = self.kept.cut()
-            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_minibatches)]
-            parts = [(found[rows], some if has_memory else None) for rows, some in selected]
-        else:
-            found = self.kept.steps()
-            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
-        weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
-        rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
-        self.set_global_weights(rows_of)
-        for (addresses, some), rows in zip(parts, rows_of, strict=True):
-            fields = map_leaves(self.to_device, self.kept.gather(addresses))
-            yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
-
-    def _on_device(self, sequences: Sequences) -> Sequences:
-        """Return sequences with what they begin with where it is learned from, observations in place of addresses."""
-        burn_in = observations = None
-        if sequences.burn_in is not None:
-            burn_in = self._on_device(sequences.burn_in)
-            found = self.kept.gather(sequences.burn_in_observations)["observations"]
-            observations = map_leaves(self.to_device, found)
-        memory = map_leaves(self.to_device, sequences.memory)
-        return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
-
-    @torch.no_grad()
-    def store_distributions(self) -> None:
-        """Keep with every step the distribution that the policy has there now."""
-        for addresses, part in self._parts(torch.arange):
-            distribution, _ = self.evaluate(part)
-            self.kept.write("old_distribution", addresses, distribution.parameters())
-
-    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return KL(old ‖ new) of each row `[N]` in nats, from the distribution that was kept."""
-        return distribution.with_parameters(batch.old_distribution).kl(distribution)
-
-    @torch.no_grad()
-    def observe_divergence(self) -> None:
-        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
-        rows = Batch({"addresses": self.kept.steps()})
-        self.set_global_weights([rows])
-        total = torch.zeros((), device=self.device)
-        for _, part in self._parts(torch.arange):
-            distribution, _ = self.evaluate(part)
-            total = total + self.divergence(part, distribution).sum()
-        self.diagnostics.observe(kl=total * rows.weight)
-
-    def to_device(self, x: Tensor) -> Tensor:
-        """Return a tensor of a memory where it is learned from."""
-        return x.to(self.device, non_blocking=True)
-
-
 def bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
     """Return what one step takes: its observation, its value and its return."""
     number = 8 if dtype == torch.float64 else 4
@@ -281,7 +94,7 @@ def bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
     return sum(sizes) + 2 * number
 
 
-class PPG(Phases):
+class PPG(PPO):
     """Phasic policy gradient (Cobbe et al. 2021, algorithm 1).
 
     A policy phase of `num_policy_iterations` rollouts, from each of which PPO learns; then an auxiliary phase over all
@@ -323,6 +136,7 @@ class PPG(Phases):
     """
 
     policy: AuxiliaryActorCritic
+    _in_auxiliary_phase = False
 
     def __init__(
         self,
@@ -385,7 +199,7 @@ class PPG(Phases):
         self.aux_value_coef = aux_value_coef
         self.aux_clip_range_value = aux_clip_range_value
         self.aux_learning_rate_scale = aux_learning_rate_scale
-        self.separate_aux_optimizer = separate_aux_optimizer
+        self.steps.num_sets = 2 if separate_aux_optimizer else 1
         self.aux_memory_gib = aux_memory_gib
         self.kept = RolloutMemory(num_policy_iterations)
         self.replays["rollouts"] = self.kept
@@ -399,56 +213,179 @@ class PPG(Phases):
 
     # ------------------------------------------------------------------ algorithm 1
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+    def update(self, rollout: Rollout) -> None:
         """Make one iteration of a policy phase, and after the last of them the auxiliary phase."""
-        with self.learning(rollout):
-            self.policy_phase(rollout)
-            if self.kept.is_full and not self.is_warming_up:
-                self.auxiliary_phase()
-        if self.kept.is_full:
-            self.kept.clear()
-        return {"losses": self.losses}
-
-    def policy_phase(self, rollout: Rollout) -> None:
-        """Learn from one rollout as PPO does, and keep its observations and value targets."""
-        steps = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
-        batch = self.targets(rollout, steps=steps)
+        places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
+        batch = self.batch(rollout, places=places)
         self.store_rollout(rollout, batch)
-        self.update(rollout, batch)
+        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches):
+            self.descend(self.loss, minibatch)
+        if self.kept.is_full and not self.steps.is_warming_up:
+            self.auxiliary_phase()
 
-    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
-        """Return the penalty on the divergence from the policy that acted, if it is wanted."""
-        if not self.kl_penalty_coef:
-            return ()
-        log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
-        penalty = self.kl_penalty_coef * batch.mean(rl.approx_kl_k2(log_ratios))
-        self.diagnostics.add(kl_penalty=penalty)
-        return (penalty,)
+    def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
+        """Add those of `PPO`, and the penalty on the divergence from the policy that acted, if it is wanted."""
+        super().add_policy_terms(loss, distribution)
+        if self.kl_penalty_coef:
+            log_ratios = distribution.log_prob(loss.batch.actions) - loss.batch.log_probs
+            loss.add("kl_penalty", self.kl_penalty_coef * rl.approx_kl_k2(log_ratios))
 
     def auxiliary_phase(self) -> None:
         """Learn to predict the kept value targets, without changing what the policy does."""
-        with self.auxiliary_updates():
-            self.store_distributions()
-            for _ in range(self.num_aux_epochs):
-                for minibatch in self.auxiliary_minibatches():
-                    self.optimize(self.auxiliary_loss(minibatch))
-                    if self.diagnostics.stopped:
-                        return
-            self.observe_divergence()
+        self._in_auxiliary_phase = True
+        try:
+            with self.steps.phase("aux_", self.aux_learning_rate_scale):
+                self.store_distributions()
+                for _ in range(self.num_aux_epochs):
+                    for minibatch in self.auxiliary_minibatches():
+                        self.descend(self.auxiliary_loss, minibatch)
+                        if self.steps.stopped:
+                            return
+                self.observe_divergence()
+        finally:
+            self._in_auxiliary_phase = False
 
-    def auxiliary_loss(self, batch: Batch) -> Tensor:
+    def auxiliary_loss(self, batch: Batch) -> Loss:
         """Return the joint loss and the value loss over a minibatch."""
-        distribution, auxiliary, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
-        head, values, returns, old_values = self.normalize_values(auxiliary, values, batch.returns, batch.values)
-        clip = math.inf if self.aux_clip_range_value is None else self.aux_clip_range_value
-        losses = {
-            "head_loss": batch.mean(rl.clipped_value_loss(head, returns, old_values, clip)),
-            "cloning_loss": batch.mean(self.divergence(batch, distribution)),
-            "value_loss": batch.mean(rl.clipped_value_loss(values, returns, old_values, clip)),
-        }
-        self.diagnostics.add(**losses)
-        return self.total(
-            losses["head_loss"],
-            self.cloning_coef * losses["cloning_loss"],
-            self.aux_value_coef * losses["value_loss"],
+        distribution, auxiliary_values, values = self.policy.forward_auxiliary(batch.observations, batch.sequences)
+        loss, clip_range = self.new_loss(batch), self.aux_clip_range_value
+        loss.add_value(auxiliary_values, name="head_loss", clip_range=clip_range)
+        loss.add("cloning_loss", self.divergence(batch, distribution), self.cloning_coef)
+        loss.add_value(values, self.aux_value_coef, clip_range=clip_range)
+        return loss
+
+    def after_update(self, means: dict[str, float]) -> None:
+        """Begin a new phase."""
+        if self.kept.is_full:
+            self.kept.clear()
+
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
+        super().check_run(trainer, rollout_shape)
+        if rollout_shape is not None:
+            self.check_memory(math.prod(rollout_shape) * self.kept.capacity)
+
+    def check_memory(self, num_steps: int) -> None:
+        """Raise unless that many steps may be kept.
+
+        Raises:
+            ConfigurationError: They take more than `aux_memory_gib`.
+        """
+        bytes_ = bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
+        needed = num_steps * bytes_ / 2**30
+        expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
+        check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
+
+    # ------------------------------------------------------------------ optimizers
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        """Make those of the policy phase and, if it has its own, of the auxiliary phase, in the same order."""
+        made = super().configure_optimizers()
+        if self.steps.num_sets == 1:
+            return made
+        pairs = [one if isinstance(one, tuple) else (one, []) for one in (made, super().configure_optimizers())]
+        optimizers = [x for some, _ in pairs for x in (some if isinstance(some, list) else [some])]
+        return optimizers, pairs[0][1]
+
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
+        """Return those that a step leaves as they are: in the policy phase the auxiliary head, too."""
+        if self._in_auxiliary_phase:
+            return []
+        if self.steps.is_warming_up:
+            return super().frozen_parameters(part)
+        others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
+        if self.policy.detached and part == "critic":  # which then shapes nothing but its head
+            others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
+        taken = {id(parameter) for parameter in others.values()}
+        return [*others.values(), *(p for p in super().frozen_parameters(part) if id(p) not in taken)]
+
+    # ------------------------------------------------------------------ memory
+
+    def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
+        """Keep what the auxiliary phase needs of a rollout.
+
+        Args:
+            rollout: Has observations and values.
+            batch: Its steps, with `returns`, and with their numbers t · B + b as `places`.
+        """
+        drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
+        length, _ = rollout.shape
+        fields = {"observations": map_leaves(lambda x: x[:length], rollout.observations)}
+        for name in ("values", "returns", *({"weights"} & batch.fields.keys())):
+            x: Tensor = batch.fields[name]
+            fields[name] = on_grid(x, batch.places, x.new_zeros(rollout.shape))
+        starts = None if rollout.memory is None else rollout.starts
+        self.kept.append(fields, rollout.valid, starts, rollout.memory, rollout.burn_in)
+        self.observe_rollout(batch)
+
+    def observe_rollout(self, batch: Batch) -> None:
+        """Observe what is kept, and the largest advantage of the newest rollout's steps."""
+        size = sum(replay.num_bytes for replay in self.replays.values())
+        largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
+        self.steps.observe(
+            aux_memory_bytes=torch.tensor(float(size), device=self.device),
+            max_abs_advantage=all_reduce(largest, "max"),
         )
+
+    def auxiliary_minibatches(self) -> Iterator[Batch]:
+        """Yield the steps that are kept, or their sequences, in a fresh random order, cut into minibatches.
+
+        Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch. Those
+        without rows that count are left out, as where there are more parts than sequences.
+        """
+        for _, part in self._parts(self.minibatch_order):
+            if part.weight:
+                yield part
+
+    def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
+        """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
+        has_memory = self.policy.memory is not None
+        if has_memory or self.aux_sequences:
+            found, sequences = self.kept.cut()
+            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_minibatches)]
+            parts = [(found[rows], some if has_memory else None) for rows, some in selected]
+        else:
+            found = self.kept.steps()
+            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
+        weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
+        rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
+        set_global_weights(rows_of)
+        for (addresses, some), rows in zip(parts, rows_of, strict=True):
+            fields = map_leaves(self.to_device, self.kept.gather(addresses))
+            yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
+
+    def _on_device(self, sequences: Sequences) -> Sequences:
+        """Return sequences with what they begin with where it is learned from, observations in place of addresses."""
+        burn_in = observations = None
+        if sequences.burn_in is not None:
+            burn_in = self._on_device(sequences.burn_in)
+            found = self.kept.gather(sequences.burn_in_observations)["observations"]
+            observations = map_leaves(self.to_device, found)
+        memory = map_leaves(self.to_device, sequences.memory)
+        return Sequences(sequences.lengths, sequences.starts, memory, burn_in, observations)
+
+    @torch.no_grad()
+    def store_distributions(self) -> None:
+        """Keep with every step the distribution that the policy has there now."""
+        for addresses, part in self._parts(torch.arange):
+            distribution, _ = self.actor_critic(part)
+            self.kept.write("old_distribution", addresses, distribution.parameters())
+
+    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return KL(old ‖ new) of each row `[N]` in nats, from the distribution that was kept."""
+        return distribution.with_parameters(batch.old_distribution).kl(distribution)
+
+    @torch.no_grad()
+    def observe_divergence(self) -> None:
+        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
+        rows = Batch({"addresses": self.kept.steps()})
+        set_global_weights([rows])
+        total = torch.zeros((), device=self.device)
+        for _, part in self._parts(torch.arange):
+            distribution, _ = self.actor_critic(part)
+            total = total + self.divergence(part, distribution).sum()
+        self.steps.observe(kl=total * rows.weight)
+
+    def to_device(self, x: Tensor) -> Tensor:
+        """Return a tensor of a memory where it is learned from."""
+        return x.to(self.device, non_blocking=True)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 from lightning_rl.algorithms.ppg import PPG
-from lightning_rl.distributed import exact_dtype
+from lightning_rl.distributed import all_reduce, exact_dtype
 from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
-from lightning_rl.training.parameter_groups import ActorOrCritic
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import check, check_positive_int
-
-Samples = dict[str, Batch]
-"""One batch for the loss of the policy, one for that of the value: `{"policy": …, "value": …}`."""
 
 
 class OffPolicyPPG(PPG):
@@ -106,24 +101,22 @@ class OffPolicyPPG(PPG):
         self.check_rows(self.batch_size * trainer.world_size)
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
+    def update(self, rollout: Rollout) -> None:
         """Keep one rollout, then make iterations of the policy phase, each N_π-th followed by an auxiliary phase."""
-        with self.learning(rollout):
-            self.store(rollout)
-            for _ in range(self.updates_per_rollout):
-                samples = self.sample()
-                if samples is None:
-                    break
-                self.policy_iteration(samples)
-                if self.kept.is_full:
-                    if not self.is_warming_up:
-                        self.auxiliary_phase()
-                    self.kept.clear()
-        return {"losses": self.losses}
+        self.store(rollout)
+        for _ in range(self.updates_per_rollout):
+            samples = self.sample()
+            if samples is None:
+                break
+            self.policy_iteration(samples)
+            if self.kept.is_full:
+                if not self.steps.is_warming_up:
+                    self.auxiliary_phase()
+                self.kept.clear()
 
     def store(self, rollout: Rollout) -> None:
         """Put every step of a rollout into both buffers, with what is known of it now."""
-        batch = self.prepare_batch(self.targets(rollout))
+        batch = self.estimator.normalized_over_rollout(self.batch(rollout))
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():
             buffer.append(newest.fields)
@@ -131,45 +124,50 @@ class OffPolicyPPG(PPG):
         with torch.no_grad():  # rows that are drawn later were collected by other policies
             some = Batch(map_leaves(lambda x: x[: self.batch_size], batch.fields))
             distribution, _ = self.policy(some.observations)
-            self.observe_first_ratios(distribution.log_prob(some.actions) - some.log_probs)
+            self.steps.observe_first_ratios(distribution.log_prob(some.actions) - some.log_probs)
 
-    def sample(self) -> Samples | None:
+    def sample(self) -> BatchPair | None:
         """Draw a batch from each buffer, on the CPU; None if there are too few rows left on any rank."""
         too_few = any(len(buffer) < self.batch_size for buffer in self.sources.values())
-        if self.all_reduce(torch.tensor(float(too_few), device=self.device), "max"):
+        if all_reduce(torch.tensor(float(too_few), device=self.device), "max"):
             return None
         drawn = {name: buffer.sample(self.batch_size, self.generator) for name, buffer in self.sources.items()}
-        return {name: Batch(fields) for name, fields in drawn.items() if fields is not None}
+        return BatchPair(*(self._as_batch(drawn[name]) for name in ("policy", "value")))
 
-    def policy_iteration(self, samples: Samples) -> None:
+    def _as_batch(self, fields: Any) -> Batch:  # noqa: ANN401
+        batch = Batch(fields)
+        batch.is_normalized = self.estimator.normalize == "rollout"
+        return batch
+
+    def policy_iteration(self, samples: BatchPair) -> None:
         """Learn the policy from one batch and the value from the other, which the auxiliary phase gets too."""
         names = ("observations", "values", "returns", "weights")
-        kept = {name: x for name, x in samples["value"].fields.items() if name in names}
-        drop_unless_alike(self.kept, Layout((1, len(samples["value"]))), "the policy phase")
+        kept = {name: x for name, x in samples.value.fields.items() if name in names}
+        drop_unless_alike(self.kept, Layout((1, len(samples.value))), "the policy phase")
         self.kept.append(map_leaves(lambda x: x.unsqueeze(0), kept))
-        samples = {name: Batch(map_leaves(self.to_device, batch.fields)) for name, batch in samples.items()}
-        self.diagnostics.start_phase("")
+        policy, value = (self._as_batch(map_leaves(self.to_device, x.fields)) for x in (samples.policy, samples.value))
+        self.steps.record.start_phase("")
         ages = {
             f"{name}_age": self.policy_version - x.versions.to(exact_dtype(self.device)).mean()
-            for name, x in samples.items()
+            for name, x in (("policy", policy), ("value", value))
         }
-        self.diagnostics.observe(**ages)
-        for epoch in range(self.num_passes):
-            half = self._half(epoch)
-            parts = [self.minibatches(samples[name], self.num_minibatches) for name in ("policy", "value")]
-            for policy_part, value_part in zip(*parts, strict=True):
-                keep_if = partial(self._is_close, policy_part) if self.kl_rollback and half != "critic" else None
-                self.optimize(self.loss_of_both(half, policy_part, value_part), only=half, keep_if=keep_if)
-                if self.diagnostics.stopped:
+        self.steps.observe(**ages)
+        for _ in self.steps.epochs(self.num_epochs):
+            parts = [self.one_pass(batch, self.num_minibatches) for batch in (policy, value)]
+            for pair in zip(*parts, strict=True):
+                self.descend(self.loss_of_both, BatchPair(*pair))
+                if self.steps.stopped:
                     return
 
-    def loss_of_both(self, half: ActorOrCritic | None, policy_batch: Batch, value_batch: Batch) -> Tensor:
-        """Return the loss of PPO, or a half of it: the policy's over one minibatch, the value's over another."""
-        terms: list[Tensor] = []
-        if half != "critic":
-            distribution, _ = self.evaluate(policy_batch)
-            terms += self.actor_terms(policy_batch, distribution)
-        if half != "actor":
-            values = self.policy.value(value_batch.observations)
-            terms += [self.value_coef * self.value_loss(value_batch, values)]
-        return self.total(*terms)
+    def loss_of_both(self, pair: BatchPair) -> Loss:
+        """Return the loss of PPO: the policy's terms over one minibatch, the value's over another."""
+        distribution, _ = self.actor_critic(pair.policy)
+        loss = self.new_loss(pair.policy)
+        self.add_policy_terms(loss, distribution)
+        values = self.policy.value(pair.value.observations)
+        clip_range, huber_delta = self.clip_range_value, self.value_huber_delta
+        loss.add_value(values, self.value_coef, clip_range=clip_range, huber_delta=huber_delta, batch=pair.value)
+        return loss
+
+    def after_update(self, means: dict[str, float]) -> None:
+        """Leave the phase as it is, which may end in another rollout."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,20 +9,21 @@ from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.base import ActingDistribution
 from lightning_rl.algorithms.ppo import PPO
+from lightning_rl.distributed import mean_of_all_ranks
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import in_chunks
-from lightning_rl.rollouts.batch import Batch
+from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.advantages import divergence, with_acting_distributions
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_number
 
 
-class PPOKLPenalty(ActingDistribution, PPO):
+class PPOKLPenalty(PPO):
     """Proximal policy optimisation whose updates are held back by the KL divergence instead of by clipping.
 
     The loss is that of `PPO`, without clipping unless `clip_range` is given, plus
@@ -78,36 +78,48 @@ class PPOKLPenalty(ActingDistribution, PPO):
         self.kl_cutoff_factor = kl_cutoff_factor
         self.kl_cutoff_coef = kl_cutoff_coef
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
+        self._adapts, self._kl = False, self.kl_coef
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout, adapt β to how far that has moved the policy, and return the losses."""
-        kl = self.kl_coef.new_tensor(torch.nan)  # leaves β as it is
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
+        """Return a rollout's steps with what to learn, and the distributions that acted."""
+        return with_acting_distributions(self.policy, rollout, super().batch, per_step)
+
+    def update(self, rollout: Rollout) -> None:
+        """PPO's passes over one rollout; then see how far they have moved the policy."""
+        self.steps.observe(kl_coef=self.kl_coef.clone())
         # A policy that stays where it is says nothing about how much holds it back.
-        adapts = self.adaptive and not self.is_warming_up
-        with self.learning(rollout):
-            self.diagnostics.observe(kl_coef=self.kl_coef.clone())
-            rollout = self.reevaluate(rollout)
-            batch = self.targets(rollout)
-            self.update(rollout, batch)
-            kl = self.mean_kl(batch)
-        if adapts and not self.skipped_updates:
-            target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
-            self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, kl, target, tolerance))
-        return {"losses": self.losses}
+        self._adapts = self.adaptive and not self.steps.is_warming_up
+        batch = self.batch(rollout)
+        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches):
+            self.descend(self.loss, minibatch)
+        self._kl = self.mean_kl(batch)
 
-    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
-        """Return the penalties on the divergence over a minibatch that are wanted."""
-        kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
-        self.diagnostics.observe(kl=kl)
-        terms = []
+    def after_update(self, means: dict[str, float]) -> None:
+        """Adapt β to how far the updates have moved the policy."""
+        if self._adapts:
+            target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
+            self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, self._kl, target, tolerance))
+
+    def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
+        """Add those of `PPO`, and the penalties on the divergence that are wanted."""
+        super().add_policy_terms(loss, distribution)
+        kl = self.penalized_kl(loss.batch, distribution)
+        loss.observe(kl=kl)
         if self.kl_cutoff_coef:
             cutoff = self.kl_cutoff_factor * self.adaptive_kl_target
-            terms.append(rl.kl_cutoff_penalty(kl, cutoff, self.kl_cutoff_coef))
+            penalty = rl.kl_cutoff_penalty(kl, cutoff, self.kl_cutoff_coef)
+            loss.add_scalar("kl_penalty", penalty, self.penalty_weight)
         if self.adaptive:
-            terms.append(self.kl_coef * kl)
-        if terms:
-            self.diagnostics.add(kl_penalty=torch.stack(terms).sum())
-        return terms
+            loss.add_scalar("kl_penalty", self.kl_coef * kl, self.penalty_weight)
+
+    @property
+    def penalty_weight(self) -> float:
+        """Factor of the penalties in the loss."""
+        return 1.0
+
+    def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return the mean KL(old ‖ new) over the rows of a minibatch of all ranks, which penalties are on."""
+        return mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take state back; where the run had no adaptive penalty, β begins now."""
@@ -118,14 +130,14 @@ class PPOKLPenalty(ActingDistribution, PPO):
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:
         """Return the mean KL(old ‖ new) over the rows of all ranks, by the current parameters; NaN of none."""
-        self.set_global_weights([batch])
-        if not self.has_rows(batch):
+        set_global_weights([batch])
+        if not batch.weight:
             return self.kl_coef.new_tensor(torch.nan)
         if batch.sequences is not None:
-            return self.over_ranks(batch.mean(self.divergence(batch, self.evaluate(batch)[0])))
+            return mean_of_all_ranks(batch.mean(divergence(batch, self.actor_critic(batch)[0])))
 
-        def divergence(fields: dict[str, Nested]) -> Tensor:
+        def of_rows(fields: dict[str, Nested]) -> Tensor:
             part = Batch(fields)
-            return self.divergence(part, self.policy(part.observations)[0])
+            return divergence(part, self.policy(part.observations)[0])
 
-        return self.over_ranks(batch.mean(in_chunks(divergence, batch.fields, lead=1)))
+        return mean_of_all_ranks(batch.mean(in_chunks(of_rows, batch.fields, lead=1)))

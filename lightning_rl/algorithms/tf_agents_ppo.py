@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -13,19 +12,68 @@ from torch import Tensor
 
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
-from lightning_rl.distributed import exact_dtype
-from lightning_rl.nested import map_leaves
+from lightning_rl.distributed import exact_dtype, moments, world_size
+from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.normalization import RewardScale, RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.parameter_groups import ActorOrCritic
+from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number
 
 # Advantages are standardised with this beside the variance.
 _VARIANCE_EPSILON = 1e-8
+
+
+class TFAgentsEstimator(AdvantageEstimator):
+    """Advantages and returns as TF-Agents makes them; see `TFAgentsPPO`."""
+
+    def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
+        """Return a rollout's steps, whose means divide by their number, whatever they weigh."""
+        batch = super().batch(rollout, weights, **per_step)
+        batch.counts_all_rows = True
+        return batch
+
+    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return advantages and value targets `[T, B]`, 0 for the last step."""
+        values, last = rollout.values[:-1], rollout.values[-1]
+        rewards = self.normalizers.rewards(rollout)[:-1]
+        discounts = rollout.discounts(self.gamma, self.on_truncation)[:-1]
+        returns = rl.discounted_returns(rewards, discounts, last)
+        advantages = returns - values
+        if self.kind == "gae":
+            own_last = torch.cat([values[1:], values[-1:]])  # not `last`: see `TFAgentsPPO`
+            advantages = rl.gae(rewards, values, own_last, discounts, rollout.traces(self.gae_lambda)[:-1])
+            if self.value_target == "td_lambda":
+                returns = advantages + values
+        padding = torch.zeros_like(rollout.values[:1])
+        return torch.cat([advantages, padding]), torch.cat([returns, padding])
+
+    def counted_steps(
+        self, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return all steps, with weight 0 where they do not count."""
+        counts = (returns != 0) | (advantages != 0)
+        if rollout.valid is not None:
+            counts &= rollout.valid
+        counted = counts.to(advantages.dtype)
+        return torch.ones_like(counts), counted if weights is None else counted * weights
+
+    def standardize(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return `(x - mean) / √(population variance + 1e-8)` of each part, taken over the entries of all ranks."""
+        exact = [part.to(exact_dtype(part.device)) for part in parts]
+        counts, means, squares = moments(exact)
+        scales = (squares / counts.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
+        return [
+            ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
+        ]
+
+    def standardized(self, batch: Batch) -> Tensor:
+        """Return the advantages as `standardize` makes them of all rows, weight or not."""
+        return batch.advantages if batch.is_normalized else self.standardize([batch.advantages])[0]
 
 
 class TFAgentsPPO(PPOKLPenalty):
@@ -66,8 +114,6 @@ class TFAgentsPPO(PPOKLPenalty):
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
-
-    can_overlap = False
 
     def __init__(
         self,
@@ -112,6 +158,7 @@ class TFAgentsPPO(PPOKLPenalty):
         check(on_truncation == "terminal", "on_truncation", on_truncation, "terminal, as TF-Agents takes time limits")
         check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
         self.sum_losses_over_ranks = sum_losses_over_ranks
+        self.normalizers.counts_resets = True
         normalizers: list[Any] = [self.reward_normalizer]
         if not (isinstance(normalize_observations, dict) and "initial_variance" in normalize_observations):
             normalizers.append(getattr(self.policy, "observation_normalizer", None))
@@ -126,64 +173,18 @@ class TFAgentsPPO(PPOKLPenalty):
             expected = "at least 2, since the last step only gives its value"
             check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
-    def update_running_statistics(self, rollout: Rollout) -> None:
-        """Take all steps into the running moments, those that only reset too."""
-        every_step = copy.copy(rollout)
-        every_step.valid = None
-        super().update_running_statistics(every_step)
+    def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - those of the estimator
+        """Return what makes advantages and returns as TF-Agents does."""
+        return TFAgentsEstimator(self.policy, self.normalizers, **options)
 
-    def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]`, 0 for the last step."""
-        values, last = rollout.values[:-1], rollout.values[-1]
-        rewards = self.normalized_rewards(rollout)[:-1]
-        discounts = rollout.discounts(self.gamma, self.on_truncation)[:-1]
-        returns = rl.discounted_returns(rewards, discounts, last)
-        advantages = returns - values
-        if self.advantage_estimator == "gae":
-            own_last = torch.cat([values[1:], values[-1:]])  # not `last`: see the class
-            advantages = rl.gae(rewards, values, own_last, discounts, rollout.traces(self.gae_lambda)[:-1])
-            if self.value_target == "td_lambda":
-                returns = advantages + values
-        padding = torch.zeros_like(rollout.values[:1])
-        return torch.cat([advantages, padding]), torch.cat([returns, padding])
-
-    def counted_steps(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all steps, with weight 0 where they do not count."""
-        counts = (returns != 0) | (advantages != 0)
-        if rollout.valid is not None:
-            counts &= rollout.valid
-        weights, given = counts.to(advantages.dtype), self.given_weights(rollout)
-        return torch.ones_like(counts), weights if given is None else weights * given
-
-    def set_global_weights(self, parts: Sequence[Batch]) -> None:
-        """Have means divide by the number of all rows, whatever they weigh."""
-        counts = [len(part) for part in parts]
-        if self.world_size > 1:
-            counts = self.all_reduce(torch.tensor(counts, device=self.device)).tolist()
-        for part, count in zip(parts, counts, strict=True):
-            part.weight = self.world_size / count if count else 0.0
-
-    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+    def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield minibatches as `PPO` does, or such that losses are summed over ranks."""
-        for part in super().minibatches(batch, num_minibatches):
+        for part in super().one_pass(batch, num_minibatches):
             if self.sum_losses_over_ranks:
-                part.weight *= self.world_size
+                part.weight *= world_size()
             yield part
 
-    def normalize_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return `(x - mean) / √(population variance + 1e-8)` of each part, taken over the entries of all ranks."""
-        exact = [part.to(exact_dtype(part.device)) for part in parts]
-        counts, means, squares = self.moments(exact)
-        scales = (squares / counts.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
-        return [
-            ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
-        ]
-
-    def normalized_advantages(self, batch: Batch) -> Tensor:
-        """Return the advantages as `normalize_each` makes them of all rows, weight or not."""
-        return self.normalize_each([batch.advantages])[0]
-
-    def loss(self, batch: Batch, only: ActorOrCritic | None = None) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
         uncounted = batch.weights == 0
 
@@ -192,15 +193,23 @@ class TFAgentsPPO(PPOKLPenalty):
                 return x
             return x.masked_fill(uncounted.view(-1, *[1] * (x.dim() - 1)) & ~x.isfinite(), 0)
 
-        return super().loss(batch.replace(**{name: map_leaves(harmless, x) for name, x in batch.fields.items()}), only)
-
-    def penalties(self, batch: Batch, distribution: Distribution) -> Sequence[Tensor]:
-        """Return the penalties of `PPOKLPenalty`, summed over ranks rather than averaged."""
-        mean = batch.replace()
-        if self.sum_losses_over_ranks:
-            mean.weight = batch.weight / self.world_size
-        return [self.world_size * term for term in super().penalties(mean, distribution)]
+        is_normalized = batch.is_normalized
+        batch = batch.replace(**{name: map_leaves(harmless, x) for name, x in batch.fields.items()})
+        batch.is_normalized = is_normalized
+        return super().loss(batch)
 
     def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:
         """Return the share of all rows whose ratio is clipped, weight or not, summed over ranks."""
-        return self.world_size * is_clipped.mean()
+        return world_size() * is_clipped.mean()
+
+    @property
+    def penalty_weight(self) -> float:
+        """Number of ranks: the penalties are summed over them rather than averaged."""
+        return float(world_size())
+
+    def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return the divergence that penalties are on, whatever `sum_losses_over_ranks` makes of the other terms."""
+        mean = batch.replace()
+        if self.sum_losses_over_ranks:
+            mean.weight = batch.weight / world_size()
+        return super().penalized_kl(mean, distribution)

@@ -10,17 +10,20 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from lightning_rl import functional as rl
-from lightning_rl.algorithms.base import ActingDistribution
+from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.distributed import gather_rows, mean_of_all_ranks, world_size
+from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.optimization import StepOutput
+from lightning_rl.training.advantages import divergence, with_acting_distributions
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_number, check_positive_int
 
 
-class VMPO(ActingDistribution):
+class VMPO(OnPolicyAlgorithm):
     """V-MPO: the policy is fitted to the better half of its own actions, weighted by exp(advantage / η).
 
     Each gradient step is on (equations 3 to 6)
@@ -74,7 +77,9 @@ class VMPO(ActingDistribution):
         check_number("kl_epsilon", kl_epsilon, above=0)
         check_number("value_coef", value_coef, at_least=0)
         self.num_epochs, self.num_minibatches = num_epochs, num_minibatches
-        self.gae_lambda = self.scheduled("gae_lambda", gae_lambda, at_least=0, at_most=1)
+        self.estimator.gae_lambda = self.scheduled(
+            "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
+        )
         self.temperature_epsilon, self.kl_epsilon, self.value_coef = temperature_epsilon, kl_epsilon, value_coef
 
     def make_policy(self) -> ActorCritic:
@@ -89,35 +94,35 @@ class VMPO(ActingDistribution):
         """The temperature η and the coefficient α, `[2]`, wherever a step leads not below 1e-8."""
         return softplus(self.policy.get_parameter("dual")) + 1e-8
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> StepOutput:
-        """Learn from one rollout, and return the losses."""
-        with self.learning(rollout):
-            batch = self.targets(rollout)
-            for _ in range(self.num_epochs):
-                for minibatch in self.minibatches(batch, self.num_minibatches):
-                    self.optimize(self.loss(minibatch))
-            self.log_histograms(batch, "update")
-        return {"losses": self.losses}
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
+        """Return a rollout's steps with what to learn, and the distributions that acted."""
+        return with_acting_distributions(self.policy, rollout, super().batch, per_step)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Return the loss over a minibatch."""
-        distribution, values = self.evaluate(batch)
-        log_probs = distribution.log_prob(batch.actions)
+    def update(self, rollout: Rollout) -> None:
+        """Several passes of minibatch steps over one rollout."""
+        for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+            self.descend(self.loss, minibatch)
+
+    def loss(self, batch: Batch) -> Loss:
+        """Return the loss over a minibatch (equations 3 to 6)."""
+        distribution, values = self.actor_critic(batch)
+        loss, log_probs = self.new_loss(batch), distribution.log_prob(batch.actions)
         temperature, kl_coef = self.duals
         weights = batch.weights if "weights" in batch.fields else None
-        advantages, others = self.rows_of_ranks(batch.advantages)
-        weights = None if weights is None else self.rows_of_ranks(weights)[0]
+        advantages, others = gather_rows(batch.advantages)
+        weights = None if weights is None else gather_rows(weights)[0]
         best = rl.better_half(advantages, weights)
         advantages, weights = advantages[best], None if weights is None else weights[best]
         # The rows of other ranks add 0 here. DDP averages over ranks, and the factor makes that average a sum.
-        own_log_probs = self.world_size * pad(log_probs, others)
-        policy_loss = rl.vmpo_policy_loss(own_log_probs[best], advantages, temperature, weights)
-        temperature_loss = rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
-        kl = self.over_ranks(batch.mean(self.divergence(batch, distribution)))
-        value_loss = batch.mean(rl.value_loss(*self.normalize_values(values, batch.returns)))
-        self.diagnostics.add(policy_loss=policy_loss, temperature_loss=temperature_loss, value_loss=value_loss)
-        self.diagnostics.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)
-        self.entropy(distribution, batch)
-        self.observe_first_ratios(log_probs - batch.log_probs)
-        penalty = rl.lagrangian(kl, kl_coef, self.kl_epsilon)
-        return self.total(policy_loss, temperature_loss, penalty, self.value_coef * value_loss)
+        own_log_probs = world_size() * pad(log_probs, others)
+        loss.add_scalar("policy_loss", rl.vmpo_policy_loss(own_log_probs[best], advantages, temperature, weights))
+        loss.add_scalar(
+            "temperature_loss", rl.vmpo_temperature_loss(advantages, temperature, self.temperature_epsilon, weights)
+        )
+        kl = mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
+        loss.add_scalar(None, rl.lagrangian(kl, kl_coef, self.kl_epsilon))
+        loss.add_value(values, self.value_coef)
+        loss.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)
+        loss.observe_entropy(distribution.entropies())
+        loss.watch_ratios(log_probs - batch.log_probs)
+        return loss

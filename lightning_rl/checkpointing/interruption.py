@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined
 )
 
 from lightning_rl.checkpointing.atomic import LastCheckpoint, name_event_files, write_atomically
+from lightning_rl.distributed import all_reduce
 from lightning_rl.training.clock import ends_epoch, validates_now
 
 # Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
@@ -176,7 +177,7 @@ class InterruptionGuard(Callback):
         if trainer.world_size == 1:
             return [signum for signum in known if signum in self._received]
         flags = torch.tensor([float(signum in self._received) for signum in known], device=pl_module.device)
-        return [signum for signum, flag in zip(known, pl_module.all_reduce(flags).tolist(), strict=True) if flag]
+        return [signum for signum, flag in zip(known, all_reduce(flags).tolist(), strict=True) if flag]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Refuse what nothing can go on from.

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.spaces import differing, space_from_dict
-from lightning_rl.training.optimization import optimizers_and_schedulers
+from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
 from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.training.schedules import parse_schedule

@@ -16,8 +16,6 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import FORMAT
 from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.rollouts.replay import Replay
-from lightning_rl.training.metrics import Reports
-from lightning_rl.training.optimization import Updates
 
 
 def _uses_cuda() -> bool:
@@ -48,17 +46,17 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
 
 
-def run_state(module: Reports) -> dict[str, Any]:
+def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
 
     A collective call; what each rank has is there on rank 0 alone, which writes the checkpoint.
     """
-    rewards = module.reward_normalizer
+    rewards, clock = module.reward_normalizer, module.clock
     of_this_rank = {
         "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "generator": module.generator.get_state(),
         "random": random_state(),
-        "window": module.log_window.snapshot(),
+        "window": module.metrics.snapshot(),
         "replays": {n: x for n, x in replay_states(module).items() if n not in module.not_in_checkpoints},
     }
     return {
@@ -66,29 +64,29 @@ def run_state(module: Reports) -> dict[str, Any]:
         "version": __version__,
         "algorithm": type(module).__name__,
         "precision": None if module._trainer is None else module._trainer.precision,
-        "planned_env_steps": module._planned_env_steps,
-        "env_steps": module.env_steps,
-        "env_steps_before_epochs": module.env_steps_before_epochs,
-        "frames": module.frames,
-        "policy_version": module.policy_version,
+        "planned_env_steps": clock.planned_env_steps,
+        "env_steps": clock.env_steps,
+        "env_steps_before_epochs": clock.env_steps_before_epochs,
+        "frames": clock.frames,
+        "policy_version": clock.policy_version,
         "skipped_updates": module.skipped_updates,
         "ranks": gather_on_rank_zero(of_this_rank),
     }
 
 
-def replay_states(module: Updates) -> dict[str, Any]:
+def replay_states(module: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return what this rank keeps of earlier rollouts, by name."""
     return {name: replay.state_dict() for name, replay in module.replays.items()}
 
 
-def restore_replays(module: Updates, state: Mapping[str, Any]) -> None:
+def restore_replays(module: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401
     """Take over what one rank kept of earlier rollouts, as far as the module has such replays."""
     for name, stored in state["replays"].items():
         if name in module.replays:
             module.replays[name].load_state_dict(stored)
 
 
-def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> None:
+def restore_own_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
     """Take over what this rank kept of earlier rollouts; where ranks are new, all begin without, and that is said.
 
     Args:
@@ -97,7 +95,7 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
     """
     for replay in module.replays.values() if ranks else ():
         replay.clear()
-    if module.global_rank < len(ranks) >= module.world_size:
+    if module.global_rank < len(ranks) >= module.trainer.world_size:
         dtype = next(module.policy.parameters()).dtype
         restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))
         return
@@ -106,7 +104,7 @@ def restore_own_replays(module: Reports, ranks: Sequence[Mapping[str, Any]]) -> 
     if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
         rank_zero_warn(
             f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "
-            f"{module.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
+            f"{module.trainer.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
         )
 
 
@@ -128,7 +126,7 @@ def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
     return filled.num_bytes > 0
 
 
-def restore_rank(module: Reports, state: dict[str, Any]) -> None:
+def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
     """Take over what one rank had of its own."""
     module.generator.set_state(state["generator"].cpu())
     set_random_state(state["random"])

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_rl.fast.flat_adam import FlatAdam
 from lightning_rl.fast.numpy_mlp import overridden, tanh_layers
-from lightning_rl.fast.ppo import KnownGradients
+from lightning_rl.fast.ppo import KnownLoss
 from lightning_rl.rollouts.batch import Batch
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
@@ -39,7 +39,7 @@ class ClosedForm(Protocol):
         """Return the closed form for the updates from one rollout, or why there is none."""
         ...
 
-    def __call__(self, batch: Batch) -> KnownGradients | None:
+    def __call__(self, batch: Batch) -> KnownLoss | None:
         """Return loss and gradients over a minibatch; None if it has none for this one."""
         ...
 
@@ -69,7 +69,7 @@ class FastEngine:
 
     def __init__(self, closed_form: ClosedForm | None = None) -> None:
         self.closed_form = closed_form
-        self._known: KnownGradients | None = None
+        self._known: KnownLoss | None = None
 
     def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
         """Return the context of all updates from a rollout."""
@@ -77,20 +77,18 @@ class FastEngine:
         own = type(model).__module__.startswith("lightning_rl.")
         return tanh_layers(model.policy) if self.closed_form is None and own else nullcontext()
 
-    def loss(self, model: Any, batch: Batch, only: str | None = None) -> Tensor:  # noqa: ANN401
-        """Return the loss over a minibatch, for `backward`."""
+    def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
+        """Return the loss over a minibatch, whose `total` is for `backward`."""
         self._known = None
-        if only is not None:
-            return model.loss(batch, only)  # type: ignore[no-any-return]
-        if self.closed_form is not None:
+        if self.closed_form is not None and part is None and loss_of == model.loss:
             self._known = self.closed_form(batch)
-        return model.loss(batch) if self._known is None else self._known.loss
+        return loss_of(batch) if self._known is None else self._known
 
-    def backward(self, model: LightningModule, loss: Tensor) -> None:
+    def backward(self, model: LightningModule, total: Tensor) -> None:
         """Compute the gradient of a loss."""
         known, self._known = self._known, None
-        if known is None or known.loss is not loss:
-            loss.backward()  # type: ignore[no-untyped-call]
+        if known is None or known.total is not total:
+            total.backward()  # type: ignore[no-untyped-call]
             return
         for parameter, gradient in zip(known.parameters, known.gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -33,22 +33,44 @@ _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
 _ABSOLUTE = "total_abs_loss"
 # Options of PPO that the formulas do not have.
-_OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta", "compile_loss", "overlapped")
+_OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta")
 _POLICY = [name for cls in (ActorCritic, Trunk) for name, member in vars(cls).items() if callable(member)]
 
 
-class KnownGradients(NamedTuple):
-    """A loss without graph, and its gradient.
+class KnownLoss:
+    """A loss without graph, and its gradient; otherwise what `Loss` of the plain engine is.
 
-    Attributes:
-        loss: A scalar.
+    Args:
+        names: Of what is recorded.
+        values: What is recorded, `[len(names)]`.
+        log_ratios: Logarithms of the importance ratios, `[N]`.
+        limits: Names of recorded numbers that end the updates from this rollout where they are larger.
         parameters: What the loss depends on.
         gradients: The gradient of each parameter, in its shape and contiguous.
     """
 
-    loss: Tensor
-    parameters: Sequence[nn.Parameter]
-    gradients: Sequence[Tensor]
+    has_value = True
+    terms: Sequence[Tensor] = ()
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        values: Tensor,
+        log_ratios: Tensor,
+        limits: dict[str, float],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        self.names, self.values = names, values
+        self.first_log_ratios = log_ratios
+        self.limits = limits
+        self.parameters, self.gradients = parameters, gradients
+        self.total = values[names.index("loss")]
+        self.observed = {name: values[names.index(name)] for name in limits}
+
+    def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
+        """Return names, values, and those of the names that may be NaN or infinite."""
+        return self.names, self.values, _OBSERVED
 
 
 class PPOLoss:
@@ -90,6 +112,8 @@ class PPOLoss:
         for name in _OPTIONS:
             if getattr(model, name) not in (None, False):
                 return f"{name} is set"
+        if model.steps.compiles:
+            return "compile_loss is set"
         if any(model.weight_penalty.coefficients.values()):
             return "weights are penalized"
         if model.frozen_parameters(None):
@@ -119,7 +143,7 @@ class PPOLoss:
         made = cls(model, *networks, GaussianRows if shared else CategoricalRows, shared)
         return made if (reason := _why_unsuited(made.parameters)) is None else reason
 
-    def __call__(self, batch: Batch) -> KnownGradients | None:
+    def __call__(self, batch: Batch) -> KnownLoss | None:
         """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
         model = self.model
         if not batch.is_plain or not 0 < len(batch) <= self.max_rows:
@@ -129,7 +153,7 @@ class PPOLoss:
         numbers += [actions] if actions.is_floating_point() else []
         if not is_plain(x) or any(tensor.dtype is not x.dtype for tensor in numbers):
             return None
-        advantages = model.normalized_advantages(batch) if model.normalizes_minibatches else batch.advantages
+        advantages = model.estimator.normalized(batch)
         with torch.no_grad(), np.errstate(all="ignore"):  # the update sees what is not finite
             outputs, values = self.actor.forward(x), self.critic.forward(x)
             shared = (parameter.detach().numpy() for parameter in self.shared)
@@ -147,8 +171,10 @@ class PPOLoss:
             bonus = [-model.entropy_coef * entropy] if model.entropy_coef else []
             summands = [policy_loss, *bonus, model.value_coef * value_loss]
             terms = [policy_loss, entropy, value_loss, sum(summands), *observed, sum(map(abs, summands))]
-        loss = self._record(torch.from_numpy(log_ratios), torch.from_numpy(np.array(terms, of_values.dtype)))
-        return KnownGradients(loss, self.parameters, gradients)
+        values_of_terms = torch.from_numpy(np.array(terms, of_values.dtype))
+        limits = {} if model.target_kl is None else {"approx_kl": 1.5 * model.target_kl}
+        names = (*_TERMS, _ABSOLUTE)
+        return KnownLoss(names, values_of_terms, torch.from_numpy(log_ratios), limits, self.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
         """Return the surrogate loss (equation 7), the gradient of each log-probability, and measures of the change.
@@ -186,19 +212,6 @@ class PPOLoss:
             gradient = errors * np.where(np.abs(changes) > limit, share, 1)
             losses = np.maximum(losses, bounded)
         return 0.5 * weight * losses.sum(), gradient * (float(self.model.value_coef) * weight)
-
-    def _record(self, log_ratios: Tensor, terms: Tensor) -> Tensor:
-        """Record the terms that `PPO.loss` records, and return the loss.
-
-        Args:
-            log_ratios: Of the rows.
-            terms: The terms named in `_TERMS`, and the sum of the absolute values of the summands.
-        """
-        self.model.observe_first_ratios(log_ratios)
-        # One after the other they take longer to record than to compute.
-        self.model.diagnostics.add_together((*_TERMS, _ABSOLUTE), terms, _OBSERVED)
-        self.model.stop_unless_close(terms[_TERMS.index("approx_kl")])
-        return terms[_TERMS.index("loss")]
 
 
 def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:

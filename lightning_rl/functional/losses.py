@@ -159,7 +159,9 @@ def approx_kl_k3(log_ratios: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def clip_indicator(log_ratios: Tensor, clip_range: Tensor | float) -> Tensor:
+def clip_indicator(
+    log_ratios: Tensor, clip_range: Tensor | float, clip_range_high: Tensor | float | None = None
+) -> Tensor:
     """Tell which ratios lie outside the clip range: 1 where ``|ratio - 1| > clip_range``, else 0.
 
     Its weighted mean is the usual ``clip_fraction``. Computed without gradient.
@@ -167,6 +169,7 @@ def clip_indicator(log_ratios: Tensor, clip_range: Tensor | float) -> Tensor:
     Args:
         log_ratios: Any shape.
         clip_range: A scalar or broadcastable to `log_ratios`.
+        clip_range_high: Likewise, for ratios above 1; None: the same.
 
     Returns:
         Zeros and ones in the shape and dtype of `log_ratios`.
@@ -174,8 +177,11 @@ def clip_indicator(log_ratios: Tensor, clip_range: Tensor | float) -> Tensor:
     Raises:
         ValueError: If the shapes do not fit or `clip_range` is negative.
     """
+    high = clip_range if clip_range_high is None else clip_range_high
     check.clip_range(log_ratios, clip_range)
-    return (log_ratios.expm1().abs() > clip_range).to(log_ratios.dtype)
+    check.clip_range(log_ratios, high)
+    changes = log_ratios.expm1()
+    return ((changes < -clip_range) | (changes > high)).to(log_ratios.dtype)
 
 
 @torch.no_grad()

@@ -169,3 +169,20 @@ def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, 
         values.append(output.value)
         memory.after(t, output.memory, ends[t], environments, ())
     return memory, torch.stack(values)
+
+
+@torch.no_grad()
+def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN401 - a `Policy`, with memory or without
+    """Return the parameters of the distributions that a rollout's actions were drawn from.
+
+    Call it before anything is updated: the current policy is the one that acted.
+
+    Returns:
+        `[T, B, ...]`; of a policy with memory `[N, ...]`, in the order of `Rollout.flatten`.
+    """
+    if rollout.memory is None:
+        observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
+        return in_chunks(lambda x: policy(x)[0].parameters(), observations, lead=2)
+    batch = rollout.flatten()
+    # Copies: what is the same for all observations is a view of a parameter, which the updates change.
+    return map_leaves(torch.clone, policy(batch.observations, batch.sequences)[0].parameters())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_rl.distributed import all_reduce, exact_dtype, world_size
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
@@ -24,6 +26,9 @@ class Batch:
         weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
             are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
         weights: Where it is there, `[N]`: rows count for `weight · weights` instead.
+        counts_all_rows: Whether means divide by the number of rows, whatever they weigh.
+        is_normalized: Whether `advantages` are normalized already.
+        source: The rollout, and which of its steps these are, `[T, B]`; None where that is not known.
     """
 
     observations: Nested
@@ -41,7 +46,9 @@ class Batch:
         self.sequences = sequences
         self._given_weight = weight
         self._own_weight: float | None = None
-        self._normalized: tuple[Tensor, int, Tensor] | None = None
+        self.counts_all_rows = False
+        self.is_normalized = False
+        self.source: tuple[Any, Tensor | None] | None = None  # of a `Rollout`, whose module imports this one
 
     @property
     def weight(self) -> float:
@@ -59,20 +66,15 @@ class Batch:
 
     @property
     def total_weight(self) -> Tensor | int:
-        """Sum of the rows' weights: their number, where they have none."""
-        return self.fields["weights"].sum() if "weights" in self.fields else len(self)
+        """Sum of the rows' weights: their number, where they have none, or where all of them count."""
+        if "weights" in self.fields and not self.counts_all_rows:
+            return self.weights.sum()
+        return len(self)
 
     @property
-    def normalized_advantages(self) -> Tensor | None:
-        """What `advantages` normalised are, if somebody has said so and they are still what they were then."""
-        if self._normalized is None:
-            return None
-        advantages, version, normalized = self._normalized
-        return normalized if self.fields["advantages"] is advantages and advantages._version == version else None
-
-    @normalized_advantages.setter
-    def normalized_advantages(self, normalized: Tensor) -> None:
-        self._normalized = self.advantages, self.advantages._version, normalized
+    def num_bytes(self) -> int:
+        """Size of the rows."""
+        return sum(leaf.nbytes for leaf in leaves(self.fields))
 
     @property
     def is_plain(self) -> bool:
@@ -113,9 +115,10 @@ class Batch:
         weight = self._given_weight if len(order) == self.num_items else None
         if self.sequences is not None:
             rows, sequences = self.sequences.select(order)
-            return self._of(rows.to(first_leaf(self.fields).device), sequences, weight)
+            rows = rows.to(first_leaf(self.fields).device)
+            return self._with(map_leaves(itemgetter(rows), self.fields), weight, sequences)
         order = order.to(first_leaf(self.fields).device)
-        return Batch(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
+        return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
         """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.
@@ -124,31 +127,66 @@ class Batch:
         """
         if self.sequences is not None:
             for rows, sequences in self.sequences.split(num_minibatches):
-                yield self._of(rows, sequences)
+                yield self._with(map_leaves(itemgetter(rows), self.fields), sequences=sequences)
             return
         # Lists, which are leaves: a tuple would be nested.
         parts = map_leaves(lambda x: list(torch.tensor_split(x, num_minibatches)), self.fields)
         for index in range(num_minibatches):
-            yield Batch(map_leaves(itemgetter(index), parts))
+            yield self._with(map_leaves(itemgetter(index), parts))
 
     def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
         """Yield what `ordered(order).split(num_minibatches)` yields.
 
         Where that would put a large copy of the rows beside them, as of images, each minibatch is gathered by itself.
         """
-        large = self.sequences is None and sum(leaf.nbytes for leaf in leaves(self.fields)) > _LARGE
+        large = self.sequences is None and self.num_bytes > _LARGE
         if not large:
             yield from self.ordered(order).split(num_minibatches)
             return
         for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
-            yield Batch(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
+            yield self._with(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
 
     def replace(self, **fields: Nested) -> Batch:
-        """Return a batch with some fields replaced or added."""
-        return Batch({**self.fields, **fields}, self._given_weight, self.sequences)
+        """Return a batch with some fields replaced or added; new advantages are not normalized yet."""
+        made = self._with({**self.fields, **fields}, self._given_weight, self.sequences)
+        made.is_normalized = self.is_normalized and "advantages" not in fields
+        made.source = self.source
+        return made
 
-    def _of(self, rows: Tensor | slice, sequences: Sequences, weight: float | None = None) -> Batch:
-        return Batch(map_leaves(itemgetter(rows), self.fields), weight, sequences)
+    def _with(
+        self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
+    ) -> Batch:
+        """Return a batch of other rows that are like these."""
+        made = Batch(fields, weight, sequences)
+        made.counts_all_rows, made.is_normalized = self.counts_all_rows, self.is_normalized
+        return made
+
+
+def set_global_weights(parts: Sequence[Batch]) -> None:
+    """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks.
+
+    That is 0 where no rank has a row that counts; with one rank it is what they have anyway. A collective call.
+    """
+    if (ranks := world_size()) > 1:
+        for part, total in zip(parts, _totals(parts, [part.total_weight for part in parts]), strict=True):
+            part.weight = ranks / total if total else 0.0
+
+
+def set_common_weight(parts: Sequence[Batch]) -> None:
+    """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them.
+
+    That is 0 where no rank has a row that counts. A collective call.
+    """
+    (total,) = _totals(parts, [sum(float(part.total_weight) for part in parts)])
+    for part in parts:
+        part.weight = world_size() / total if total else 0.0
+
+
+def _totals(parts: Sequence[Batch], own: Sequence[Tensor | float]) -> list[float]:
+    """Return sums over ranks of numbers that this rank has."""
+    device = first_leaf(parts[0].fields).device
+    totals = torch.tensor([float(x) for x in own], dtype=exact_dtype(device), device=device)
+    return all_reduce(totals).tolist()
 
 
 def on_grid(rows: Tensor, indices: Tensor, elsewhere: Tensor) -> Tensor:

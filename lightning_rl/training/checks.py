@@ -19,7 +19,7 @@ from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.training.optimization import optimizer_spec, scheduler_spec
+from lightning_rl.training.optimizers import optimizer_spec, scheduler_spec
 from lightning_rl.training.parameter_groups import group_options
 from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 
+from lightning_rl.distributed import all_reduce
+from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.optimizers import set_learning_rate
 from lightning_rl.training.schedules import Ramp, Schedule, Scheduled, parse_schedule
 from lightning_rl.validation import check
 
@@ -24,7 +29,8 @@ def planned_env_steps(trainer: Trainer) -> int | None:
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
     rollouts = trainer.num_training_batches
     if shape is not None and trainer.max_epochs not in (None, -1) and math.isfinite(rollouts):
-        before = getattr(trainer.lightning_module, "env_steps_before_epochs", 0)
+        clock: RunClock | None = getattr(trainer.lightning_module, "clock", None)
+        before = 0 if clock is None else clock.env_steps_before_epochs
         limits.append(before + trainer.max_epochs * int(rollouts) * shape[0] * shape[1] * trainer.world_size)
     return min(limits, default=None)
 
@@ -50,6 +56,43 @@ def ends_epoch(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
+class RunClock:
+    """Where a run is.
+
+    Attributes:
+        env_steps: Environment steps of all ranks that were learned from.
+        frames: Steps of the simulation in them: more where each action is repeated.
+        policy_version: Number of rollouts that were learned from.
+        env_steps_before_epochs: Where it was when the Trainer began to count epochs: above 0 where an earlier run has
+            trained the module, and this one does not go on from it by `ckpt_path`.
+        planned_env_steps: Where the run ends; None where that is not known.
+    """
+
+    def __init__(self) -> None:
+        self.env_steps = self.frames = self.policy_version = self.env_steps_before_epochs = 0
+        self.planned_env_steps: int | None = None
+
+    def lag(self, rollout: Rollout, may_lag: bool) -> int:
+        """Return by how many versions the policy of a rollout is older than the current one.
+
+        Raises:
+            RuntimeError: It is not the current one, and only that can be learned from.
+        """
+        lag = self.policy_version - rollout.policy_version
+        if lag < 0 or (lag and not may_lag):
+            raise RuntimeError(
+                f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
+                f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
+            )
+        return lag
+
+    def advance(self, rollout: Rollout, device: torch.device) -> None:
+        """Count a rollout that was learned from, on all ranks; a collective call."""
+        frames = rollout.num_steps if rollout.frames is None else rollout.frames
+        counts = all_reduce(torch.tensor([rollout.num_steps, frames], device=device)).tolist()
+        self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
+
+
 RATES = ("learning_rate", "critic_learning_rate")
 
 
@@ -58,10 +101,8 @@ class ScheduledOptions:
 
     def __init__(self) -> None:
         self._schedules: dict[str, Schedule] = {}
+        self._owners: dict[str, object] = {}
         self._annealed = False
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._schedules)
 
     def add(
         self,
@@ -70,8 +111,11 @@ class ScheduledOptions:
         above: float | None = None,
         at_least: float | None = None,
         at_most: float | None = None,
+        owner: object = None,
     ) -> float:
         """Take in an option, and return its value at the beginning of a run; see `parse_schedule` for the bounds.
+
+        `owner` has the attribute; None: the algorithm.
 
         Raises:
             ConfigurationError: It is neither a number within the bounds nor a schedule.
@@ -79,6 +123,8 @@ class ScheduledOptions:
         schedule = parse_schedule(name, value, above=above, at_least=at_least, at_most=at_most)
         if schedule.varies:
             self._schedules[name] = schedule
+            if owner is not None:
+                self._owners[name] = owner
         return schedule.at(0, None)
 
     def anneal(self, name: str, value: float) -> None:
@@ -90,9 +136,21 @@ class ScheduledOptions:
         """Return the value of an option at the beginning of a run, or `otherwise` where it does not change."""
         return self._schedules[name].at(0, None) if name in self._schedules else otherwise
 
-    def values(self, env_steps: int, planned: int | None) -> dict[str, float]:
-        """Return the values at a step, those of the options that change."""
-        return {name: schedule.at(env_steps, planned) for name, schedule in self._schedules.items()}
+    def apply(self, module: LightningModule, clock: RunClock, optimizers: Sequence[Optimizer]) -> dict[str, float]:
+        """Set the options that change to what their schedules say, and return them.
+
+        Args:
+            module: The algorithm.
+            clock: Where the run is.
+            optimizers: Whose learning rates are set: that of the policy, and of the critic if it has its own.
+        """
+        values = {name: x.at(clock.env_steps, clock.planned_env_steps) for name, x in self._schedules.items()}
+        for name, value in values.items():
+            setattr(self._owners.get(name, module), name, value)
+        for name, optimizer in zip(RATES, optimizers, strict=False):
+            if name in values:
+                set_learning_rate(optimizer, values[name])
+        return values
 
     def check_end(self, module: LightningModule, has_end: bool, expected: str) -> None:
         """Raise unless there is an end for the schedules that go to the end.

@@ -1,186 +1,220 @@
-"""What is recorded while one rollout is learned from, without waiting for the device."""
+"""The loss over a minibatch: named terms with one number per row, and what is observed beside them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+import functools
+import operator
+from collections.abc import Collection, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from lightning_rl import functional as rl
+from lightning_rl.policies.normalization import ValueNormalizer
+from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.parameter_groups import ActorOrCritic
 
 
-class Diagnostics:
-    """Scalars of the updates from one rollout, and whether updates still go on.
+class Loss:
+    """A weighted sum of named terms over a minibatch, as an algorithm adds them up.
 
-    Everything stays on the device: the recorded terms, and a flag that gates each step of the optimiser. The
-    host reads them once per rollout.
+    The algorithm gives one number per row. The means are over the rows of all ranks that count: masks, step weights
+    and the padding of sequences are dealt with here, as are the units of the value head.
 
     Args:
-        device: Of the parameters.
-        average: Averages a tensor over ranks; by default there is one.
+        batch: The minibatch; terms may also be over another one.
+        value_normalizer: In whose units the value head predicts returns; None: in those of the rewards.
+        part: The half of the network that is learned, so that there are its terms alone; None: both.
+        scale: Factor of all terms in the sum; they are recorded without it.
+
+    Attributes:
+        batch: The minibatch.
+        terms: The terms of the sum, each with its weight.
+        metrics: What is recorded of the terms, by name, without gradient; none of it may be infinite or NaN.
+        observed: Further numbers that are recorded; these may be.
+        first_log_ratios: Logarithms of the importance ratios, `[N]`; None where there are none.
+        limits: Names of observed numbers that end the updates from this rollout if their mean over all ranks is larger
+            than the limit, and these limits.
+        has_value: Whether `add_value` was called.
     """
 
-    def __init__(self, device: torch.device, average: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        self._average = average
-        self.open = torch.ones((), dtype=torch.bool, device=device)
-        """Whether further updates are made: false from the first loss or gradient that is not finite, or an early
-        stop, on."""
-        self.finite = self.open
-        """Whether every loss and gradient has been finite: false for good, where an early stop ends one phase."""
-        self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
-        """Number of updates that were made."""
-        self.observed: set[str] = set()
-        """Names of the terms that describe an update but take no part in it."""
-        # Each with whether the minibatch that recorded it was still to be learned from.
-        self._terms: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        # Likewise, but several terms at a time, by their names.
-        self._together: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
-        # And terms of which the sum of absolute values is wanted.
-        self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self._counts = self.open
-        self._prefix = ""
-        # Of each phase, the updates before it, and whether it began with everything finite.
-        self._phases = [(self.num_updates, self.finite)]
+    def __init__(
+        self,
+        batch: Batch,
+        value_normalizer: ValueNormalizer | None = None,
+        part: ActorOrCritic | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.batch = batch
+        self.value_normalizer = value_normalizer
+        self.part = part
+        self.scale = scale
+        self.terms: list[Tensor] = []
+        self.metrics: dict[str, Tensor] = {}
+        self.observed: dict[str, Tensor] = {}
+        self.first_log_ratios: Tensor | None = None
+        self.limits: dict[str, float] = {}
+        self.has_value = False
 
-    def next_minibatch(self) -> None:
-        """Begin a minibatch: what it records counts if updates still go on; where the device knows better, too."""
-        self._counts = self.open
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """The sum of all terms, a scalar with a graph: what is minimized; no term can be added any more."""
+        return functools.reduce(operator.add, self.terms)
 
-    def add(self, **terms: Tensor | float) -> None:
-        """Record scalar terms of one minibatch that make up the update; their mean over minibatches is reported."""
-        for name, term in self._named(terms).items():
-            if not isinstance(term, Tensor):
-                term = torch.tensor(float(term), device=self.open.device)
-            elif term.requires_grad:
-                term = term.detach()
-            self._terms.setdefault(name, []).append((term, self._counts))
-
-    def add_together(self, names: Sequence[str], terms: Tensor, observed: Collection[str] = ()) -> None:
-        """Record terms of one minibatch as `add` does, which are one vector.
+    def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
+        """Add a term: the mean of `rows`, times `weight`.
 
         Args:
-            names: Of the terms.
-            terms: `[len(names)]`, without gradient.
-            observed: Those of the names that `observe` would be for.
+            name: What the mean is recorded by; a second term of the same name is added to the first.
+            rows: One number per row, `[N]`.
+            weight: Factor of the mean in the sum.
+            batch: Whose rows they are; None: those of the minibatch.
         """
-        self.observed.update(self._prefix + name for name in observed)
-        key = tuple(self._prefix + name for name in names) if self._prefix else tuple(names)
-        self._together.setdefault(key, []).append((terms, self._counts))
+        if self.part != "critic":
+            mean = self._rows(batch).mean(rows)
+            self._record(name, mean)
+            self._sum(mean, weight)
 
-    def add_absolute(self, name: str, terms: Tensor) -> None:
-        """Record the sum of the absolute values that terms of one minibatch, `[M]`, have on average over ranks.
+    def add_entropy(self, entropies: Mapping[str, Tensor], coef: float, batch: Batch | None = None) -> None:
+        """Subtract the mean entropy, times `coef`, and record it and that of each part of the actions.
 
-        Ranks talk to each other about all minibatches at once, in `means`.
+        A coefficient of 0 leaves it out of the sum: the entropy of actions that are impossible has no gradient.
+
+        Args:
+            entropies: Of each row, `[N]`, by path of the part of the action: `distribution.entropies()`.
+            coef: Its coefficient.
+            batch: Whose rows they are; None: those of the minibatch.
         """
-        self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
+        if self.part != "critic":
+            total = self._record_entropy(entropies, batch)
+            if coef:
+                self._sum(total, -coef)
 
-    def observe(self, **terms: Tensor | float) -> None:
-        """Record terms that may be NaN or infinite without harm to the parameters."""
-        self.observed.update(self._named(terms))
-        self.add(**terms)
+    def observe_entropy(self, entropies: Mapping[str, Tensor]) -> None:
+        """Record the mean entropy as `add_entropy` does, without a part in the sum."""
+        if self.part != "critic":
+            self._record_entropy(entropies, None)
 
-    def observe_first(self, name: str, term: Callable[[], Tensor]) -> None:
-        """Observe a scalar once, at the first call for this rollout."""
-        if self._prefix + name not in self._terms:
-            self.observe(**{name: term()})
+    def add_value(
+        self,
+        values: Tensor,
+        weight: Tensor | float = 1.0,
+        *,
+        name: str = "value_loss",
+        returns: Tensor | None = None,
+        clip_range: float | None = None,
+        huber_delta: float | None = None,
+        batch: Batch | None = None,
+    ) -> None:
+        """Add a value loss, in the units of the value head: ½(V - return)², or Huber's.
 
-    def _named(self, terms: dict[str, T]) -> dict[str, T]:
-        return {self._prefix + name: term for name, term in terms.items()} if self._prefix else terms
-
-    def stop_unless(self, condition: Tensor) -> None:
-        """Make no further update from this rollout if `condition` is false."""
-        self.open = self.open & condition
-
-    def stop_all_phases_unless(self, finite: Tensor) -> None:
-        """Make no further update from this rollout in any phase if `finite` is false."""
-        no_early_stop = self.open is self.finite
-        self.finite = self.finite & finite
-        self.open = self.finite if no_early_stop else self.open & finite
-
-    def start_phase(self, prefix: str) -> None:
-        """Begin another phase of updates, whose terms are named with a prefix of its own.
-
-        An early stop ended only the phase before, what was not finite ends this one too.
+        Args:
+            values: By the current critic, `[N]`.
+            weight: Factor of the mean in the sum.
+            name: What it is recorded by.
+            returns: To be predicted, `[N]`; None: those of the batch.
+            clip_range: Bound on the change of the value since the rollout, whose loss is taken where it is larger;
+                None: none.
+            huber_delta: Errors above this count on a line; None: all squared.
+            batch: Whose rows they are; None: those of the minibatch.
         """
-        self.open = self._counts = self.finite
-        self._prefix = prefix
-        self._phases.append((self.num_updates, self.finite))
+        self.has_value = True
+        if self.part == "actor":
+            return
+        rows = self._rows(batch)
+        values, returns, old_values = self.normalized(values, rows.returns if returns is None else returns, rows.values)
+        mean = rows.mean(_value_rows(values, returns, old_values, clip_range, huber_delta))
+        self._record(name, mean)
+        self._sum(mean, weight)
 
-    @property
-    def phase(self) -> int:
-        """How many phases there were before this one."""
-        return len(self._phases) - 1
+    def normalized(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return values and returns, of any shape, in the units of the value head."""
+        normalizer = self.value_normalizer
+        return values if normalizer is None else tuple(normalizer(value) for value in values)
 
-    def reached(self) -> tuple[int, int]:
-        """Return in which phase, counted from 0, updates have ended for good, and after how many in that phase."""
-        phase = max(index for index, (_, finite) in enumerate(self._phases) if finite)
-        return phase, int(self.num_updates - self._phases[phase][0])
+    def add_scalar(self, name: str | None, value: Tensor, weight: Tensor | float = 1.0) -> None:
+        """Add a term that is no mean over rows, such as a penalty on a mean.
 
-    def forget(self) -> None:
-        """Drop what was recorded, and go on with updates in the same phase."""
-        self.observed.clear()
-        self._terms.clear()
-        self._together.clear()
-        self._absolute.clear()
-        self.open = self._counts = torch.ones_like(self.open)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether it is certain, without waiting for the device, that no further update will be made."""
-        return self.open.device.type == "cpu" and not self.open
-
-    def means(self) -> dict[str, float]:
-        """Return the mean of every term: the one point at which the host waits for the device.
-
-        With several ranks it is a collective call.
+        Args:
+            name: What it is recorded by; None: it is not.
+            value: A scalar, the same on every rank.
+            weight: Its factor in the sum.
         """
-        recorded = self._recorded()
-        if not recorded:
-            return {}
-        # By identity: minibatches between which nothing happened share one. What was recorded keeps them alive.
-        flags = {id(flag): flag for _, _, some in recorded for flag in some}
-        blocks = [terms.flatten() for _, terms, _ in recorded]
-        blocks.append(torch.stack([*flags.values()]).to(blocks[0].dtype))
-        told = torch.cat(blocks).cpu().numpy().astype(np.float64)
-        *values, are_open = np.split(told, np.cumsum([len(block) for block in blocks[:-1]]))
-        is_open = dict(zip(flags, are_open != 0, strict=True))
-        totals: dict[str, tuple[float, float]] = {}
-        for (names, _, some), of_names in zip(recorded, values, strict=True):
-            counted = np.array([is_open[id(flag)] for flag in some])
-            sums = of_names.reshape(len(some), len(names))[counted].sum(0)
-            for name, total in zip(names, sums.tolist(), strict=True):
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = before[0] + total, before[1] + float(counted.sum())
-        return {name: total / count for name, (total, count) in totals.items() if count}
+        if self.part != "critic":
+            if name is not None:
+                self._record(name, value)
+            self._sum(value, weight)
 
-    def _recorded(self) -> list[tuple[Sequence[str], Tensor, list[Tensor]]]:
-        """Return names, values `[minibatches, names]` or `[minibatches]`, and the flag of each minibatch."""
-        # First several together, for what they say of the loss comes before its gradient.
-        single = (((name,), some) for name, some in (self._terms | self._absolute_sums()).items())
-        return [
-            (names, _at_least_float32(torch.stack([terms for terms, _ in some])), [flag for _, flag in some])
-            for names, some in (*self._together.items(), *single)
-        ]
+    def add_penalty(self, name: str, value: Tensor) -> None:
+        """Add a penalty on parameters, a scalar, which is there whatever half of the network is learned."""
+        self._record(name, value)
+        self.terms.append(value)
 
-    def _absolute_sums(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """Return, as single terms, what `add_absolute` has recorded."""
-        if not self._absolute:
-            return {}
-        minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
-        values = self._average(_at_least_float32(torch.cat(minibatches))).abs()
-        places = torch.repeat_interleave(torch.tensor([len(terms) for terms in minibatches])).to(values.device)
-        sums = iter(values.new_zeros(len(minibatches)).index_add_(0, places, values).unbind())
-        return {name: [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
+    def log_ratios(self, log_probs: Tensor) -> Tensor:
+        """Return the logarithms of the importance ratios, `[N]`; those of a rollout's first minibatch are watched.
 
-    def not_finite(self, means: dict[str, float]) -> dict[str, float]:
-        """Return those of the means that no update may come from."""
-        return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
+        There the policy that learns is the one that acted: `first_ratio_error` is 0 but for rounding.
+        """
+        log_ratios = log_probs - self.batch.log_probs
+        self.watch_ratios(log_ratios)
+        return log_ratios
+
+    def watch_ratios(self, log_ratios: Tensor) -> None:
+        """Have the distance of importance ratios from 1 recorded if this is the first minibatch of a rollout."""
+        if self.part != "critic":
+            self.first_log_ratios = log_ratios.detach()
+
+    @torch.no_grad()
+    def observe(self, *, batch: Batch | None = None, **rows: Tensor) -> None:
+        """Record the means of numbers that describe an update but take no part in it, `[N]` each, or scalars."""
+        if self.part != "critic":
+            own = self._rows(batch)
+            for name, x in rows.items():
+                self.observed[name] = own.mean(x.detach()) if x.dim() else x.detach()
+
+    def stop_above(self, name: str, limit: float) -> None:
+        """Make no further update from this rollout if an observed mean, over all ranks, is above a limit."""
+        if self.part != "critic":
+            self.limits[name] = limit
+
+    def recorded(self) -> tuple[tuple[str, ...], Tensor, Collection[str]]:
+        """Return names and values of all that is recorded, and those of the names that may be NaN or infinite."""
+        everything = self.metrics | {"loss": self.total.detach()} | self.observed
+        return tuple(everything), torch.stack([*everything.values()]), self.observed
+
+    def _record_entropy(self, entropies: Mapping[str, Tensor], batch: Batch | None) -> Tensor:
+        means = {path: self._rows(batch).mean(x) for path, x in entropies.items()}
+        total = functools.reduce(operator.add, means.values())
+        self._record("entropy", total)
+        for path, mean in means.items():
+            if path:
+                name = f"entropy.{path}"
+                self.observed[name] = self.observed.get(name, 0) + mean.detach()
+        return total
+
+    def _rows(self, batch: Batch | None) -> Batch:
+        return self.batch if batch is None else batch
+
+    def _record(self, name: str, value: Tensor) -> None:
+        known = self.metrics.get(name)
+        self.metrics[name] = value.detach() if known is None else known + value.detach()
+
+    def _sum(self, value: Tensor, weight: Tensor | float) -> None:
+        self.terms.append(self.scale * (weight * value) if self.scale != 1 else weight * value)
 
 
-def _at_least_float32(terms: Tensor) -> Tensor:
-    """Return terms in a precision in which a sum over minibatches does not soon stop growing, as in bfloat16."""
-    return terms.to(torch.promote_types(terms.dtype, torch.float32))
+def _value_rows(
+    values: Tensor, returns: Tensor, old_values: Tensor, clip_range: float | None, huber_delta: float | None
+) -> Tensor:
+    """Return the value loss of each row; for the arguments see `Loss.add_value`."""
+
+    def error(predictions: Tensor) -> Tensor:
+        if huber_delta is None:
+            return rl.value_loss(predictions, returns)
+        return rl.huber_value_loss(predictions, returns, huber_delta)
+
+    losses = error(values)
+    if clip_range is None:
+        return losses
+    change = (values - old_values).clamp(-clip_range, clip_range)
+    return torch.maximum(losses, error(old_values + change))
