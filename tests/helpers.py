@@ -187,7 +187,7 @@ class Recorder(Callback):
         self.rows: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        row = {"learning_rate": pl_module.optimizer.param_groups[0]["lr"], **pl_module.diagnostics.means()}
+        row = {"learning_rate": pl_module.steps.optimizers[0].param_groups[0]["lr"], **pl_module.steps.record.means()}
         self.rows.append(row | {name: getattr(pl_module, name) for name in self.watch})
 
     def column(self, name: str) -> list[Any]:

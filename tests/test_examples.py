@@ -56,7 +56,7 @@ def test_custom_networks_are_used_trained_and_loaded_again(in_tmp_path):
         assert encoder.frequencies.shape == (4, 16)
     assert linear.policy.value_head.weight.shape == (1, 4)
     # Four epochs of four minibatches.
-    assert all(linear.optimizer.state[p]["step"] == 16 for p in linear.policy.value_head.parameters())
+    assert all(linear.optimizers().state[p]["step"] == 16 for p in linear.policy.value_head.parameters())
 
     # The class path and its arguments are all that a checkpoint needs to hold.
     assert fourier.hparams["network"] == {

@@ -88,7 +88,7 @@ def test_rewards_values_and_log_probabilities_are_never_bfloat16(precision, para
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             names = ("observations", "rewards", "values", "next_values", "log_probs")
             seen.append({name: getattr(batch, name).dtype for name in names})
-            advantages = pl_module.gae(batch, 0.95)
+            advantages = pl_module.estimator.gae(batch, 0.95)
             seen.append({"advantages": advantages.dtype, "parameters": next(pl_module.parameters()).dtype})
 
     make_trainer(precision=precision, callbacks=[Spy()]).fit(model, data)

@@ -46,7 +46,7 @@ class Uncounted(PPO):
     """Learns from rollouts without telling the clock."""
 
     def training_step(self, rollout: Rollout, batch_idx: int) -> None:
-        self.targets(rollout)
+        self.batch(rollout)
 
 
 # ---------------------------------------------------------------------- loops and limits
@@ -576,7 +576,7 @@ def test_resumed_run_goes_on_where_it_stopped(schedule, tmp_path):
     assert rates[0] > rates[1] > rates[2] > rates[3]
     assert [row["learning_rate"] for row in rows] == rates
     assert (first.global_step, resumed.global_step, straight.global_step) == (8, 16, 16)
-    assert {int(state["step"]) for state in model.optimizer.state.values()} == {16}
+    assert {int(state["step"]) for state in model.optimizers().state.values()} == {16}
     assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 128
 
 

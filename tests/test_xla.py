@@ -112,6 +112,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_another_kind_of_device(tmp_path):
         group |= {"fused": None, "capturable": True}
     torch.save(checkpoint, tmp_path / "xla.ckpt")
     resumed = train(64, tmp_path / "xla.ckpt")
-    (group,) = resumed.optimizer.param_groups
+    (group,) = resumed.optimizers().param_groups
     assert (group["fused"], group["capturable"]) == (True, False)
     assert_equal_parameters(resumed, parameters_of(train(64, None)))

@@ -39,7 +39,7 @@ def test_one_step_by_hand():
     torch.manual_seed(0)
     model = A2C(VECTOR, DISCRETE, gae_lambda=0.9, value_coef=0.25, entropy_coef=0.1, **SMALL | {"max_grad_norm": None})
     rollout = random_rollout(model.policy, off_policy=0.0)
-    advantages = model.gae(rollout, 0.9)
+    advantages = model.estimator.gae(rollout, 0.9)
     distribution, values = model.policy(rollout.observations[:-1])
     probabilities = distribution.logits.softmax(-1)
     log_probs = probabilities.log().gather(-1, rollout.actions.unsqueeze(-1)).squeeze(-1)

@@ -63,7 +63,7 @@ def everything(model: OnPolicyAlgorithm) -> list[Any]:
     """Tensors and numbers of all that a run goes on from."""
     state = run_state(model)
     gradients = tuple(p.grad for p in model.parameters())
-    kept = [model.diagnostics, model.losses, model._value_targets, model._kept_normalizers, model._saturation]
+    kept = [model.steps.record, model.losses, model._value_targets, model._kept_normalizers, model._saturation]
     return [copy.deepcopy(x) for x in (dict(model.state_dict()), torch.get_rng_state(), str(state), gradients)] + kept
 
 
@@ -114,7 +114,7 @@ def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
     rollout = random_rollout(model.policy)
     whole = model.compute_loss(rollout)
     # Normalisers that are updated first are not yet when `targets` was not asked to.
-    batch = copy.deepcopy(model).targets(rollout)
+    batch = copy.deepcopy(model).batch(rollout)
     if case != "normalisers_first":
         of_batch = model.compute_loss(batch)
         assert of_batch == {name: whole[name] for name in of_batch}
@@ -128,7 +128,7 @@ def test_an_algorithm_without_a_loss_says_so():
     class Own(OnPolicyAlgorithm):
         def training_step(self, rollout, batch_idx):
             with self.learning(rollout):
-                self.targets(rollout)
+                self.batch(rollout)
 
     model = Own(VECTOR, DISCRETE)
     with pytest.raises(NotImplementedError, match=r"Own has no loss\(batch\), which compute_loss calls"):
@@ -158,8 +158,8 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
     class Watched(PPO):
         def optimize(self, loss, only=None, keep_if=None):
             super().optimize(loss, only, keep_if)
-            newest = self.diagnostics._terms
-            sizes = [abs(float(term)) for term in self.diagnostics._absolute["total_abs_loss"][-1][0]]
+            newest = self.steps.record._terms
+            sizes = [abs(float(term)) for term in self.steps.record._absolute["total_abs_loss"][-1][0]]
             last = {name: float(values[-1][0]) for name, values in newest.items()}
             terms.append(last | {"total_abs_loss": sum(sizes)})
 

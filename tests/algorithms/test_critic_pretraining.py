@@ -54,7 +54,7 @@ def test_loss_and_gradient_are_those_of_the_original_in_float64(name: str) -> No
         values = model.policy.value(rollout.observations)
     rollout.values, rollout.next_values = values[:-1], values[1:].masked_fill(rollout.terminated, 0)
     before = parameters_of(model)
-    _, returns = model.advantages_and_returns(rollout)
+    _, returns = model.estimator.advantages_and_returns(rollout)
     torch.testing.assert_close(returns, double(expected["returns"]), rtol=1e-7, atol=1e-7)
     recorded = learn_once(model, rollout)
     assert recorded["loss"] == pytest.approx(expected["loss"], rel=1e-7)
@@ -82,7 +82,7 @@ def test_nothing_that_actions_depend_on_is_changed(shared):
 def test_only_vtrace_corrects_for_another_policy():
     one, other = (make(CriticPretraining, target=target) for target in ("discounted_return", "vtrace"))
     rollout = random_rollout(one.policy)
-    plain, corrected = (model.advantages_and_returns(rollout)[1] for model in (one, other))
+    plain, corrected = (model.estimator.advantages_and_returns(rollout)[1] for model in (one, other))
     torch.testing.assert_close(plain, rl.gae(*_inputs(rollout), rollout.traces(1.0)) + rollout.values)
     log_rhos = one.policy.log_prob(rollout.observations[:-1], rollout.actions).detach() - rollout.log_probs
     torch.testing.assert_close(corrected, rl.vtrace(log_rhos, *_inputs(rollout), rollout.traces(1.0))[0])

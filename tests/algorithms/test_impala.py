@@ -170,7 +170,7 @@ def test_rewards_are_scaled_and_then_bounded_in_learning_alone(clip, expected):
     model = make(reward_scale=2.0, reward_clip=clip)
     rollout = random_rollout(model.policy)
     rollout.rewards[:] = 2.0
-    assert model.normalized_rewards(rollout).mean().item() == pytest.approx(expected, rel=1e-4)
+    assert model.normalizers.rewards(rollout).mean().item() == pytest.approx(expected, rel=1e-4)
     assert torch.all(rollout.rewards == 2.0)
 
 

@@ -292,7 +292,7 @@ class BrokenPhase(PPG):
 
     def start_minibatch(self, batch: Batch) -> Batch:
         self.minibatch = getattr(self, "minibatch", -1) + 1
-        if self.diagnostics.phase == 1 and self.minibatch == 5:
+        if self.steps.record.phase == 1 and self.minibatch == 5:
             batch = batch.replace(returns=batch.returns + torch.inf)
         return super().start_minibatch(batch)
 

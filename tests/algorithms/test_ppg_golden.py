@@ -141,7 +141,7 @@ def test_openai_policy_phase(case: dict[str, Any]) -> None:
     loss.backward()
     expected = case["diags"]
     assert loss.item() == pytest.approx(case["pi"] + case["vf"], rel=1e-7)
-    means = model.diagnostics.means()
+    means = model.steps.record.means()
     assert means["policy_loss"] == pytest.approx(expected["pg"], rel=1e-7)
     assert means["entropy"] == pytest.approx(expected["entropy"], rel=1e-7)
     assert means.get("kl_penalty", 0.0) == pytest.approx(expected["pi_kl"], rel=1e-7)

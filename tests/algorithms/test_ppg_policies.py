@@ -143,7 +143,7 @@ def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
     options = {"critic_learning_rate": 1e-2, "separate_aux_optimizer": separate_aux_optimizer, "num_value_epochs": 2}
     model = make(algorithm, aux_learning_rate_scale=0.5, **options)
     recorder = fit(model, 4)
-    assert len(model.all_optimizers) == (4 if separate_aux_optimizer else 2)
+    assert len(model.steps.all_optimizers) == (4 if separate_aux_optimizer else 2)
     row = next(row for row in recorder.rows if "aux_kl" in row)
     assert min(row[f"{phase}{part}grad_norm"] for phase in ("", "aux_") for part in ("", "critic_")) > 0
     assert row["aux_learning_rate"] == pytest.approx(0.5 * 3e-3)

@@ -144,7 +144,7 @@ def test_diagnostics_are_what_their_names_say(space):
     recorder = Recorder()
     model = make(space, torch.float64, num_epochs=1, num_minibatches=1, normalize_advantages="none")
     rollout = random_rollout(model.policy, seed=1)
-    batch = rollout.flatten(advantages=(advantages := model.gae(rollout, 0.9)), returns=advantages + rollout.values)
+    batch = rollout.flatten(advantages=(advantages := model.estimator.gae(rollout, 0.9)), returns=advantages + rollout.values)
     distribution, values = model.policy(batch.observations)
     log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
     ratios = log_ratios.exp()
@@ -177,7 +177,7 @@ def test_diagnostics_are_what_their_names_say(space):
 def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatches):
     torch.manual_seed(0)
     model = PPO(VECTOR, DISCRETE, normalize_advantages=how)
-    batch = model.targets(random_rollout(model.policy))
+    batch = model.batch(random_rollout(model.policy))
     assert len(batch) == 48
     for counted in (None, torch.arange(48) % 5):
         whole = batch if counted is None else batch.replace(weights=counted.float())
@@ -186,7 +186,7 @@ def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatch
             assert (known is not None) == (how == "minibatch" and counted is None)
             counts = torch.ones(len(part), dtype=torch.bool) if counted is None else part.weights != 0
             expected = torch.zeros(len(part)).masked_scatter(counts, normalize_rows(part.advantages[counts]))
-            torch.testing.assert_close(model.normalized_advantages(part), expected)
+            torch.testing.assert_close(model.estimator.standardized(part), expected)
             assert part.replace(advantages=2 * part.advantages).normalized_advantages is None
             part.advantages[0] += 1.0
             assert part.normalized_advantages is None

@@ -45,7 +45,7 @@ def test_loss_is_that_of_ppo_with_both_penalties():
     options = {"initial_kl_coef": 0.7, "adaptive_kl_target": 0.01, "kl_cutoff_factor": 1.5, "kl_cutoff_coef": 30.0}
     model, without = make(**options), make(PPO, clip_range=None)
     rollout = random_rollout(model.policy)
-    batch, acted = model.targets(rollout), make().policy
+    batch, acted = model.batch(rollout), make().policy
     with torch.no_grad():  # move away from the policy that acted
         for one in (model, without):
             for parameter in one.policy.parameters():
@@ -54,7 +54,7 @@ def test_loss_is_that_of_ppo_with_both_penalties():
     assert kl > 0.015
     penalty = 30 * (kl - 0.015) ** 2 + 0.7 * kl
     torch.testing.assert_close(model.loss(batch).detach(), without.loss(batch).detach() + penalty, rtol=1e-7, atol=0)
-    recorded = model.diagnostics.means()
+    recorded = model.steps.record.means()
     assert recorded["kl"] == pytest.approx(kl.item())
     assert recorded["kl_penalty"] == pytest.approx(penalty.item(), rel=1e-6)
     torch.testing.assert_close(model.mean_kl(batch), kl, **EXACT)
@@ -69,7 +69,7 @@ def test_penalty_holds_the_policy_back():
     ):
         model = make(adaptive_kl_target=1e-3, learning_rate=1e-2, **options)
         rollout = random_rollout(model.policy, off_policy=0.0)
-        batch = model.targets(rollout)
+        batch = model.batch(rollout)
         fit(model, rollout)
         moved.append(model.mean_kl(batch).item())
     assert moved[0] > 5 * moved[1] > 0
@@ -104,8 +104,8 @@ def test_target_follows_a_schedule_in_both_penalties():
     assert recorder.column("kl_coef") == pytest.approx([2, 3])
     assert model.kl_coef.item() == pytest.approx(2)
     assert model.adaptive_kl_target == 10
-    batch = model.targets(rollouts[0])
-    distribution, _ = model.evaluate(batch)
+    batch = model.batch(rollouts[0])
+    distribution, _ = model.actor_critic(batch)
     for target, is_beyond in ((1e-9, True), (10.0, False)):
         model.adaptive_kl_target = target
         beyond, _ = model.penalties(batch, distribution.with_parameters(shifted(distribution.parameters())))
@@ -170,7 +170,7 @@ def test_divergence_is_from_the_policy_that_acted_through_the_normalizer_that_ac
     model = make(normalize_observations=True, update_normalizers="before")
     rollout = random_rollout(model.policy, off_policy=0.0)
     acted = model.policy(rollout.observations[:-1])[0].parameters()
-    batch = model.targets(rollout)
+    batch = model.batch(rollout)
     assert model.policy.observation_normalizer.moments.count == 48
     for ours, theirs in zip(leaves(batch.acting_distribution), leaves(acted), strict=True):
         torch.testing.assert_close(ours, theirs.flatten(0, 1), **EXACT)
@@ -193,8 +193,8 @@ def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
     if memory is not None:
         remember(model.policy, rollout)
     with torch.no_grad():
-        acted = model.evaluate(rollout.flatten())[0]
-    batch = model.targets(rollout)
+        acted = model.actor_critic(rollout.flatten())[0]
+    batch = model.batch(rollout)
     assert model.policy.observation_normalizer.moments.count == 48
     expected = acted.parameters()
     for name, x in batch.acting_distribution.items():
@@ -225,7 +225,7 @@ def test_distributions_of_the_policy_that_acted_stay_what_they_were(memory):
     rollout = random_rollout(make().policy)
     if memory is not None:
         remember(model.policy, rollout)
-    acting = model.targets(rollout).acting_distribution
+    acting = model.batch(rollout).acting_distribution
     before = {name: x.clone() for name, x in acting.items()}
     with torch.no_grad():
         for parameter in model.policy.parameters():

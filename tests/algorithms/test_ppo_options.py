@@ -93,7 +93,7 @@ def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
     moved = {name for name, p in fast.items() if not torch.equal(p, joint[name])}
     assert {name.split(".")[0] for name in moved} >= {"critic_encoder", "value_head"}
     steps = {
-        name: sum(float(x.state[p]["step"]) for x in model.all_optimizers if p in x.state)
+        name: sum(float(x.state[p]["step"]) for x in model.steps.all_optimizers if p in x.state)
         for name, p in model.policy.named_parameters()
     }
     assert {steps[name] for name in steps if name.startswith(("actor", "action"))} == {2 * 2 * 4}
@@ -105,7 +105,7 @@ def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
 def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
     model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, num_epochs=1, num_value_epochs=3)
     make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
-    steps = {name: int(model.optimizer.state[p]["step"]) for name, p in model.policy.named_parameters()}
+    steps = {name: int(model.optimizers().state[p]["step"]) for name, p in model.policy.named_parameters()}
     assert {steps[name] for name in steps if name.startswith("action_head")} == {4}
     assert {steps[name] for name in steps if not name.startswith("action_head")} == {12}
 
@@ -119,7 +119,7 @@ def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
     trainer.fit(model, FixedRollouts([rollout], model))
     (seen,) = recorder.rows
     assert abs(seen["approx_kl"]) + abs(seen["approx_kl_k1"]) < 1e-12
-    assert trainer.global_step == model.diagnostics.num_updates == 1
+    assert trainer.global_step == model.steps.record.num_updates == 1
     ratios = (rollout.log_probs.clamp(-0.1, 0.1) - rollout.log_probs).exp()
     assert seen["clip_fraction"] == pytest.approx(((ratios - 1).abs() > 0.2).double().mean().item())
     assert seen["clip_fraction"] > 0.5
@@ -134,7 +134,7 @@ def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(ha
     model = PPO(VECTOR, DISCRETE, hidden_sizes=(4,), shared_encoder=shared, memory=memory)
     rollout = random_rollout(make("discrete", torch.float32).policy)
     remember(model.policy, rollout)
-    (batch,) = model.minibatches(model.targets(rollout), 1)
+    (batch,) = model.minibatches(model.batch(rollout), 1)
     model.loss(batch, half).backward()
     others = {id(parameter) for parameter in parameters_of_other_half(model.policy, half)}
     for name, parameter in model.policy.named_parameters():
@@ -154,8 +154,8 @@ def test_an_update_that_goes_too_far_is_taken_back_to_the_last_bit():
     trainer.fit(model, FixedRollouts([rollout], model))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    assert not any(x.any() for state in model.optimizer.state.values() for x in state.values())
-    assert model.diagnostics.num_updates == 0
+    assert not any(x.any() for state in model.optimizers().state.values() for x in state.values())
+    assert model.steps.record.num_updates == 0
     assert [value for _, value in logger.rows("train/updates_taken_back")] == [1.0]
 
 
@@ -200,7 +200,7 @@ def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, s
     make_trainer(callbacks=[recorder]).fit(model, FixedRollouts(rollouts, model))
     assert recorder.column("learning_rate") == pytest.approx([1e-3 * factor**n for n in (1, 2, 3)])
     if separate:
-        assert model.all_optimizers[1].param_groups[0]["lr"] == 1e-3
+        assert model.steps.all_optimizers[1].param_groups[0]["lr"] == 1e-3
 
 
 # -- failures, and what is refused

@@ -95,12 +95,12 @@ class FromFrames(TFAgentsPPO):
         return torch.arange(num_rows) if self.order is None else next(self.order)
 
     def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        self.batch = super().targets(rollout, **per_step)
+        self.batch = super().batch(rollout, **per_step)
         return self.batch
 
     def optimize(self, loss: Tensor, **options: Any) -> None:
         self.optimized += 1
-        for group in self.optimizer.param_groups:
+        for group in self.optimizers().param_groups:
             group["eps"] = self.epsilon / (1 - 0.999**self.optimized) ** 0.5
         super().optimize(loss, **options)
 
@@ -212,7 +212,7 @@ class Calls(Recorder):
             "weights": targets["masked_weights"],
         }.items():
             torch.testing.assert_close(getattr(batch, name), theirs.T.flatten(), **CLOSE)
-        ours = pl_module.normalize_each([batch.advantages])[0]
+        ours = pl_module.estimator.standardize([batch.advantages])[0]
         torch.testing.assert_close(ours, targets["normalized_advantages"].T.flatten(), **CLOSE)
         assert_losses(self.rows[-1], pl_module, result["losses_per_epoch"])
         if result["global_norm_before_clipping"] is not None:
@@ -284,7 +284,7 @@ def test_minibatches_as_the_learner_makes_them():
     for batch, expected in zip(batches, theirs, strict=True):
         torch.testing.assert_close(batch.weights, expected["masked_weights"][:, 0])
         torch.testing.assert_close(
-            model.normalize_each([batch.advantages])[0], expected["normalized_advantages"][:, 0], rtol=1e-4, atol=1e-4
+            model.estimator.standardize([batch.advantages])[0], expected["normalized_advantages"][:, 0], rtol=1e-4, atol=1e-4
         )
     means = {name: torch.stack([one["losses"][name] for one in theirs]) for name in theirs[0]["losses"]}
     assert_losses(recorder.rows[0], model, means)
@@ -345,7 +345,7 @@ CASES = [
 def test_losses_and_gradients(kind, config, weights):
     expected = LOSSES["kinds"][kind]["losses"][f"{config}/{weights}"]
     model, loss, variables = loss_of(kind, LOSSES["configs"][config], weights)
-    row = model.diagnostics.means()
+    row = model.steps.record.means()
     assert_losses(row, model, expected["losses"])
     # The two parts of the penalty are terms of their own; none of them is negative.
     terms = ("policy_gradient_loss", "value_estimation_loss", "entropy_regularization_loss", "kl_penalty_loss")
@@ -364,7 +364,7 @@ def test_nan_under_zero_weight_is_in_no_gradient():
     for without_aggregation in (False, True):
         config = LOSSES["configs"]["clip"] | {"aggregate_losses_across_replicas": not without_aggregation}
         model, loss, variables = loss_of("categorical", config, "mask", **spoilt)
-        assert_losses(model.diagnostics.means(), model, expected["losses"])
+        assert_losses(model.steps.record.means(), model, expected["losses"])
         for name, gradient in expected["grads"].items():
             (ours,) = torch.autograd.grad(loss, variables[name], retain_graph=True)
             assert ours.isfinite().all()
@@ -377,7 +377,7 @@ def test_term_that_is_not_finite_is_named():
     advantages[:, 1] = torch.inf
     model, _, _ = loss_of("categorical", LOSSES["configs"]["clip"], "mask", advantages=advantages)
     assert case["message_has"] == TERMS["policy_loss"]
-    assert "policy_loss" in model.diagnostics.not_finite(model.diagnostics.means())
+    assert "policy_loss" in model.steps.record.not_finite(model.steps.record.means())
 
 
 @pytest.mark.parametrize("name", ["shared", "unshared"])
@@ -419,14 +419,14 @@ def small(**options: Any) -> TFAgentsPPO:
 def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
     model = small(advantage_estimator="gae", gae_lambda=0.5, gamma=0.9)
     rollout = random_rollout(model.policy)
-    advantages, _ = model.advantages_and_returns(rollout)
+    advantages, _ = model.estimator.advantages_and_returns(rollout)
     t, b = rollout.truncated[:-2].nonzero()[0].tolist()
     torch.testing.assert_close(advantages[t, b], rollout.rewards[t, b] - rollout.values[t, b])
     b = int((~rollout.dones[-2]).nonzero()[0])
     # Its own value, not that of the step after it.
     expected = rollout.rewards[-2, b] + (0.9 - 1) * rollout.values[-2, b]
     torch.testing.assert_close(advantages[-2, b], expected)
-    batch = model.targets(rollout)
+    batch = model.batch(rollout)
     assert batch.weights.view(12, 4)[-1].tolist() == [0, 0, 0, 0]
     assert batch.weights[:-4].all()
 
@@ -435,7 +435,7 @@ def test_real_steps_whose_return_and_advantage_are_0_are_not_counted():
     model = small()
     rollout = random_rollout(model.policy)
     rollout.rewards[:, 1], rollout.values[:, 1] = 0, 0
-    weights = model.targets(rollout).weights.view(12, 4)
+    weights = model.batch(rollout).weights.view(12, 4)
     assert not weights[:, 1].any()
     assert weights[:-1, [0, 2, 3]].all()
 
@@ -446,7 +446,7 @@ def test_the_first_rollout_is_seen_31_times_larger():
     torch.testing.assert_close(model.policy.observation_normalizer(x), torch.tensor([[3.162278, -0.3162278, 5.0]]))
     rollout = random_rollout(model.policy)
     rollout.rewards[:] = 0.1
-    torch.testing.assert_close(model.normalized_rewards(rollout)[0, 0].item(), 3.1623, rtol=1e-4, atol=0)
+    torch.testing.assert_close(model.normalizers.rewards(rollout)[0, 0].item(), 3.1623, rtol=1e-4, atol=0)
 
 
 def test_other_variances_begin_as_elsewhere_or_as_is_asked():
@@ -462,7 +462,7 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
     terms = []
     for ranks in (1, 2):
         model = small(sum_losses_over_ranks=summed, clip_range=0.1, kl_cutoff_coef=50.0, policy_l2=0.01)
-        batch = model.targets(random_rollout(model.policy))
+        batch = model.batch(random_rollout(model.policy))
         with torch.no_grad():
             model.policy.action_head.logits.weight[0].add_(1.0)
         monkeypatch.setattr(TFAgentsPPO, "world_size", ranks)
@@ -470,8 +470,8 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
         monkeypatch.setattr(TFAgentsPPO, "of_ranks", lambda self, x, n=ranks: x.expand(n, *x.shape))
         (minibatch,) = model.minibatches(batch, 1)
         model.loss(minibatch)
-        penalties = float(sum(model.penalties(minibatch, model.evaluate(minibatch)[0])))
-        terms.append(model.diagnostics.means() | {"penalties": penalties})
+        penalties = float(sum(model.penalties(minibatch, model.actor_critic(minibatch)[0])))
+        terms.append(model.steps.record.means() | {"penalties": penalties})
         monkeypatch.undo()
     one, two = terms
     for name in ("penalties", "clip_fraction"):
@@ -492,7 +492,7 @@ def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
         torch.manual_seed(0)
         model = Weighing(VECTOR, CONTINUOUS, hidden_sizes=(4,), normalize_observations=False, policy_l2=0.1)
         rollout = random_rollout(model.policy)
-        batch = model.targets(rollout)
+        batch = model.batch(rollout)
         if spoil:
             for x in (batch.observations, batch.actions, batch.log_probs, *batch.acting_distribution.values()):
                 x[2] = torch.nan
@@ -506,7 +506,7 @@ def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
     losses = []
     for options in ({"kl_cutoff_factor": 0.0}, {"kl_cutoff_coef": 0.0}, {}):
         model = small(adaptive_kl_target=1e-6, **options)
-        batch = model.targets(random_rollout(model.policy))
+        batch = model.batch(random_rollout(model.policy))
         with torch.no_grad():
             model.policy.action_head.logits.weight.add_(torch.eye(3, 4, dtype=torch.float64))
         losses.append(model.loss(batch).item())
@@ -549,7 +549,7 @@ def test_returns_advantages_and_masks(case):
     rollout.discounts = lambda gamma, on_truncation: gymnasiums(gamma, on_truncation) * x["discount"]
     if model.reward_normalizer is not None:
         model.update_running_statistics(rollout)
-    advantages, returns = model.advantages_and_returns(rollout)
+    advantages, returns = model.estimator.advantages_and_returns(rollout)
     torch.testing.assert_close(advantages.T, case["advantages"], **CLOSE)
     torch.testing.assert_close(returns.T, case["returns"], **CLOSE)
     _, weights = model.counted_steps(rollout, advantages, returns)

@@ -61,7 +61,7 @@ def test_the_loss_of_a_batch_is_that_of_the_paper(cls):
     options = {"temperature_epsilon": 0.2, "kl_epsilon": 0.03, "value_coef": 0.7}
     model = make(cls, **options, initial_temperature=0.8, initial_kl_coef=3.0)
     rollout = random_rollout(model.policy, valid=True)
-    batch = model.targets(rollout)
+    batch = model.batch(rollout)
     acted = make(cls).policy(batch.observations)[0]
     duals = moved(model).duals.tolist()
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_steps_that_do_not_count_change_nothing_with_memory_either():
         model = make(Weighing, memory=MEMORY)
         rollout = random_rollout(make().policy)
         remember(model.policy, rollout)
-        batch = model.targets(rollout)
+        batch = model.batch(rollout)
         assert (batch.weights == 0).any()
         advantages = torch.where(batch.weights == 0, large, batch.advantages)
         losses.append(moved(model).compute_loss(batch.replace(advantages=advantages))["loss"])
@@ -101,7 +101,7 @@ def test_steps_that_do_not_count_change_nothing_with_memory_either():
 
 def test_a_rank_without_rows_adds_nothing():
     model = make()
-    batch = model.targets(random_rollout(model.policy))
+    batch = model.batch(random_rollout(model.policy))
     empty = batch.ordered(torch.zeros(0, dtype=torch.long))
     loss = model.loss(empty)
     assert loss.item() == pytest.approx(5 * 0.01)  # the bound of the divergence, which all ranks have in common
@@ -145,7 +145,7 @@ def test_a_larger_coefficient_holds_the_policy_back():
 def test_passes_parts_and_lambda_are_as_asked():
     model = make(num_epochs=3, num_minibatches=2, gae_lambda=0.5)
     rollout = random_rollout(model.policy, off_policy=0.0)
-    assert torch.equal(model.targets(rollout).advantages, model.gae(rollout, 0.5).flatten())
+    assert torch.equal(model.batch(rollout).advantages, model.estimator.gae(rollout, 0.5).flatten())
     trainer = make_trainer(precision="64-true")
     trainer.fit(model, FixedRollouts([rollout], model))
     assert trainer.global_step == 6
@@ -155,7 +155,7 @@ def test_the_value_loss_is_in_units_of_the_head_and_penalties_leave_the_duals_al
     plain, in_units = make(), make(value_normalization="running_std", policy_l2=0.1)
     rollout = random_rollout(plain.policy)
     in_units.policy.value_normalizer.update(3 * torch.randn(100, dtype=torch.float64), [], lambda x: x)
-    one, other = (model.compute_loss(model.targets(rollout)) for model in (plain, in_units))
+    one, other = (model.compute_loss(model.batch(rollout)) for model in (plain, in_units))
     assert other["value_loss"] != pytest.approx(one["value_loss"])
     squares = sum((w**2).sum().item() for name, w in in_units.policy.named_parameters() if is_weight_of_actor(name, w))
     assert other["l2_penalty"] == pytest.approx(0.1 * squares)

@@ -279,8 +279,8 @@ def test_a_resumed_run_goes_on_with_counters_optimiser_and_schedule(tmp_path, st
     assert (model.env_steps, model.policy_version) == (192, 6)
     # Four gradient steps a rollout, halved after each rollout.
     assert next(int(state["step"]) for state in stored["optimizer_states"][0]["state"].values()) == stop // 32 * 4
-    assert next(int(state["step"]) for state in model.optimizer.state.values()) == 6 * 4
-    assert model.optimizer.param_groups[0]["lr"] == 0.5**6
+    assert next(int(state["step"]) for state in model.optimizers().state.values()) == 6 * 4
+    assert model.optimizers().param_groups[0]["lr"] == 0.5**6
     assert trainer.global_step == 6 * 4
 
 
@@ -291,7 +291,7 @@ def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp
 
     class Rates(Callback):
         def on_train_batch_start(self, trainer, module, *_) -> None:
-            rates.append(module.optimizer.param_groups[0]["lr"])
+            rates.append(module.optimizers().param_groups[0]["lr"])
 
     for limit, learning_rate, ckpt_path in ((64, 1e-3, None), (128, 4e-3, tmp_path / "last.ckpt")):
         data = make_data()

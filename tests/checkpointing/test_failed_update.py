@@ -54,7 +54,7 @@ class BrokenPenalty(PPOKLPenalty):
 
     def loss(self, batch: Batch) -> torch.Tensor:
         loss = super().loss(batch)
-        self.divergences.append(batch.mean(self.divergence(batch, self.evaluate(batch)[0])).item())
+        self.divergences.append(batch.mean(self.divergence(batch, self.actor_critic(batch)[0])).item())
         return loss * torch.inf if len(self.divergences) == 3 else loss
 
 

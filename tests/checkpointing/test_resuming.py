@@ -54,7 +54,7 @@ def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, val
 def test_another_optimizer_begins_anew(resume, tmp_path):
     model, (message,) = resume("discrete", stop=5, model={"optimizer": "torch.optim.SGD"})
     assert message.endswith("(before: None), which begins anew")
-    assert isinstance(model.optimizer.optimizer, torch.optim.SGD)
+    assert isinstance(model.optimizers().optimizer, torch.optim.SGD)
     assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
 
 
@@ -74,14 +74,14 @@ def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
     changed = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
     model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
     assert message.endswith(", with the state it had")
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
 
 
 def test_another_schedule_begins_anew(resume):
     changed = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.1}}
     model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
     assert message.endswith(", which begins anew")
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_another_schedule_begins_anew(resume):
 def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, resume):
     model, messages = resume(setting, model=changed)
     assert len(messages) == 1
-    assert model.optimizer.param_groups[0]["lr"] == 3e-4
+    assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
 @pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
 def test_another_learning_rate_keeps_its_place_in_the_schedule(setting, factor, resume):
     model, (message,) = resume(setting, model={"learning_rate": 1e-2})
     assert message == "Resuming with learning_rate=0.01 (before: 0.0003); a schedule goes on in proportion"
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
 
 
 def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
@@ -106,7 +106,7 @@ def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
         f"Resuming with a learning rate that reaches 0 at {24 * 72} environment steps (before: {12 * 72}): it goes on "
         f"from {4 * 72} of them on the new line"
     )
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * (1 - 5 / 24))
 
 
 TWO = "schedules_and_two_optimizers"
@@ -132,12 +132,12 @@ def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resum
     model, (message,) = resume(TWO, model={"learning_rate": LINE})
     assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
     assert message.endswith(", a function of the environment steps from the beginning of the run on")
-    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
+    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
 
 
 def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
     model, _ = resume(TWO, model={"learning_rate": 5e-3, "critic_learning_rate": 1e-3}, stop=5)
-    rates = [[group["lr"] for group in x.param_groups] for x in model.all_optimizers]
+    rates = [[group["lr"] for group in x.param_groups] for x in model.steps.all_optimizers]
     assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
 
 
@@ -145,7 +145,7 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
     changed = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
     model, (message,) = resume(TWO, stop=5, model={"parameter_groups": changed})
     assert message.endswith(", with the state it had")
-    for optimizer in model.all_optimizers:
+    for optimizer in model.steps.all_optimizers:
         first, biases = optimizer.param_groups
         assert biases["lr"] == pytest.approx(3 * first["lr"])
         assert (first["weight_decay"], biases["weight_decay"]) == (0, 0.1)
@@ -169,7 +169,7 @@ def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(
     model, (message,) = resume("discrete", stop=5, model={"critic_learning_rate": 1e-3})
     assert message == "Resuming with critic_learning_rate=0.001 (before: None); optimisers begin anew"
     assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
-    assert len(model.all_optimizers) == 2
+    assert len(model.steps.all_optimizers) == 2
 
 
 @pytest.mark.parametrize("separate", [True, False])
@@ -178,7 +178,7 @@ def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(s
     model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
     was = f"separate_aux_optimizer={separate} (before: {not separate})"
     assert message == f"Resuming with {was}; optimisers begin anew"
-    assert len(model.all_optimizers) == 1 + separate
+    assert len(model.steps.all_optimizers) == 1 + separate
     steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
     assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
 
@@ -187,14 +187,14 @@ def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monke
     for name, value in (("critic_learning_rate", 1e-3), ("anneal_learning_rate", False)):
         monkeypatch.setitem(SETTINGS["ppg"][1], name, value)
     model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
-    assert [x.param_groups[0]["lr"] for x in model.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
+    assert [x.param_groups[0]["lr"] for x in model.steps.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
 
 
 def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     model, _ = resume("adaptive", stop=5)
-    assert model.optimizer.param_groups[0]["lr"] != 3e-4
+    assert model.optimizers().param_groups[0]["lr"] != 3e-4
     model, _ = resume("adaptive", stop=5, model={"adaptive_learning_rate": None})
-    assert model.optimizer.param_groups[0]["lr"] == 3e-4
+    assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_the_model_is_made_of_them(in_tmp_path):
     )
     cli = main(line.split())
     assert cli.model.policy.actor_encoder.out_features == 24
-    assert cli.model.optimizer.param_groups[0]["momentum"] == 0.9
+    assert cli.model.optimizers().param_groups[0]["momentum"] == 0.9
 
 
 def test_arguments_of_no_class_are_refused(capsys):

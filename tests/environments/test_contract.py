@@ -68,7 +68,7 @@ def test_modes_give_equal_targets_gradients_statistics_and_counts(script_in, mod
             Greedy(model.policy)
         )
         batch = rollout.flatten(
-            advantages=model.gae(rollout, 0.95), next_values=rollout.next_values, rewards=rollout.rewards
+            advantages=model.estimator.gae(rollout, 0.95), next_values=rollout.next_values, rewards=rollout.rewards
         )
         ends = rollout.flatten(terminated=rollout.terminated, truncated=rollout.truncated)
         results.append((rollout, batch, ends, learn(model, rollout), model))
@@ -153,7 +153,7 @@ def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitio
     again = make_collector(replay, rollout.num_steps, torch.float64).collect(Greedy(model.policy))
     assert again.valid is None
     rows, expected = (
-        r.flatten(advantages=model.gae(r, 0.95), next_values=r.next_values, rewards=r.rewards) for r in (rollout, again)
+        r.flatten(advantages=model.estimator.gae(r, 0.95), next_values=r.next_values, rewards=r.rewards) for r in (rollout, again)
     )
     for name in ("observations", "actions", "rewards"):
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name

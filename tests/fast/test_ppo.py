@@ -91,7 +91,7 @@ def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_spa
     gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
     with model.isolated_state():
         known = fast_loss(model, batch)
-        found = model.diagnostics.means()
+        found = model.steps.record.means()
     assert known is not None
     assert not known.loss.requires_grad
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
@@ -408,7 +408,7 @@ def test_closed_form_equals_autograd(seed):
     gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
     with model.isolated_state():
         known = fast_loss(model, batch)
-        found = model.diagnostics.means()
+        found = model.steps.record.means()
     assert known is not None
     assert found.keys() == expected.keys()
     if model.normalize_advantages != "rollout":  # which compute_loss does itself, and the update before

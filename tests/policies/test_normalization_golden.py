@@ -78,7 +78,7 @@ def test_advantages_are_normalized_as_by_tf_agents(name):
     # Where a small spread cancels, float32 there has noise of its own.
     noisy = name in ("large_mean_small_spread", "all_equal")
     tolerance = {"rtol": 1e-4, "atol": 3e-2 if noisy else 1e-5}
-    (normalized,) = model.normalize_each([case["advantages"].flatten()])
+    (normalized,) = model.estimator.standardize([case["advantages"].flatten()])
     torch.testing.assert_close(normalized, case["normalized"].flatten(), **tolerance)
 
 

@@ -255,7 +255,7 @@ class Broken(PPO):
 
     def loss(self, batch: Any) -> torch.Tensor:
         loss = super().loss(batch)
-        return loss + float("nan") if self.diagnostics.num_updates == 1 else loss
+        return loss + float("nan") if self.steps.record.num_updates == 1 else loss
 
 
 def test_update_that_failed_is_made_again_with_nested_observations(tmp_path):

@@ -116,7 +116,7 @@ def test_targets_are_the_returns_that_were_learned_from():
     model, _ = learn(PPO, 1, value_normalization="popart", num_epochs=1)
     rollout = random_rollout(make_policy(None).double(), seed=0)
     rollout.rewards = 10 * rollout.rewards
-    returns = (model.gae(rollout, model.gae_lambda) + rollout.values).flatten()
+    returns = (model.estimator.gae(rollout, model.gae_lambda) + rollout.values).flatten()
     moments = model.policy.value_normalizer.moments
     assert float(moments.mean) == pytest.approx(float(returns.mean()))
     assert float(moments.variance) == pytest.approx(float(returns.var(correction=0)))
@@ -139,7 +139,7 @@ def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
 def test_a_loss_of_ones_own_without_returns_is_told():
     class Silent(PPO):
         def targets(self, rollout: Rollout, **_: Any) -> Batch:
-            advantages = self.gae(rollout, self.gae_lambda)
+            advantages = self.estimator.gae(rollout, self.gae_lambda)
             return rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
 
     torch.manual_seed(0)

@@ -57,7 +57,7 @@ def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
     rollout = random_rollout(model.policy)
     assert rollout.truncated.any()
     assert rollout.terminated.any()
-    batch, returns = model.targets(rollout), empirical_returns(rollout, 0.9).flatten()
+    batch, returns = model.batch(rollout), empirical_returns(rollout, 0.9).flatten()
     torch.testing.assert_close(batch.returns, returns, **EXACT)
     torch.testing.assert_close(batch.advantages, returns - batch.values, **EXACT)
 
@@ -65,10 +65,10 @@ def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
 def test_empirical_value_targets_leave_the_advantages_alone():
     model, usual = make(value_target="empirical"), make()
     rollout = random_rollout(model.policy)
-    batch = model.targets(rollout)
+    batch = model.batch(rollout)
     torch.testing.assert_close(batch.returns, empirical_returns(rollout, 0.9).flatten(), **EXACT)
-    assert torch.equal(batch.advantages, usual.targets(rollout).advantages)
-    assert not torch.allclose(batch.returns, usual.targets(rollout).returns)
+    assert torch.equal(batch.advantages, usual.batch(rollout).advantages)
+    assert not torch.allclose(batch.returns, usual.batch(rollout).returns)
 
 
 class EveryOther(PPOKLPenalty):
@@ -138,12 +138,12 @@ def test_a_step_of_clear_may_be_of_replayed_rows_alone(replayed):
 def test_an_override_of_how_advantages_are_normalised_counts_in_minibatches_too():
     class Doubled(PPO):
         def normalize_each(self, parts: Any) -> Any:
-            return [2 * part for part in super().normalize_each(parts)]
+            return [2 * part for part in super().estimator.standardize(parts)]
 
     model, usual = make(Doubled), make()
     rollout = random_rollout(model.policy)
-    for own, other in zip(*(one.minibatches(one.targets(rollout), 2) for one in (model, usual)), strict=True):
-        torch.testing.assert_close(model.normalized_advantages(own), 2 * usual.normalized_advantages(other))
+    for own, other in zip(*(one.minibatches(one.batch(rollout), 2) for one in (model, usual)), strict=True):
+        torch.testing.assert_close(model.estimator.standardized(own), 2 * usual.normalized_advantages(other))
     assert not hasattr(model, "normalize")  # minibatches would not come by a second way to do it
 
 
@@ -157,9 +157,9 @@ def test_rewards_are_divided_by_their_own_deviation():
     second.rewards *= 9
     expected = second.rewards / deviation
     assert (expected.abs() > 1.5).any()
-    torch.testing.assert_close(model.normalized_rewards(second), expected.clamp(-1.5, 1.5), **EXACT)
+    torch.testing.assert_close(model.normalizers.rewards(second), expected.clamp(-1.5, 1.5), **EXACT)
     second.rewards = expected.clamp(-1.5, 1.5)
-    torch.testing.assert_close(usual.targets(second).advantages.mean(), usual.gae(second, 0.7).mean(), **EXACT)
+    torch.testing.assert_close(usual.batch(second).advantages.mean(), usual.estimator.gae(second, 0.7).mean(), **EXACT)
 
 
 def test_reward_clip_bounds_and_none_does_not():
@@ -167,7 +167,7 @@ def test_reward_clip_bounds_and_none_does_not():
         model = make(normalize_rewards=True, normalized_reward_clip=clip)
         rollout = random_rollout(model.policy)
         rollout.rewards[:] = 50
-        torch.testing.assert_close(model.normalized_rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(model.normalizers.rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
 
 
 def test_observations_are_clipped_and_scaled_as_asked():
@@ -216,9 +216,9 @@ def test_values_are_those_of_collection_or_computed_anew(recompute):
 def test_recomputed_values_end_episodes_as_collected_ones_do():
     model = make(recompute_values=True)
     rollout = random_rollout(model.policy)
-    expected = make().targets(rollout)
+    expected = make().batch(rollout)
     rollout.values, rollout.next_values = rollout.values + 1, rollout.next_values + 1
-    batch = model.targets(rollout)
+    batch = model.batch(rollout)
     for name in ("advantages", "returns"):
         torch.testing.assert_close(getattr(batch, name), getattr(expected, name), **EXACT)
 
@@ -251,10 +251,10 @@ def test_loss_is_a_weighted_mean():
     model, usual = make(Weighing, normalize_advantages="none"), make(normalize_advantages="none")
     rollout = random_rollout(model.policy)
     model.given = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    whole = usual.targets(rollout)
+    whole = usual.batch(rollout)
     rows = [Batch({name: x[i : i + 1] for name, x in whole.fields.items()}) for i in range(len(whole))]
     losses, weights = torch.stack([usual.loss(row) for row in rows]), model.given.flatten()
-    torch.testing.assert_close(model.loss(model.targets(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
+    torch.testing.assert_close(model.loss(model.batch(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
 
 
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
@@ -264,7 +264,7 @@ def test_weights_of_environments_or_of_times_alone_are_refused(cls):
     rollout = random_rollout(model.policy, length=4, num_envs=4)
     model.given = torch.tensor([1.0, 0.0, 1.0, 1.0])
     with pytest.raises(ConfigurationError, match=r"step_weights: shape=\(4,\) is not valid: expected \(4, 4\)"):
-        model.targets(rollout)
+        model.batch(rollout)
 
 
 def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
@@ -283,7 +283,7 @@ def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
     for name, parameter in results[0].items():
         assert parameter.isfinite().all()
         assert torch.equal(parameter, results[1][name])
-    assert len(model.targets(rollout)) == 46
+    assert len(model.batch(rollout)) == 46
 
 
 class WeighingA2C(A2C):
@@ -306,12 +306,12 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
     rollouts: list[Rollout] = []
     keep = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: rollouts.append(batch))
     make_trainer(callbacks=[keep]).fit(model, data)
-    batch = model.targets(rollouts[0])
+    batch = model.batch(rollouts[0])
     counted = batch.weights != 0
     assert counted.sum() == 10
     assert len(batch) == 16
-    advantages = model.normalized_advantages(batch)
-    assert torch.equal(advantages[counted], model.normalize_each([batch.advantages[counted]])[0])
+    advantages = model.estimator.standardized(batch)
+    assert torch.equal(advantages[counted], model.estimator.standardize([batch.advantages[counted]])[0])
     assert not advantages[~counted].any()
     mean = batch.returns[counted].double().mean()
     assert model.policy.value_normalizer.moments.mean.item() == pytest.approx(mean.item(), rel=1e-6)

@@ -65,7 +65,7 @@ def test_a_run_that_a_callback_stops_logs_what_is_left_once(every, steps):
     model = make_model(make_data())
     logger = fit(model, StopsAfter(6), every=every)
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
-    assert model.log_window.is_empty == bool(every)
+    assert model.metrics.is_empty == bool(every)
 
 
 def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_checkpoint():
@@ -73,7 +73,7 @@ def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_che
     with pytest.raises(SystemExit):
         fit(model, StopsAfter(6, SystemExit), logger=logger)
     assert [step for step, _ in logger.rows("train/policy_loss")] == [128]
-    assert not model.log_window.is_empty
+    assert not model.metrics.is_empty
 
 
 def test_steps_that_only_reset_leave_no_rollout_of_a_whole_run_unlogged():

@@ -126,7 +126,7 @@ def test_moments_are_those_of_all_ranks_together():
     torch.testing.assert_close(mean, whole.mean(1), rtol=1e-14, atol=0)
     torch.testing.assert_close(squares, (whole - whole.mean(1, keepdim=True)).square().sum(1), rtol=1e-12, atol=0)
     for rank in make_ranks():
-        standardized = rank.normalize_each(parts[rank.global_rank][:1])[0]
+        standardized = rank.estimator.standardize(parts[rank.global_rank][:1])[0]
     torch.testing.assert_close(
         standardized, (parts[2][0] - whole[0].mean()) / (whole[0].std() + 1e-8), rtol=1e-11, atol=0
     )
@@ -134,7 +134,7 @@ def test_moments_are_those_of_all_ranks_together():
 
 def test_equal_entries_of_several_ranks_become_0():
     for rank in make_ranks():
-        standardized = rank.normalize_each([torch.full((rank.global_rank + 3,), 0.1)])[0]
+        standardized = rank.estimator.standardize([torch.full((rank.global_rank + 3,), 0.1)])[0]
     assert not standardized.any()
 
 

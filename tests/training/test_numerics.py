@@ -40,7 +40,7 @@ class Sabotaged(PPO):
         if self.minibatch != 3:
             return super().loss(batch)
         self.snapshot = parameters_of(self)
-        self.optimizer_steps = [float(state["step"]) for state in self.optimizer.state.values()]
+        self.optimizer_steps = [float(state["step"]) for state in self.optimizers().state.values()]
         match self.spoil:
             case "advantage":
                 batch.advantages[0] = NAN
@@ -86,7 +86,7 @@ def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_nume
     assert model.snapshot, "the third minibatch was reached"
     assert_equal_parameters(model, model.snapshot)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert [float(state["step"]) for state in model.optimizer.state.values()] == model.optimizer_steps == [2.0] * 8
+    assert [float(state["step"]) for state in model.optimizers().state.values()] == model.optimizer_steps == [2.0] * 8
     assert model.policy.observation_normalizer.moments.count == model.reward_normalizer.moments.count == 0
     assert (model.env_steps, model.policy_version) == (0, 0)
 

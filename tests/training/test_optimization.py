@@ -46,7 +46,7 @@ def learn(model: PPO, num_rollouts: int = 3, **trainer: Any) -> Any:
 
 
 def groups(model: PPO) -> list[list[dict[str, Any]]]:
-    return [optimizer.param_groups for optimizer in model.all_optimizers]
+    return [optimizer.param_groups for optimizer in model.steps.all_optimizers]
 
 
 def rates(model: PPO) -> list[list[float]]:

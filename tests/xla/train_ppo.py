@@ -48,7 +48,7 @@ class Counts(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         row = {"compilations": compilations(), "reads_in_update": host_reads() - self.reads}
-        self.rows.append(row | {"first_ratio_error": pl_module.diagnostics.means()["first_ratio_error"]})
+        self.rows.append(row | {"first_ratio_error": pl_module.steps.record.means()["first_ratio_error"]})
         print(f"rollout {len(self.rows)}: " + ", ".join(f"{name} {value:.6g}" for name, value in self.rows[-1].items()))
 
 

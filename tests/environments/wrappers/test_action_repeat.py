@@ -131,7 +131,7 @@ def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algori
                 if hasattr(pl_module, "vtrace"):
                     found = pl_module.evaluated(pl_module.unroll(batch)).batch.advantages
                 else:
-                    found = pl_module.targets(batch).advantages
+                    found = pl_module.batch(batch).advantages
                 seen.append((found, expected.flatten()))  # noqa: B023 - called in this turn of the loop
 
         make_trainer(callbacks=[Spy()]).fit(model, data)
