@@ -42,21 +42,7 @@ def fit(**options: Any) -> tuple[Trainer, PPO, RolloutDataModule]:
     return trainer, model, data
 
 
-class Uncounted(PPO):
-    """Learns from rollouts without telling the clock."""
-
-    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
-        self.batch(rollout)
-
-
 # ---------------------------------------------------------------------- loops and limits
-
-
-def test_a_step_that_does_not_count_its_rollout_ends_the_run():
-    data = make_data()
-    trainer = make_trainer(max_epochs=-1, callbacks=[EnvStepLimit(64)])  # the limit would never be reached
-    with pytest.raises(RuntimeError, match=r"Uncounted.training_step .* within `with self.learning\(rollout\):`"):
-        trainer.fit(Uncounted(data.observation_space, data.action_space), data)
 
 
 def test_a_loader_of_anything_but_rollouts_is_refused():

@@ -63,7 +63,7 @@ def everything(model: OnPolicyAlgorithm) -> list[Any]:
     """Tensors and numbers of all that a run goes on from."""
     state = run_state(model)
     gradients = tuple(p.grad for p in model.parameters())
-    kept = [model.steps.record, model.losses, model._value_targets, model._kept_normalizers, model._saturation]
+    kept = [model.steps.record, model.losses, model.normalizers.value_targets, model.steps.failed_minibatch]
     return [copy.deepcopy(x) for x in (dict(model.state_dict()), torch.get_rng_state(), str(state), gradients)] + kept
 
 
@@ -126,9 +126,8 @@ def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
 
 def test_an_algorithm_without_a_loss_says_so():
     class Own(OnPolicyAlgorithm):
-        def training_step(self, rollout, batch_idx):
-            with self.learning(rollout):
-                self.batch(rollout)
+        def update(self, rollout):
+            self.batch(rollout)
 
     model = Own(VECTOR, DISCRETE)
     with pytest.raises(NotImplementedError, match=r"Own has no loss\(batch\), which compute_loss calls"):
@@ -156,12 +155,11 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
     terms: list[dict[str, float]] = []
 
     class Watched(PPO):
-        def optimize(self, loss, only=None, keep_if=None):
-            super().optimize(loss, only, keep_if)
-            newest = self.steps.record._terms
-            sizes = [abs(float(term)) for term in self.steps.record._absolute["total_abs_loss"][-1][0]]
-            last = {name: float(values[-1][0]) for name, values in newest.items()}
-            terms.append(last | {"total_abs_loss": sum(sizes)})
+        def loss(self, batch):
+            loss = super().loss(batch)
+            sizes = {"total_abs_loss": sum(abs(term.item()) for term in loss.terms), "loss": loss.total.item()}
+            terms.append({name: value.item() for name, value in loss.metrics.items()} | sizes)
+            return loss
 
     torch.manual_seed(0)
     options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "policy_l2": 0.01, "learning_rate": 1e-2}

@@ -144,7 +144,9 @@ def test_diagnostics_are_what_their_names_say(space):
     recorder = Recorder()
     model = make(space, torch.float64, num_epochs=1, num_minibatches=1, normalize_advantages="none")
     rollout = random_rollout(model.policy, seed=1)
-    batch = rollout.flatten(advantages=(advantages := model.estimator.gae(rollout, 0.9)), returns=advantages + rollout.values)
+    batch = rollout.flatten(
+        advantages=(advantages := model.estimator.gae(rollout, 0.9)), returns=advantages + rollout.values
+    )
     distribution, values = model.policy(batch.observations)
     log_ratios = distribution.log_prob(batch.actions) - batch.log_probs
     ratios = log_ratios.exp()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_rl.training.optimization import AdaptiveLearningRate
 from torch import Tensor
 
 from lightning_rl import PPO, FailedUpdate
-from lightning_rl.training.optimization import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import parameters_of_other_half
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.slow_options import MORE, SlowOptions

@@ -284,7 +284,10 @@ def test_minibatches_as_the_learner_makes_them():
     for batch, expected in zip(batches, theirs, strict=True):
         torch.testing.assert_close(batch.weights, expected["masked_weights"][:, 0])
         torch.testing.assert_close(
-            model.estimator.standardize([batch.advantages])[0], expected["normalized_advantages"][:, 0], rtol=1e-4, atol=1e-4
+            model.estimator.standardize([batch.advantages])[0],
+            expected["normalized_advantages"][:, 0],
+            rtol=1e-4,
+            atol=1e-4,
         )
     means = {name: torch.stack([one["losses"][name] for one in theirs]) for name in theirs[0]["losses"]}
     assert_losses(recorder.rows[0], model, means)

@@ -153,7 +153,8 @@ def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitio
     again = make_collector(replay, rollout.num_steps, torch.float64).collect(Greedy(model.policy))
     assert again.valid is None
     rows, expected = (
-        r.flatten(advantages=model.estimator.gae(r, 0.95), next_values=r.next_values, rewards=r.rewards) for r in (rollout, again)
+        r.flatten(advantages=model.estimator.gae(r, 0.95), next_values=r.next_values, rewards=r.rewards)
+        for r in (rollout, again)
     )
     for name in ("observations", "actions", "rewards"):
         assert torch.equal(getattr(rows, name), getattr(expected, name)), name

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, VMPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
 from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import weights_by_part
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -135,16 +137,26 @@ def test_a_step_of_clear_may_be_of_replayed_rows_alone(replayed):
     assert [row.get("loss") is not None for row in recorder.rows] == [True, replayed]
 
 
-def test_an_override_of_how_advantages_are_normalised_counts_in_minibatches_too():
-    class Doubled(PPO):
-        def normalize_each(self, parts: Any) -> Any:
-            return [2 * part for part in super().estimator.standardize(parts)]
+class Doubled(AdvantageEstimator):
+    """Normalizes to twice the usual."""
 
-    model, usual = make(Doubled), make()
+    def standardize(self, parts: Any) -> Any:
+        return [2 * part for part in super().standardize(parts)]
+
+
+class WithDoubled(PPO):
+    """Has it."""
+
+    def make_estimator(self, **options: Any) -> AdvantageEstimator:
+        return Doubled(self.policy, self.normalizers, **options)
+
+
+def test_an_override_of_how_advantages_are_normalized_counts_in_minibatches_too():
+    model, usual = make(WithDoubled), make()
     rollout = random_rollout(model.policy)
-    for own, other in zip(*(one.minibatches(one.batch(rollout), 2) for one in (model, usual)), strict=True):
-        torch.testing.assert_close(model.estimator.standardized(own), 2 * usual.normalized_advantages(other))
-    assert not hasattr(model, "normalize")  # minibatches would not come by a second way to do it
+    for own, other in zip(*(one.minibatches(one.batch(rollout), 1, 2) for one in (model, usual)), strict=True):
+        torch.testing.assert_close(own.advantages, 2 * other.advantages)
+        assert other.advantages.std().item() == pytest.approx(1)
 
 
 def test_rewards_are_divided_by_their_own_deviation():
@@ -180,7 +192,7 @@ def test_observations_are_clipped_and_scaled_as_asked():
 class Watching(PPO):
     """Keeps what the first loss of each rollout sees."""
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         if not hasattr(self, "seen"):
             moments = self.policy.observation_normalizer.moments
             self.seen = (moments.count.item(), batch, self.policy.value(batch.observations).detach())
@@ -253,8 +265,10 @@ def test_loss_is_a_weighted_mean():
     model.given = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole = usual.batch(rollout)
     rows = [Batch({name: x[i : i + 1] for name, x in whole.fields.items()}) for i in range(len(whole))]
-    losses, weights = torch.stack([usual.loss(row) for row in rows]), model.given.flatten()
-    torch.testing.assert_close(model.loss(model.batch(rollout)), (losses * weights).sum() / weights.sum(), **EXACT)
+    losses, weights = torch.stack([usual.loss(row).total for row in rows]), model.given.flatten()
+    torch.testing.assert_close(
+        model.loss(model.batch(rollout)).total, (losses * weights).sum() / weights.sum(), **EXACT
+    )
 
 
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
@@ -322,7 +336,7 @@ def test_weight_penalty_is_on_its_part_alone(part):
     options: dict[str, Any] = {"shared_encoder": part == "shared", "action_distribution": "gaussian"}
     torch.manual_seed(0)
     model = PPO(VECTOR, CONTINUOUS, hidden_sizes=(8,), **options, **{f"{part}_l2": 0.3})
-    loss = model.total(torch.zeros(()))
+    loss = model.new_loss(Batch({"log_probs": torch.zeros(1)})).total
     loss.backward()
     names = {
         "policy": ["actor_encoder.layers.0.weight", "action_head.mean.weight"],

@@ -1,12 +1,12 @@
-"""Statistics of a logging window: values by hand, precision, ranks, growing names; and the diagnostics of updates."""
+"""Statistics of a logging window: values by hand, precision, ranks, growing names; and the record of updates."""
 
 import math
 
 import pytest
 import torch
 
-from lightning_rl.training.loss import Diagnostics
 from lightning_rl.training.metrics import EpisodeStatistics, ScalarMeans, Total
+from lightning_rl.training.records import UpdateRecord
 
 
 def test_episode_statistics_are_those_of_every_episode_since_the_reset():
@@ -112,35 +112,34 @@ def test_a_snapshot_goes_on_where_it_was_taken():
     assert twin.update_called == metric.update_called
 
 
-def test_diagnostics_average_over_minibatches_and_observe_the_first():
-    diagnostics = Diagnostics(torch.device("cpu"))
+def test_records_average_over_minibatches():
+    record = UpdateRecord(torch.device("cpu"))
     for value in (1.0, 2.0, 6.0):
-        diagnostics.add(loss=torch.tensor(value), norm=torch.tensor(2 * value, dtype=torch.float64))
-        diagnostics.observe_first("error", lambda value=value: torch.tensor(value))
-    assert diagnostics.means() == {"loss": 3.0, "norm": 6.0, "error": 1.0}
-    assert Diagnostics(torch.device("cpu")).means() == {}
+        record.add(loss=torch.tensor(value), norm=torch.tensor(2 * value, dtype=torch.float64))
+    assert record.means() == {"loss": 3.0, "norm": 6.0}
+    assert UpdateRecord(torch.device("cpu")).means() == {}
 
 
 def test_sums_of_bfloat16_terms_go_on_growing():
-    diagnostics = Diagnostics(torch.device("cpu"))
+    record = UpdateRecord(torch.device("cpu"))
     for _ in range(1000):
-        diagnostics.add(grad_norm=torch.tensor(1.0, dtype=torch.bfloat16))
-    assert diagnostics.means() == {"grad_norm": 1.0}
+        record.add(grad_norm=torch.tensor(1.0, dtype=torch.bfloat16))
+    assert record.means() == {"grad_norm": 1.0}
 
 
 def test_only_terms_that_make_up_the_update_must_be_finite():
-    diagnostics = Diagnostics(torch.device("cpu"))
-    diagnostics.add(entropy=torch.tensor(1.0), policy_loss=torch.tensor(math.inf))
-    diagnostics.observe(explained_variance=torch.tensor(math.nan))
-    assert diagnostics.not_finite(diagnostics.means()) == {"policy_loss": math.inf}
+    record = UpdateRecord(torch.device("cpu"))
+    record.add(entropy=torch.tensor(1.0), policy_loss=torch.tensor(math.inf))
+    record.observe(explained_variance=torch.tensor(math.nan))
+    assert record.not_finite(record.means()) == {"policy_loss": math.inf}
 
 
-def test_once_closed_diagnostics_stay_closed():
-    diagnostics = Diagnostics(torch.device("cpu"))
-    assert not diagnostics.stopped
+def test_once_closed_record_stay_closed():
+    record = UpdateRecord(torch.device("cpu"))
+    assert not record.stopped
     for condition in (True, False, True):
-        diagnostics.stop_unless(torch.tensor(condition))
-    assert diagnostics.stopped
+        record.stop_unless(torch.tensor(condition))
+    assert record.stopped
 
 
 def test_values_taken_in_one_by_one_or_together_are_the_same_to_the_last_digit():

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
 
 from lightning_rl import A2C, PPO, EnvStepLimit
 from lightning_rl.fast import FlatAdam
+from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -123,10 +123,10 @@ def test_annealing_is_short_for_a_line_to_zero():
 
 def test_a2c_takes_schedules_too():
     schedule = {"kind": "piecewise", "points": [[0, 0.5], [ROWS, 0.1]]}
-    values = Values("entropy_coef", "gae_lambda")
+    values = Values("entropy_coef")
     model = A2C(VECTOR, DISCRETE, hidden_sizes=(8,), entropy_coef=schedule, learning_rate=schedule).double()
     learn(model, 2, callbacks=[values])
-    assert [row[:3] for row in values.rows] == [(0.5, 1.0, 0.5), (0.1, 1.0, 0.1)]
+    assert [row[:2] for row in values.rows] == [(0.5, 0.5), (0.1, 0.1)]
 
 
 @pytest.mark.parametrize("name", ["clip_range", "critic_learning_rate"])
@@ -246,8 +246,10 @@ def test_a_scheduler_steps_both():
 
 def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
     class Broken(PPO):
-        def value_loss(self, batch: Any, values: Tensor) -> Tensor:
-            return super().value_loss(batch, values) + (0 * self.policy.value_head.bias).sum().abs().sqrt()
+        def loss(self, batch: Any) -> Loss:
+            loss = super().loss(batch)
+            loss.add_scalar("broken", (0 * self.policy.value_head.bias).sum().abs().sqrt())
+            return loss
 
     model = make(Broken, critic_learning_rate=1e-3)
     before = parameters_of(model)
