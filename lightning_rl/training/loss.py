@@ -164,13 +164,12 @@ class Loss:
         if self.part != "critic":
             self.first_log_ratios = log_ratios.detach()
 
-    @torch.no_grad()
     def observe(self, *, batch: Batch | None = None, **rows: Tensor) -> None:
         """Record the means of numbers that describe an update but take no part in it, `[N]` each, or scalars."""
         if self.part != "critic":
-            own = self._rows(batch)
-            for name, x in rows.items():
-                self.observed[name] = own.mean(x.detach()) if x.dim() else x.detach()
+            with torch.no_grad():
+                for name, x in rows.items():
+                    self.observed[name] = self._rows(batch).mean(x) if x.dim() else x.detach()
 
     def stop_above(self, name: str, limit: float) -> None:
         """Make no further update from this rollout if an observed mean, over all ranks, is above a limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ class Values(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         of_groups = [rate for of_one in rates(pl_module) for rate in of_one]
-        self.rows.append((*(getattr(pl_module, name) for name in self.names), *of_groups))
+        self.rows.append((*(attrgetter(name)(pl_module) for name in self.names), *of_groups))
 
 
 SCHEDULES: dict[str, Any] = {
@@ -79,7 +80,8 @@ SCHEDULES: dict[str, Any] = {
 
 
 def test_attributes_and_learning_rate_follow_their_schedules_by_environment_steps():
-    values = Values(*SCHEDULES)
+    names = {"gae_lambda": "estimator.gae_lambda"}
+    values = Values(*(names.get(name, name) for name in SCHEDULES))
     learn(make(**SCHEDULES), callbacks=[values, EnvStepLimit(3 * ROWS)])
     assert values.rows == [
         pytest.approx((0.4, 0.1, 1.0, 8.0, 7.0, 3e-3, 3e-3)),
