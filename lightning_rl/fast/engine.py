@@ -105,14 +105,16 @@ class FastEngine:
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
         """Take a step, as one of Lightning's global steps if it `counts`."""
+        raw = optimizer.optimizer
+        step = raw.step_alone if isinstance(raw, FlatAdam) else raw.step
         if not counts:
-            optimizer.optimizer.step()
+            step()
             return
         trainer = model.trainer
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
-        optimizer.optimizer.step()
+        step()
         trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
         progress.increment_completed()
 
