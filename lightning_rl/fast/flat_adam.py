@@ -93,7 +93,7 @@ class FlatAdam(Adam):
         return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)) or "step" in vars(self)
 
     def _vectors_of(self, group: dict[str, Any]) -> _Vectors | None:
-        """Return the vectors of a group with the gradients, made if parameters or state are not, or no longer, there."""
+        """Return the vectors of a group, with its gradients; None if Adam has to step each parameter by itself."""
         if self._laid_out is None:
             self._laid_out = {}
         key = id(group)
@@ -165,9 +165,10 @@ class _Vectors:
         Something may have put others in their place. If so, or if a gradient is missing, the state stays correct: each
         parameter has its own part of it.
         """
-        state = optimizer.state
+        states = optimizer.state
         for parameter, place, moments in zip(self.parameters, self._places, self._moments, strict=True):
-            if parameter.data_ptr() != place or state[parameter].get("exp_avg") is not moments or parameter.grad is None:
+            is_here = parameter.data_ptr() == place and states[parameter].get("exp_avg") is moments
+            if not is_here or parameter.grad is None:
                 return False
         if not self.have_gradients():
             assert self.values.grad is not None

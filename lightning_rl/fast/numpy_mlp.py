@@ -7,23 +7,25 @@ than the matrix product before it (here 12 times as long as NumPy's).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution
 from lightning_rl.policies.distributions.heads import CategoricalHead, GaussianHead
 from lightning_rl.policies.distributions.noise import fill_log_exponential, fill_normal
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import MLPEncoder
 from lightning_rl.policies.networks.layers import HeadLinear
 from lightning_rl.policies.normalization import ObservationNormalizer
+
+Array = NDArray[np.floating[Any]]
 
 _DTYPES = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
@@ -154,20 +156,15 @@ class Actor:
     Args:
         policy: Its parameters and running statistics are read once.
         parameters: Weight and bias of each layer from observations to the outputs of the actor.
-        distribution: Makes an action distribution of these outputs.
     """
 
     max_rows = 64
     """With more rows the products take most of the time, and PyTorch may run them on several threads."""
 
-    def __init__(
-        self, policy: ActorCritic, parameters: Sequence[Tensor], distribution: Callable[[Tensor], Distribution]
-    ) -> None:
-        self.policy, self.distribution = policy, distribution
+    def __init__(self, policy: ActorCritic, parameters: Sequence[nn.Parameter]) -> None:
+        self.policy = policy
         self._prepare = Preparation(policy)
-        # Sampled as `Categorical` and `DiagonalGaussian` are, the latter with its standard deviation.
-        log_std = getattr(policy.action_head, "log_std", None)
-        self._std = None if log_std is None else log_std.detach().exp().numpy()
+        self._std = [parameter.detach().exp().numpy() for parameter in log_std(policy)]
         arrays = [parameter.detach().numpy() for parameter in parameters]
         self._parameters = list(zip(arrays[::2], arrays[1::2], strict=True))
         self._layers, self._rows = self._parameters, 0
@@ -177,17 +174,19 @@ class Actor:
     ) -> PolicyOutput:
         """Choose an action for every row; see `Policy.act`."""
         x = self._prepare(observations)
-        if not is_plain(x) or x.dim() != 2 or len(x) > self.max_rows:
+        if x is None or len(x) > self.max_rows:
             return self.policy.act(observations, generator, deterministic)
-        outputs = self.outputs(x.numpy())
-        if deterministic:
-            return PolicyOutput(self.distribution(torch.from_numpy(outputs)).mode())
-        noise = torch.empty(outputs.shape, dtype=x.dtype)
-        if self._std is None:
-            return PolicyOutput(torch.from_numpy((outputs - fill_log_exponential(noise, generator).numpy()).argmax(-1)))
-        return PolicyOutput(torch.from_numpy(outputs + self._std * fill_normal(noise, generator).numpy()))
+        outputs = self.outputs(x)
+        noise = np.zeros_like(outputs)
+        if self._std:  # a mean, to which `DiagonalGaussian` adds
+            if not deterministic:
+                fill_normal(torch.from_numpy(noise), generator)
+            return PolicyOutput(torch.from_numpy(outputs + self._std[0] * noise))
+        if not deterministic:  # logits, of which `Categorical` subtracts
+            fill_log_exponential(torch.from_numpy(noise), generator)
+        return PolicyOutput(torch.from_numpy((outputs - noise).argmax(-1)))
 
-    def outputs(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def outputs(self, x: Array) -> Array:
         """Return what the layers make of rows `[N, features]`."""
         if len(x) != self._rows:  # contiguous weights and repeated biases halve the time for so few rows
             self._rows = len(x)
@@ -209,37 +208,60 @@ def actor(policy: object) -> Actor | None:
     """
     if not isinstance(policy, ActorCritic) or not getattr(policy, "fast_paths", True):
         return None
-    head = linear_head(policy.action_head)
-    layers = None if head is None else tanh_parameters(policy.actor_encoder)
+    parameters = actor_parameters(policy)
     # With one encoder for both, acting gives values too.
-    if layers is None or head is None or policy.memory is not None or policy.critic_encoder is None:
+    if parameters is None or policy.critic_encoder is None or not have_one_dtype(parameters):
         return None
     if overridden(policy, ActorCritic, _ACTING) or is_observed(policy) or torch.compiler.is_compiling():
         return None
-    parameters, distribution = [*layers, *head[0]], head[1]
-    return Actor(policy, parameters, distribution) if have_one_dtype(parameters) else None
+    return Actor(policy, parameters)
 
 
 class Preparation:
-    """`ActorCritic.prepare_observations` for vectors, with the running statistics as they were at the first call."""
+    """`ActorCritic.prepare_observations` for rows, with the running statistics as they were at the first call."""
 
     def __init__(self, policy: ActorCritic) -> None:
-        self._policy = policy
-        self._dtype = policy.dtype
-        # By dtype of the observations: mean and scale.
-        self._constants: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._policy, self._dtype = policy, policy.dtype
+        normalizer = policy.observation_normalizer
+        self._normalizer = normalizer if type(normalizer) is ObservationNormalizer else None
+        self._is_known = normalizer is self._normalizer
+        self._moments: list[Array] = []
 
-    def __call__(self, observations: Nested) -> Nested:
-        """Return observations `[..., features]` as the encoders take them."""
-        normalizer = self._policy.observation_normalizer
-        if type(normalizer) is not ObservationNormalizer or not isinstance(observations, Tensor):
-            return self._policy.prepare_observations(observations)
-        x = observations if observations.dtype == torch.float64 else observations.float()
-        if x.dtype not in self._constants:
-            moments = normalizer.moments
-            self._constants[x.dtype] = moments.mean.to(x.dtype), moments.scale(normalizer.epsilon).to(x.dtype)
-        mean, scale = self._constants[x.dtype]
-        return ((x - mean) * scale).clamp(-normalizer.clip, normalizer.clip).to(self._dtype)
+    def __call__(self, observations: Nested) -> Array | None:
+        """Return rows `[N, features]` as the encoders take them; None of what NumPy would not compute as PyTorch."""
+        normalizer = self._normalizer
+        if not self._is_known or getattr(observations, "dtype", None) is not self._dtype:
+            observations, normalizer = self._policy.prepare_observations(observations), None
+        if not is_plain(observations) or observations.dtype is not self._dtype or observations.dim() != 2:
+            return None
+        x: Array = observations.numpy()
+        if normalizer is None:
+            return x
+        if not self._moments:
+            moments = normalizer.moments.mean, normalizer.moments.scale(normalizer.epsilon)
+            self._moments = [moment.to(self._dtype).numpy() for moment in moments]
+        x = x - self._moments[0]
+        x *= self._moments[1]
+        np.maximum(x, -normalizer.clip, out=x)
+        return np.minimum(x, normalizer.clip, out=x)
+
+
+def actor_parameters(policy: ActorCritic) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer from observations to logits or mean; None unless it is a plain tanh MLP."""
+    head = policy.action_head
+    if type(head) is GaussianHead:
+        last = linear_parameters(head.mean) if log_std(policy) and not head.squashes_mean else None
+    else:
+        last = linear_parameters(head.logits) if type(head) is CategoricalHead else None
+    layers = tanh_parameters(policy.actor_encoder)
+    return None if layers is None or last is None or policy.memory is not None else [*layers, *last]
+
+
+def log_std(policy: ActorCritic) -> list[nn.Parameter]:
+    """Return the logarithm of the standard deviation that all rows share; nothing where there is no such parameter."""
+    parameter = getattr(policy.action_head, "log_std", None)
+    plain = type(parameter) is nn.Parameter and policy.action_head.log_limits == [None, None]
+    return [parameter] if plain else []
 
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
@@ -265,29 +287,10 @@ def linear_parameters(layer: nn.Module, kind: type[nn.Linear] = HeadLinear) -> l
     return cast(list[nn.Parameter], parameters) if plain else None
 
 
-def linear_head(head: nn.Module) -> tuple[list[nn.Parameter], Callable[[Tensor], Distribution]] | None:
-    """Return weight and bias of a head, and what makes its distribution of their outputs; None for other heads."""
-    if type(head) is CategoricalHead:
-        parameters = linear_parameters(head.logits)
-        return None if parameters is None else (parameters, Categorical)
-    if type(head) is GaussianHead and has_plain_deviation(head):
-        parameters = linear_parameters(head.mean)
-        log_std = head.log_std
-        return None if parameters is None else (parameters, lambda mean: DiagonalGaussian(mean, log_std))
-    return None
-
-
-def has_plain_deviation(head: GaussianHead) -> bool:
-    """Whether the mean is a linear layer's output, and the logarithm of the standard deviation a parameter."""
-    log_std = getattr(head, "log_std", None)
-    return type(log_std) is nn.Parameter and head.log_limits == [None, None] and not head.squashes_mean
-
-
-def is_plain(x: object) -> bool:
+def is_plain(x: object) -> TypeGuard[Tensor]:
     """Whether `x` is a tensor of rows that NumPy computes with as PyTorch would."""
-    if type(x) is not Tensor or not x.is_cpu or x.dtype not in _DTYPES:
-        return False
-    return x.dim() > 1 and not torch.is_autocast_enabled("cpu")
+    plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.dim() > 1
+    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def have_one_dtype(parameters: Sequence[Tensor]) -> bool:
