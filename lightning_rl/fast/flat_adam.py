@@ -109,12 +109,10 @@ class FlatAdam(Adam):
     def _can_lay_out(self, group: dict[str, Any]) -> bool:
         parameters: list[Tensor] = group["params"]
         first = parameters[0]
-        states = [self.state[parameter] for parameter in parameters if self.state.get(parameter)]
         return (
             bool(group["fused"])
             and not (group["amsgrad"] or group["decoupled_weight_decay"])
             and first.device.type in ("cpu", "cuda")
-            and first.is_floating_point()
             and sum(parameter.numel() for parameter in parameters) <= _MOST_ENTRIES
             and all(
                 parameter.grad is not None
@@ -124,8 +122,7 @@ class FlatAdam(Adam):
                 for parameter in parameters
             )
             # One number of steps is for all of them.
-            and len(states) in (0, len(parameters))
-            and len({float(state["step"]) for state in states}) <= 1
+            and len({float(self.state[parameter].get("step", 0)) for parameter in parameters}) == 1
         )
 
 

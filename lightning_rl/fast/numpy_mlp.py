@@ -7,6 +7,7 @@ than the matrix product before it (here 12 times as long as NumPy's).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard, cast
 
@@ -142,12 +143,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     NumPy takes a fraction of PyTorch's time where one side is narrow.
     """
-    (rows, inner), columns = a.shape, b.shape[1]
+    sizes = *a.shape, b.shape[1]
     # Products with a vector have another limit.
-    if min(rows, inner, columns) > 1 and rows * inner * columns <= _LARGEST_NUMPY_PRODUCT:
+    if min(sizes) > 1 and math.prod(sizes) <= _LARGEST_NUMPY_PRODUCT:
         return torch.from_numpy(a.numpy().dot(b.numpy()))
-    # PyTorch takes several times as long where the narrow side is the second.
-    return b.t().mm(a.t()).t().contiguous() if columns < rows else a.mm(b)
+    return a.mm(b)
 
 
 class Actor:
@@ -248,20 +248,21 @@ class Preparation:
 
 def actor_parameters(policy: ActorCritic) -> list[nn.Parameter] | None:
     """Return weight and bias of each layer from observations to logits or mean; None unless it is a plain tanh MLP."""
-    head = policy.action_head
-    if type(head) is GaussianHead:
-        last = linear_parameters(head.mean) if log_std(policy) and not head.squashes_mean else None
-    else:
-        last = linear_parameters(head.logits) if type(head) is CategoricalHead else None
-    layers = tanh_parameters(policy.actor_encoder)
-    return None if layers is None or last is None or policy.memory is not None else [*layers, *last]
+    head, layers = policy.action_head, tanh_parameters(policy.actor_encoder)
+    last: nn.Module = nn.Identity()
+    if type(head) is CategoricalHead:
+        last = head.logits
+    elif type(head) is GaussianHead and log_std(policy) and not head.squashes_mean:
+        last = head.mean
+    outputs = linear_parameters([last])
+    return None if layers is None or outputs is None or policy.memory is not None else [*layers, *outputs]
 
 
 def log_std(policy: ActorCritic) -> list[nn.Parameter]:
     """Return the logarithm of the standard deviation that all rows share; nothing where there is no such parameter."""
-    parameter = getattr(policy.action_head, "log_std", None)
-    plain = type(parameter) is nn.Parameter and policy.action_head.log_limits == [None, None]
-    return [parameter] if plain else []
+    head = policy.action_head
+    parameter = getattr(head, "log_std", None)
+    return [parameter] if isinstance(parameter, nn.Parameter) and head.log_limits == [None, None] else []
 
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
@@ -269,22 +270,18 @@ def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
     return sequential_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
 
 
-def sequential_parameters(layers: nn.Module) -> list[nn.Parameter] | None:
+def sequential_parameters(layers: nn.Sequential) -> list[nn.Parameter] | None:
     """Return weight and bias of each layer; None unless they are linear with tanh after each."""
-    if type(layers) is not nn.Sequential:
-        return None
     linear, tanh = list(layers)[::2], list(layers)[1::2]
-    if len(linear) != len(tanh) or not linear or any(type(layer) is not nn.Tanh for layer in tanh):
-        return None
-    found = [linear_parameters(layer, nn.Linear) for layer in linear]
-    return [x for parameters in found for x in parameters or ()] if all(found) else None
+    is_known = linear and [type(layer) for layer in tanh] == [nn.Tanh] * len(linear)
+    return linear_parameters(linear, nn.Linear) if is_known and type(layers) is nn.Sequential else None
 
 
-def linear_parameters(layer: nn.Module, kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
-    """Return weight and bias of a linear layer; None where it is of another class or makes them of something else."""
-    parameters = [layer.weight, layer.bias] if type(layer) is kind else []
-    plain = parameters and all(type(parameter) is nn.Parameter for parameter in parameters)
-    return cast(list[nn.Parameter], parameters) if plain else None
+def linear_parameters(layers: Sequence[nn.Module], kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
+    """Return weight and bias of linear layers; None where one is of another class or makes them of something else."""
+    found = [x for layer in layers if type(layer) is kind for x in (layer.weight, layer.bias)]
+    plain = len(found) == 2 * len(layers) and all(type(x) is nn.Parameter for x in found)
+    return cast(list[nn.Parameter], found) if plain else None
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:

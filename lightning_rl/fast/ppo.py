@@ -100,7 +100,7 @@ class PPOLoss:
         if is_observed(policy):
             return "a module of the policy has hooks or is compiled"
         actor, critic = actor_parameters(policy), tanh_parameters(policy.critic_encoder)
-        last = linear_parameters(policy.value_head)
+        last = linear_parameters([policy.value_head])
         if actor is None or critic is None or last is None or policy.value_normalizer is not None:
             return "the policy is not two tanh MLPs with a categorical or Gaussian action"
         made = cls(model, actor, [*critic, *last], log_std(policy))
