@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rl.fast.flat_adam import FlatAdam
-from lightning_rl.fast.numpy_mlp import overridden, tanh_layers
+from lightning_rl.fast.numpy_mlp import overridden
 from lightning_rl.fast.ppo import KnownGradients, PPOLoss
 from lightning_rl.rollouts.batch import Batch
 
@@ -57,10 +57,8 @@ class FastEngine:
         self._known: KnownGradients | None = None
 
     def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
-        """Return the context of all updates from a rollout."""
-        # A loss by other authors may take derivatives that `TanhLayers` does not have.
-        own = type(model).__module__.startswith("lightning_rl.")
-        return tanh_layers(model.policy) if self.closed_form is None and own else nullcontext()
+        """Return the context of all updates from a rollout: none is needed."""
+        return nullcontext()
 
     def loss(self, model: Any, batch: Batch, only: str | None = None) -> Tensor:  # noqa: ANN401
         """Return the loss over a minibatch, for `backward`."""

@@ -1,14 +1,12 @@
 """Linear layers with tanh in NumPy: forward and backward passes for updates, and acting in a few environments.
 
-Starting an operation of PyTorch takes longer than a small network computes, and PyTorch's tanh on a CPU takes longer
-than the matrix product before it (here 12 times as long as NumPy's).
+Starting an operation of PyTorch takes longer than a small network computes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
 import numpy as np
@@ -44,98 +42,28 @@ class NumpyMLP:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+        self.layers = list(zip(parameters[::2], parameters[1::2], strict=True))
         self._features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs `[N, width]` for rows `[N, features]`, and keep the features for `backward`."""
-        self._features = tanh_features(x, self.parameters[:-2])
-        return functional.linear(self._features[-1], *self.parameters[-2:])
+        """Return the outputs `[N, width]` for rows `[N, features]`, and keep what each layer takes for `backward`."""
+        self._features = [x]
+        for weight, bias in self.layers[:-1]:
+            outputs = functional.linear(self._features[-1], weight, bias)
+            array = outputs.numpy()
+            np.tanh(array, out=array)
+            self._features.append(outputs)
+        return functional.linear(self._features[-1], *self.layers[-1])
 
     def backward(self, gradient: Tensor) -> list[Tensor]:
         """Return the gradient of each parameter, given the gradient of the outputs `[N, width]` of the last forward."""
-        features, self._features = self._features, []
-        last = product(gradient.t(), features[-1]), gradient.sum(0)
-        _, *others = tanh_gradients(features, self.parameters[:-2], gradient.mm(self.parameters[-2]))
-        return [*others, *last]
-
-
-class TanhLayers(torch.autograd.Function):
-    """Linear layers with tanh after each as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
-        """Return the features `[..., width]` of `x`, `[..., features]`, given weight and bias of each layer."""
-        features = tanh_features(x, parameters)
-        ctx.save_for_backward(*features, *parameters)
-        return features[-1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return the gradients of `x` and of the parameters."""
-        saved = ctx.saved_tensors
-        num_layers = len(saved) // 3
-        features, parameters = saved[: num_layers + 1], saved[num_layers + 1 :]
-        shape = features[0].shape
-        if len(shape) > 2:
-            gradient, *features = (part.flatten(0, -2) for part in (gradient, *features))
-        first, *others = tanh_gradients(features, parameters, gradient)
-        return (first.mm(parameters[0]).reshape(shape) if ctx.needs_input_grad[0] else None, *others)
-
-
-class TanhSequential(nn.Sequential):
-    """Linear layers with tanh after each, computed by `TanhLayers` where NumPy has the dtype of the rows."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the features `[..., width]` of rows `[..., features]`."""
-        parameters = [parameter for layer in self for parameter in layer.parameters()]
-        if not is_plain(input) or input.dtype is not parameters[0].dtype:
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        return TanhLayers.apply(input, *parameters)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@contextlib.contextmanager
-def tanh_layers(policy: object) -> Iterator[None]:
-    """Compute the MLPs of a policy by `TanhSequential` in here, as far as they have tanh and no hooks."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
-    plain = [module.layers for module in modules if type(module) is MLPEncoder and sequential_parameters(module.layers)]
-    swapped = [layers for layers in plain if not is_observed(layers)]
-    for layers in swapped:  # the module itself stays, with its parameters
-        layers.__class__ = TanhSequential
-    try:
-        yield
-    finally:
-        for layers in swapped:
-            layers.__class__ = nn.Sequential
-
-
-def tanh_features(x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return `x`, `[..., features]`, and the features after each linear layer with tanh; without gradient."""
-    features = [x]
-    for k in range(0, len(parameters), 2):
-        outputs = functional.linear(features[-1], parameters[k], parameters[k + 1])
-        array = outputs.numpy()
-        np.tanh(array, out=array)
-        features.append(outputs)
-    return features
-
-
-def tanh_gradients(features: Sequence[Tensor], parameters: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
-    """Return the gradients of the first layer's outputs before tanh, `[N, width]`, and of each parameter.
-
-    Args:
-        features: What `tanh_features` returned for rows.
-        parameters: Weight and bias of each layer.
-        gradient: The gradient of the last features, `[N, width]`.
-    """
-    gradients: list[Tensor] = []
-    for k in range(len(features) - 2, -1, -1):
-        gradient = _TANH_BACKWARD(gradient, features[k + 1])
-        gradients += [gradient.sum(0), product(gradient.t(), features[k])]
-        if k > 0:
-            gradient = gradient.mm(parameters[2 * k])
-    return [gradient, *reversed(gradients)]
+        gradients: list[Tensor] = []
+        for k in range(len(self.layers) - 1, -1, -1):
+            features = self._features.pop()
+            gradients += [gradient.sum(0), product(gradient.t(), features)]
+            if k > 0:
+                gradient = _TANH_BACKWARD(gradient.mm(self.layers[k][0]), features)
+        return gradients[::-1]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -267,14 +195,11 @@ def log_std(policy: ActorCritic) -> list[nn.Parameter]:
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
     """Return weight and bias of each layer; None unless they are linear with tanh after each, on plain vectors."""
-    return sequential_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
-
-
-def sequential_parameters(layers: nn.Sequential) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer; None unless they are linear with tanh after each."""
-    linear, tanh = list(layers)[::2], list(layers)[1::2]
+    if type(encoder) is not MLPEncoder or not encoder.is_vector or type(encoder.layers) is not nn.Sequential:
+        return None
+    linear, tanh = list(encoder.layers)[::2], list(encoder.layers)[1::2]
     is_known = linear and [type(layer) for layer in tanh] == [nn.Tanh] * len(linear)
-    return linear_parameters(linear, nn.Linear) if is_known and type(layers) is nn.Sequential else None
+    return linear_parameters(linear, nn.Linear) if is_known else None
 
 
 def linear_parameters(layers: Sequence[nn.Module], kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
