@@ -25,7 +25,7 @@ from workload_models import make_data, make_model
 from lightning_rl import PPO
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentBatch
-from lightning_rl.fast import Actor, FastEngine, PPOLoss
+from lightning_rl.fast import Actor, FastEngine, FlatAdam, PPOLoss
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.numpy_mlp import NumpyMLP
 from lightning_rl.policies.actor_critic import ActorCritic
@@ -43,7 +43,7 @@ PARTS: list[Part] = [
     (PPO, "training_step", "update: diagnostics, cutting minibatches, the rest"),
     (PPO, "gae", "update: advantages"),
     (FastEngine, "step", "update: Lightning around the optimiser"),
-    (torch.optim.Adam, "step", "update: optimiser"),
+    (FlatAdam, "step_alone", "update: optimiser"),
     (PPO, "_log_rollout", "logging"),
 ]
 # Of losses with a graph.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_rl import IMPALA, PPG, PPO, AtariPreprocessing, RolloutDataModule
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.environments import Backend
-from lightning_rl.fast import FastEngine
+from lightning_rl.fast import FastEngine, FlatAdam
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import ClassSpec
@@ -129,7 +129,7 @@ class BareEngine(FastEngine):
 
     def step(self, model: LightningModule, optimizer: Any, counts: bool) -> None:  # noqa: ANN401
         """Take a step."""
-        optimizer.step()
+        (optimizer.step_alone if isinstance(optimizer, FlatAdam) else optimizer.step)()
 
 
 class BarePPO(PPO):

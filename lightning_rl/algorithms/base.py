@@ -515,7 +515,7 @@ class OnPolicyAlgorithm(LightningModule):
         for replay in self.replays.values():
             replay.begin()
         profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
-        with suppress(NotFiniteError), profiled, explained_anomaly(), self.steps.engine.updates(self):
+        with suppress(NotFiniteError), profiled, explained_anomaly():
             self.update(rollout)
         means = self.losses = self.steps.means()
         if not_finite := self.steps.not_finite(means):

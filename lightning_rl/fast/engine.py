@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,39 +11,23 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_rl.fast.flat_adam import FlatAdam
-from lightning_rl.fast.numpy_mlp import overridden, tanh_layers
-from lightning_rl.fast.ppo import KnownLoss
-from lightning_rl.rollouts.batch import Batch
+from lightning_rl.fast.numpy_mlp import overridden
+from lightning_rl.fast.ppo import KnownLoss, PPOLoss
 
 _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _MARK = "closed_form"
 _HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-_BACKWARD = ("backward", "manual_backward")
 _STRATEGY = ("pre_backward", "backward", "post_backward", "optimizer_step")
 # What was logged last about each algorithm.
 _logged: WeakKeyDictionary[LightningModule, str] = WeakKeyDictionary()
 
 
-class ClosedForm(Protocol):
-    """Computes a loss over minibatches together with its gradient."""
-
-    @classmethod
-    def of(cls, model: Any) -> ClosedForm | str:  # noqa: ANN401
-        """Return the closed form for the updates from one rollout, or why there is none."""
-        ...
-
-    def __call__(self, batch: Batch) -> KnownLoss | None:
-        """Return loss and gradients over a minibatch; None if it has none for this one."""
-        ...
-
-
-def closed_form(form: type[ClosedForm], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
+def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
     """Mark a `loss(batch)` that also exists in closed form: whoever edits one of them edits both.
 
     Args:
@@ -67,15 +50,9 @@ class FastEngine:
         closed_form: Of the loss of the model; None leaves it to autograd.
     """
 
-    def __init__(self, closed_form: ClosedForm | None = None) -> None:
+    def __init__(self, closed_form: PPOLoss | None = None) -> None:
         self.closed_form = closed_form
         self._known: KnownLoss | None = None
-
-    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
-        """Return the context of all updates from a rollout."""
-        # A loss by other authors may take derivatives that `TanhLayers` does not have.
-        own = type(model).__module__.startswith("lightning_rl.")
-        return tanh_layers(model.policy) if self.closed_form is None and own else nullcontext()
 
     def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
         """Return the loss over a minibatch, whose `total` is for `backward`."""
@@ -103,14 +80,16 @@ class FastEngine:
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
         """Take a step, as one of Lightning's global steps if it `counts`."""
+        raw = optimizer.optimizer
+        step = raw.step_alone if isinstance(raw, FlatAdam) else raw.step
         if not counts:
-            optimizer.optimizer.step()
+            step()
             return
         trainer = model.trainer
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         progress.increment_ready()
         trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
-        optimizer.optimizer.step()
+        step()
         trainer.profiler.stop("optimizer_step")  # type: ignore[attr-defined]
         progress.increment_completed()
 
@@ -148,24 +127,23 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
     trainer = model.trainer
     if trainer.world_size > 1:
         return "several ranks exchange gradients in the backward pass"
-    owners = [model, *trainer.callbacks]
-    plugins = [(trainer.strategy, Strategy), (trainer.strategy.precision_plugin, Precision)]
-    found = [(x, name) for name in _HOOKS for x in owners if is_overridden(name, x, _base(x))]
-    found += [(model, name) for name in _BACKWARD if is_overridden(name, model)]
-    found += [(x, name) for x, base in plugins for name in _STRATEGY if is_overridden(name, x, base)]
-    return f"{type(found[0][0]).__name__} overrides {found[0][1]}" if found else None
+    strategy = trainer.strategy
+    members: list[tuple[object, type[Any], Sequence[str]]] = [
+        (model, LightningModule, (*_HOOKS, "backward", "manual_backward")),
+        *((callback, Callback, _HOOKS) for callback in trainer.callbacks),
+        (strategy, Strategy, _STRATEGY),
+        (strategy.precision_plugin, Precision, _STRATEGY),
+    ]
+    found = ((type(owner).__name__, overridden(owner, base, names)) for owner, base, names in members)
+    return next((f"{owner} overrides {name}" for owner, name in found if name is not None), None)
 
 
-def closed_form_of(model: Any) -> ClosedForm | str:  # noqa: ANN401
+def closed_form_of(model: Any) -> PPOLoss | str:  # noqa: ANN401
     """Return the closed form of the loss of a model as it is now, or why there is none."""
     form, reads = getattr(getattr(type(model), "loss", None), _MARK, (None, ()))
     if form is None:
-        return f"{type(model).__name__}.loss has no closed form"
+        return "no closed form of its loss is known"
     owner = next(cls for cls in type(model).__mro__ if "loss" in vars(cls))
     if (name := overridden(model, owner, ("loss", *reads))) is not None:
         return f"{name} is overridden"
     return form.of(model)  # type: ignore[no-any-return]
-
-
-def _base(owner: object) -> type[Any]:
-    return LightningModule if isinstance(owner, LightningModule) else Callback

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_rl.validation import ClassSpec
 
@@ -37,7 +39,6 @@ class FlatAdam(Adam):
     """
 
     _laid_out: dict[int, _Vectors | None] | None = None  # by identity of the group; None: as Adam does
-    _is_hooked = False
 
     def vectors(self) -> list[Tensor]:
         """Return what has all parameters that have a gradient, and in `grad` those gradients: some may be views.
@@ -47,12 +48,23 @@ class FlatAdam(Adam):
         found: list[Tensor] = []
         for group in self.param_groups:
             vectors = self._vectors_of(group)
-            if vectors is None:
-                found += [parameter for parameter in group["params"] if parameter.grad is not None]
-            else:
-                vectors.gather()
-                found.append(vectors.values)
+            own = group["params"] if vectors is None else [vectors.values]
+            found += [tensor for tensor in own if tensor.grad is not None]
         return found
+
+    def step_alone(self) -> None:
+        """Take the step of `step()`, without PyTorch's profile of it where nobody waits for a step.
+
+        The way to it takes several times as long as the step of a small network. Call it after `vectors`, with nothing
+        in between but what is done to these gradients.
+        """
+        found = [(self._laid_out or {}).get(id(group)) for group in self.param_groups]
+        ready = [vectors for vectors in found if vectors is not None and vectors.have_gradients()]
+        if len(ready) < len(found) or self._is_watched():
+            self.step()
+            return
+        for vectors in ready:
+            vectors.take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero."""
@@ -68,32 +80,26 @@ class FlatAdam(Adam):
         self._laid_out = None  # another state than the one that was laid out
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Give Adam what it steps: values, gradients, first and second moments, their maxima, numbers of steps."""
-        vectors = (self._laid_out or {}).get(id(group))
-        if vectors is None or not vectors.has_gathered():  # as after `vectors`
-            vectors = self._vectors_of(group)
-            if vectors is None:
-                return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
-            vectors.gather()
-        assert vectors.values.grad is not None
-        of_step = (vectors.values, vectors.values.grad, vectors.exp_avg, vectors.exp_avg_sq, None, vectors.step)
-        for entries, tensor in zip(lists, of_step, strict=True):
-            if tensor is not None:
-                entries.append(tensor)
+        """Give Adam what it steps: nothing of a group that has vectors, whose step is taken here."""
+        vectors = self._vectors_of(group)
+        if vectors is None:
+            return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
+        vectors.take_step(self)
         return False
 
+    def _is_watched(self) -> bool:
+        """Whether hooks or a scheduler, which counts by a `step` of its own, wait for a step."""
+        hooks = (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
+        return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)) or "step" in vars(self)
+
     def _vectors_of(self, group: dict[str, Any]) -> _Vectors | None:
-        """Return the vectors of a group, made if they are not there or no longer what parameters and state refer to."""
+        """Return the vectors of a group, with its gradients; None if Adam has to step each parameter by itself."""
         if self._laid_out is None:
             self._laid_out = {}
-        if not self._is_hooked:
-            # Not by overriding `step`: PyTorch wraps that of every class, and hooks would be called twice.
-            self.register_step_post_hook(_tell_steps)
-            self._is_hooked = True
         key = id(group)
         if key in self._laid_out:
             vectors = self._laid_out[key]
-            if vectors is None or vectors.are_those_of(self):
+            if vectors is None or vectors.gather(self):
                 return vectors
         vectors = _Vectors(self, group) if self._can_lay_out(group) else None
         if any(parameter.grad is not None for parameter in group["params"]):
@@ -103,12 +109,10 @@ class FlatAdam(Adam):
     def _can_lay_out(self, group: dict[str, Any]) -> bool:
         parameters: list[Tensor] = group["params"]
         first = parameters[0]
-        states = [self.state[parameter] for parameter in parameters if self.state.get(parameter)]
         return (
             bool(group["fused"])
-            and not group["amsgrad"]
+            and not (group["amsgrad"] or group["decoupled_weight_decay"])
             and first.device.type in ("cpu", "cuda")
-            and first.is_floating_point()
             and sum(parameter.numel() for parameter in parameters) <= _MOST_ENTRIES
             and all(
                 parameter.grad is not None
@@ -118,8 +122,7 @@ class FlatAdam(Adam):
                 for parameter in parameters
             )
             # One number of steps is for all of them.
-            and len(states) in (0, len(parameters))
-            and len({float(state["step"]) for state in states}) <= 1
+            and len({float(self.state[parameter].get("step", 0)) for parameter in parameters}) == 1
         )
 
 
@@ -127,89 +130,83 @@ class _Vectors:
     """What a group of Adam has, side by side.
 
     Attributes:
+        group: The group.
         values: Parameters, with their gradients in `grad`.
         exp_avg: First moments.
         exp_avg_sq: Second moments.
-        step: Number of steps, of all parameters.
+        steps: Number of steps, the same for each parameter.
     """
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        self.group = group
         self.parameters: list[Tensor] = group["params"]
         first = self.parameters[0]
         alignment = _ALIGNMENT_BYTES // first.element_size()
         sizes = [-(-parameter.numel() // alignment) * alignment for parameter in self.parameters]
         self._begins = [0, *itertools.accumulate(sizes)]
         states = [optimizer.state[parameter] for parameter in self.parameters]
-        self.values = self._vector([parameter.detach() for parameter in self.parameters])
-        self.values.grad = torch.zeros_like(self.values)
-        self.exp_avg, self.exp_avg_sq = (
-            self._vector([state.get(name) for state in states]) for name in ("exp_avg", "exp_avg_sq")
-        )
-        self.step = torch.zeros((), dtype=torch.float32, device=first.device)
-        if "step" in states[0]:
-            self.step.copy_(states[0]["step"])
-        self.steps = self.step.repeat(len(states))
-        self._gradients, self._moments = self._views(self.values.grad), self._views(self.exp_avg)
-        entries = (states, self._moments, self._views(self.exp_avg_sq), self.steps.unbind())
-        for state, exp_avg, exp_avg_sq, step in zip(*entries, strict=True):
-            state |= {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        for parameter, values in zip(self.parameters, self._views(self.values), strict=True):
-            parameter.data = values
-        ends = [begin + parameter.numel() for begin, parameter in zip(self._begins, self.parameters, strict=False)]
-        between = zip(ends, self._begins[1:], strict=True)
-        self._gaps = [self.values.grad[end:begin] for end, begin in between if end < begin]
+        self.values, values = self._side_by_side([parameter.detach() for parameter in self.parameters])
+        self.exp_avg, self._moments = self._side_by_side([state.get("exp_avg") for state in states])
+        self.exp_avg_sq, squares = self._side_by_side([state.get("exp_avg_sq") for state in states])
+        self.values.grad, self._gradients = self._side_by_side([parameter.grad for parameter in self.parameters])
+        self.steps = torch.full((len(states),), float(states[0].get("step", 0)), device=first.device)
+        for state, *entries in zip(states, self.steps.unbind(), self._moments, squares, strict=True):
+            state |= dict(zip(("step", "exp_avg", "exp_avg_sq"), entries, strict=True))
+        for parameter, view, gradient in zip(self.parameters, values, self._gradients, strict=True):
+            parameter.data, parameter.grad = view, gradient
         self._places = [parameter.data_ptr() for parameter in self.parameters]
 
-    def are_those_of(self, optimizer: Optimizer) -> bool:
-        """Whether parameters and state still refer to these vectors: something may have put others in their place.
+    def gather(self, optimizer: Optimizer) -> bool:
+        """Bring the gradients side by side; False if parameters and state no longer refer to these vectors.
 
-        If not, or if a gradient is missing, the state stays correct: each parameter has its own part of it.
+        Something may have put others in their place. If so, or if a gradient is missing, the state stays correct: each
+        parameter has its own part of it.
         """
         states = optimizer.state
-        return [parameter.data_ptr() for parameter in self.parameters] == self._places and all(
-            parameter.grad is not None and states[parameter].get("exp_avg") is moments
-            for parameter, moments in zip(self.parameters, self._moments, strict=True)
-        )
+        for parameter, place, moments in zip(self.parameters, self._places, self._moments, strict=True):
+            is_here = parameter.data_ptr() == place and states[parameter].get("exp_avg") is moments
+            if not is_here or parameter.grad is None:
+                return False
+        if not self.have_gradients():
+            assert self.values.grad is not None
+            # Gradients that were not finite are scaled by NaN, and so is what lies between them.
+            self.values.grad.zero_()
+            torch._foreach_copy_(self._gradients, [cast(Tensor, parameter.grad) for parameter in self.parameters])
+            for parameter, view in zip(self.parameters, self._gradients, strict=True):
+                parameter.grad = view
+        return True
 
-    def gather(self) -> None:
-        """Bring the gradients side by side, where they are not yet."""
-        if self.has_gathered():
-            return
-        gradients = [cast(Tensor, parameter.grad) for parameter in self.parameters]
-        torch._foreach_copy_(self._gradients, gradients)
-        # Gradients that were not finite are scaled by NaN, and so is what lies between them.
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
-        for parameter, view in zip(self.parameters, self._gradients, strict=True):
-            parameter.grad = view
-
-    def has_gathered(self) -> bool:
-        """Whether the gradients are side by side."""
+    def have_gradients(self) -> bool:
+        """Whether the gradients of the parameters are those in the vectors."""
         return all(p.grad is view for p, view in zip(self.parameters, self._gradients, strict=True))
 
-    def tell_steps(self) -> None:
-        """Tell the state of each parameter how many steps were taken."""
-        self.steps.fill_(self.step)
+    def take_step(self, optimizer: Optimizer) -> None:
+        """Take a step as fused Adam does: private names, checked with PyTorch 2.8 and 2.13."""
+        assert self.values.grad is not None
+        group, found_inf = self.group, getattr(optimizer, "found_inf", None)
+        self.steps += 1
+        torch._fused_adam_(
+            *([self.values], [self.values.grad], [self.exp_avg], [self.exp_avg_sq], [], [self.steps[0]]),
+            lr=group["lr"],
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=group["maximize"],
+            grad_scale=getattr(optimizer, "grad_scale", None),
+            found_inf=found_inf,
+        )
+        if found_inf is not None:  # the kernel did nothing then
+            self.steps -= found_inf
 
-    def _vector(self, parts: list[Tensor | None]) -> Tensor:
-        """Return parts, 0 where there are none, side by side."""
-        vector = torch.zeros(self._begins[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device)
-        for view, part in zip(self._views(vector), parts, strict=True):
+    def _side_by_side(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+        """Return one vector that has `parts`, 0 where there are none, and the views of it in the parameters' shapes."""
+        first = self.parameters[0]
+        vector = torch.zeros(self._begins[-1], dtype=first.dtype, device=first.device)
+        places = zip(self._begins, self.parameters, strict=False)
+        views = [vector[begin : begin + parameter.numel()].view_as(parameter) for begin, parameter in places]
+        for view, part in zip(views, parts, strict=True):
             if part is not None:
                 view.copy_(part)
-        return vector
-
-    def _views(self, vector: Tensor) -> list[Tensor]:
-        """Return the part of each parameter, in its shape."""
-        return [
-            vector[begin : begin + parameter.numel()].view_as(parameter)
-            for begin, parameter in zip(self._begins, self.parameters, strict=False)
-        ]
-
-
-def _tell_steps(optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - a hook's
-    """Tell the state of each parameter how many steps were taken."""
-    assert isinstance(optimizer, FlatAdam)
-    for vectors in (optimizer._laid_out or {}).values():
-        if vectors is not None:
-            vectors.tell_steps()
+        return vector, views

@@ -1,29 +1,30 @@
 """Linear layers with tanh in NumPy: forward and backward passes for updates, and acting in a few environments.
 
-Starting an operation of PyTorch takes longer than a small network computes, and PyTorch's tanh on a CPU takes longer
-than the matrix product before it (here 12 times as long as NumPy's).
+Starting an operation of PyTorch takes longer than a small network computes.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+import math
+from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.distributions import Categorical, DiagonalGaussian, Distribution
 from lightning_rl.policies.distributions.heads import CategoricalHead, GaussianHead
 from lightning_rl.policies.distributions.noise import fill_log_exponential, fill_normal
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import MLPEncoder
 from lightning_rl.policies.networks.layers import HeadLinear
 from lightning_rl.policies.normalization import ObservationNormalizer
+
+Array = NDArray[np.floating[Any]]
 
 _DTYPES = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
@@ -41,98 +42,28 @@ class NumpyMLP:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
+        self.layers = list(zip(parameters[::2], parameters[1::2], strict=True))
         self._features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs `[N, width]` for rows `[N, features]`, and keep the features for `backward`."""
-        self._features = tanh_features(x, self.parameters[:-2])
-        return functional.linear(self._features[-1], *self.parameters[-2:])
+        """Return the outputs `[N, width]` for rows `[N, features]`, and keep what each layer takes for `backward`."""
+        self._features = [x]
+        for weight, bias in self.layers[:-1]:
+            outputs = functional.linear(self._features[-1], weight, bias)
+            array = outputs.numpy()
+            np.tanh(array, out=array)
+            self._features.append(outputs)
+        return functional.linear(self._features[-1], *self.layers[-1])
 
     def backward(self, gradient: Tensor) -> list[Tensor]:
         """Return the gradient of each parameter, given the gradient of the outputs `[N, width]` of the last forward."""
-        features, self._features = self._features, []
-        last = product(gradient.t(), features[-1]), gradient.sum(0)
-        _, *others = tanh_gradients(features, self.parameters[:-2], gradient.mm(self.parameters[-2]))
-        return [*others, *last]
-
-
-class TanhLayers(torch.autograd.Function):
-    """Linear layers with tanh after each as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ANN401 - PyTorch's context
-        """Return the features `[..., width]` of `x`, `[..., features]`, given weight and bias of each layer."""
-        features = tanh_features(x, parameters)
-        ctx.save_for_backward(*features, *parameters)
-        return features[-1]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Return the gradients of `x` and of the parameters."""
-        saved = ctx.saved_tensors
-        num_layers = len(saved) // 3
-        features, parameters = saved[: num_layers + 1], saved[num_layers + 1 :]
-        shape = features[0].shape
-        if len(shape) > 2:
-            gradient, *features = (part.flatten(0, -2) for part in (gradient, *features))
-        first, *others = tanh_gradients(features, parameters, gradient)
-        return (first.mm(parameters[0]).reshape(shape) if ctx.needs_input_grad[0] else None, *others)
-
-
-class TanhSequential(nn.Sequential):
-    """Linear layers with tanh after each, computed by `TanhLayers` where NumPy has the dtype of the rows."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the features `[..., width]` of rows `[..., features]`."""
-        parameters = [parameter for layer in self for parameter in layer.parameters()]
-        if not is_plain(input) or input.dtype is not parameters[0].dtype:
-            return super().forward(input)  # type: ignore[no-any-return, no-untyped-call]
-        return TanhLayers.apply(input, *parameters)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@contextlib.contextmanager
-def tanh_layers(policy: object) -> Iterator[None]:
-    """Compute the MLPs of a policy by `TanhSequential` in here, as far as they have tanh and no hooks."""
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
-    plain = [module.layers for module in modules if type(module) is MLPEncoder and sequential_parameters(module.layers)]
-    swapped = [layers for layers in plain if not is_observed(layers)]
-    for layers in swapped:  # the module itself stays, with its parameters
-        layers.__class__ = TanhSequential
-    try:
-        yield
-    finally:
-        for layers in swapped:
-            layers.__class__ = nn.Sequential
-
-
-def tanh_features(x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return `x`, `[..., features]`, and the features after each linear layer with tanh; without gradient."""
-    features = [x]
-    for k in range(0, len(parameters), 2):
-        outputs = functional.linear(features[-1], parameters[k], parameters[k + 1])
-        array = outputs.numpy()
-        np.tanh(array, out=array)
-        features.append(outputs)
-    return features
-
-
-def tanh_gradients(features: Sequence[Tensor], parameters: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
-    """Return the gradients of the first layer's outputs before tanh, `[N, width]`, and of each parameter.
-
-    Args:
-        features: What `tanh_features` returned for rows.
-        parameters: Weight and bias of each layer.
-        gradient: The gradient of the last features, `[N, width]`.
-    """
-    gradients: list[Tensor] = []
-    for k in range(len(features) - 2, -1, -1):
-        gradient = _TANH_BACKWARD(gradient, features[k + 1])
-        gradients += [gradient.sum(0), product(gradient.t(), features[k])]
-        if k > 0:
-            gradient = gradient.mm(parameters[2 * k])
-    return [gradient, *reversed(gradients)]
+        gradients: list[Tensor] = []
+        for k in range(len(self.layers) - 1, -1, -1):
+            features = self._features.pop()
+            gradients += [gradient.sum(0), product(gradient.t(), features)]
+            if k > 0:
+                gradient = _TANH_BACKWARD(gradient.mm(self.layers[k][0]), features)
+        return gradients[::-1]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -140,12 +71,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
     NumPy takes a fraction of PyTorch's time where one side is narrow.
     """
-    (rows, inner), columns = a.shape, b.shape[1]
+    sizes = *a.shape, b.shape[1]
     # Products with a vector have another limit.
-    if min(rows, inner, columns) > 1 and rows * inner * columns <= _LARGEST_NUMPY_PRODUCT:
+    if min(sizes) > 1 and math.prod(sizes) <= _LARGEST_NUMPY_PRODUCT:
         return torch.from_numpy(a.numpy().dot(b.numpy()))
-    # PyTorch takes several times as long where the narrow side is the second.
-    return b.t().mm(a.t()).t().contiguous() if columns < rows else a.mm(b)
+    return a.mm(b)
 
 
 class Actor:
@@ -154,20 +84,15 @@ class Actor:
     Args:
         policy: Its parameters and running statistics are read once.
         parameters: Weight and bias of each layer from observations to the outputs of the actor.
-        distribution: Makes an action distribution of these outputs.
     """
 
     max_rows = 64
     """With more rows the products take most of the time, and PyTorch may run them on several threads."""
 
-    def __init__(
-        self, policy: ActorCritic, parameters: Sequence[Tensor], distribution: Callable[[Tensor], Distribution]
-    ) -> None:
-        self.policy, self.distribution = policy, distribution
+    def __init__(self, policy: ActorCritic, parameters: Sequence[nn.Parameter]) -> None:
+        self.policy = policy
         self._prepare = Preparation(policy)
-        # Sampled as `Categorical` and `DiagonalGaussian` are, the latter with its standard deviation.
-        log_std = getattr(policy.action_head, "log_std", None)
-        self._std = None if log_std is None else log_std.detach().exp().numpy()
+        self._std = [parameter.detach().exp().numpy() for parameter in log_std(policy)]
         arrays = [parameter.detach().numpy() for parameter in parameters]
         self._parameters = list(zip(arrays[::2], arrays[1::2], strict=True))
         self._layers, self._rows = self._parameters, 0
@@ -177,17 +102,19 @@ class Actor:
     ) -> PolicyOutput:
         """Choose an action for every row; see `Policy.act`."""
         x = self._prepare(observations)
-        if not is_plain(x) or x.dim() != 2 or len(x) > self.max_rows:
+        if x is None or len(x) > self.max_rows:
             return self.policy.act(observations, generator, deterministic)
-        outputs = self.outputs(x.numpy())
-        if deterministic:
-            return PolicyOutput(self.distribution(torch.from_numpy(outputs)).mode())
-        noise = torch.empty(outputs.shape, dtype=x.dtype)
-        if self._std is None:
-            return PolicyOutput(torch.from_numpy((outputs - fill_log_exponential(noise, generator).numpy()).argmax(-1)))
-        return PolicyOutput(torch.from_numpy(outputs + self._std * fill_normal(noise, generator).numpy()))
+        outputs = self.outputs(x)
+        noise = np.zeros_like(outputs)
+        if self._std:  # a mean, to which `DiagonalGaussian` adds
+            if not deterministic:
+                fill_normal(torch.from_numpy(noise), generator)
+            return PolicyOutput(torch.from_numpy(outputs + self._std[0] * noise))
+        if not deterministic:  # logits, of which `Categorical` subtracts
+            fill_log_exponential(torch.from_numpy(noise), generator)
+        return PolicyOutput(torch.from_numpy((outputs - noise).argmax(-1)))
 
-    def outputs(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def outputs(self, x: Array) -> Array:
         """Return what the layers make of rows `[N, features]`."""
         if len(x) != self._rows:  # contiguous weights and repeated biases halve the time for so few rows
             self._rows = len(x)
@@ -209,85 +136,83 @@ def actor(policy: object) -> Actor | None:
     """
     if not isinstance(policy, ActorCritic) or not getattr(policy, "fast_paths", True):
         return None
-    head = linear_head(policy.action_head)
-    layers = None if head is None else tanh_parameters(policy.actor_encoder)
+    parameters = actor_parameters(policy)
     # With one encoder for both, acting gives values too.
-    if layers is None or head is None or policy.memory is not None or policy.critic_encoder is None:
+    if parameters is None or policy.critic_encoder is None or not have_one_dtype(parameters):
         return None
     if overridden(policy, ActorCritic, _ACTING) or is_observed(policy) or torch.compiler.is_compiling():
         return None
-    parameters, distribution = [*layers, *head[0]], head[1]
-    return Actor(policy, parameters, distribution) if have_one_dtype(parameters) else None
+    return Actor(policy, parameters)
 
 
 class Preparation:
-    """`ActorCritic.prepare_observations` for vectors, with the running statistics as they were at the first call."""
+    """`ActorCritic.prepare_observations` for rows, with the running statistics as they were at the first call."""
 
     def __init__(self, policy: ActorCritic) -> None:
-        self._policy = policy
-        self._dtype = policy.dtype
-        # By dtype of the observations: mean and scale.
-        self._constants: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self._policy, self._dtype = policy, policy.dtype
+        normalizer = policy.observation_normalizer
+        self._normalizer = normalizer if type(normalizer) is ObservationNormalizer else None
+        self._is_known = normalizer is self._normalizer
+        self._moments: list[Array] = []
 
-    def __call__(self, observations: Nested) -> Nested:
-        """Return observations `[..., features]` as the encoders take them."""
-        normalizer = self._policy.observation_normalizer
-        if type(normalizer) is not ObservationNormalizer or not isinstance(observations, Tensor):
-            return self._policy.prepare_observations(observations)
-        x = observations if observations.dtype == torch.float64 else observations.float()
-        if x.dtype not in self._constants:
-            moments = normalizer.moments
-            self._constants[x.dtype] = moments.mean.to(x.dtype), moments.scale(normalizer.epsilon).to(x.dtype)
-        mean, scale = self._constants[x.dtype]
-        return ((x - mean) * scale).clamp(-normalizer.clip, normalizer.clip).to(self._dtype)
+    def __call__(self, observations: Nested) -> Array | None:
+        """Return rows `[N, features]` as the encoders take them; None of what NumPy would not compute as PyTorch."""
+        normalizer = self._normalizer
+        if not self._is_known or getattr(observations, "dtype", None) is not self._dtype:
+            observations, normalizer = self._policy.prepare_observations(observations), None
+        if not is_plain(observations) or observations.dtype is not self._dtype or observations.dim() != 2:
+            return None
+        x: Array = observations.numpy()
+        if normalizer is None:
+            return x
+        if not self._moments:
+            moments = normalizer.moments.mean, normalizer.moments.scale(normalizer.epsilon)
+            self._moments = [moment.to(self._dtype).numpy() for moment in moments]
+        x = x - self._moments[0]
+        x *= self._moments[1]
+        np.maximum(x, -normalizer.clip, out=x)
+        return np.minimum(x, normalizer.clip, out=x)
+
+
+def actor_parameters(policy: ActorCritic) -> list[nn.Parameter] | None:
+    """Return weight and bias of each layer from observations to logits or mean; None unless it is a plain tanh MLP."""
+    head, layers = policy.action_head, tanh_parameters(policy.actor_encoder)
+    last: nn.Module = nn.Identity()
+    if type(head) is CategoricalHead:
+        last = head.logits
+    elif type(head) is GaussianHead and log_std(policy) and not head.squashes_mean:
+        last = head.mean
+    outputs = linear_parameters([last])
+    return None if layers is None or outputs is None or policy.memory is not None else [*layers, *outputs]
+
+
+def log_std(policy: ActorCritic) -> list[nn.Parameter]:
+    """Return the logarithm of the standard deviation that all rows share; nothing where there is no such parameter."""
+    head = policy.action_head
+    parameter = getattr(head, "log_std", None)
+    return [parameter] if isinstance(parameter, nn.Parameter) and head.log_limits == [None, None] else []
 
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
     """Return weight and bias of each layer; None unless they are linear with tanh after each, on plain vectors."""
-    return sequential_parameters(encoder.layers) if type(encoder) is MLPEncoder and encoder.is_vector else None
-
-
-def sequential_parameters(layers: nn.Module) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer; None unless they are linear with tanh after each."""
-    if type(layers) is not nn.Sequential:
+    if type(encoder) is not MLPEncoder or not encoder.is_vector or type(encoder.layers) is not nn.Sequential:
         return None
-    linear, tanh = list(layers)[::2], list(layers)[1::2]
-    if len(linear) != len(tanh) or not linear or any(type(layer) is not nn.Tanh for layer in tanh):
-        return None
-    found = [linear_parameters(layer, nn.Linear) for layer in linear]
-    return [x for parameters in found for x in parameters or ()] if all(found) else None
+    linear, tanh = list(encoder.layers)[::2], list(encoder.layers)[1::2]
+    is_known = linear and [type(layer) for layer in tanh] == [nn.Tanh] * len(linear)
+    return linear_parameters(linear, nn.Linear) if is_known else None
 
 
-def linear_parameters(layer: nn.Module, kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
-    """Return weight and bias of a linear layer; None where it is of another class or makes them of something else."""
-    parameters = [layer.weight, layer.bias] if type(layer) is kind else []
-    plain = parameters and all(type(parameter) is nn.Parameter for parameter in parameters)
-    return cast(list[nn.Parameter], parameters) if plain else None
+def linear_parameters(layers: Sequence[nn.Module], kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
+    """Return weight and bias of linear layers; None where one is of another class or makes them of something else."""
+    found = [x for layer in layers if type(layer) is kind for x in (layer.weight, layer.bias)]
+    plain = len(found) == 2 * len(layers) and all(type(x) is nn.Parameter for x in found)
+    return cast(list[nn.Parameter], found) if plain else None
 
 
-def linear_head(head: nn.Module) -> tuple[list[nn.Parameter], Callable[[Tensor], Distribution]] | None:
-    """Return weight and bias of a head, and what makes its distribution of their outputs; None for other heads."""
-    if type(head) is CategoricalHead:
-        parameters = linear_parameters(head.logits)
-        return None if parameters is None else (parameters, Categorical)
-    if type(head) is GaussianHead and has_plain_deviation(head):
-        parameters = linear_parameters(head.mean)
-        log_std = head.log_std
-        return None if parameters is None else (parameters, lambda mean: DiagonalGaussian(mean, log_std))
-    return None
-
-
-def has_plain_deviation(head: GaussianHead) -> bool:
-    """Whether the mean is a linear layer's output, and the logarithm of the standard deviation a parameter."""
-    log_std = getattr(head, "log_std", None)
-    return type(log_std) is nn.Parameter and head.log_limits == [None, None] and not head.squashes_mean
-
-
-def is_plain(x: object) -> bool:
+def is_plain(x: object) -> TypeGuard[Tensor]:
     """Whether `x` is a tensor of rows that NumPy computes with as PyTorch would."""
-    if type(x) is not Tensor or not x.is_cpu or x.dtype not in _DTYPES:
-        return False
-    return x.dim() > 1 and not torch.is_autocast_enabled("cpu")
+    plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.dim() > 1
+    return plain and not torch.is_autocast_enabled("cpu")
 
 
 def have_one_dtype(parameters: Sequence[Tensor]) -> bool:

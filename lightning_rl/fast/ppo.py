@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,21 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_rl.fast.numpy_mlp import (
+    Array,
     NumpyMLP,
     Preparation,
+    actor_parameters,
     have_one_dtype,
     is_observed,
-    is_plain,
-    linear_head,
     linear_parameters,
+    log_std,
     overridden,
     tanh_parameters,
 )
 from lightning_rl.policies.actor_critic import ActorCritic, Trunk
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.rollouts.batch import Batch
-
-Array = NDArray[np.floating[Any]]
 
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # The sum after its parts: the first term that is not finite is named in errors.
@@ -80,10 +79,9 @@ class PPOLoss:
 
     Args:
         model: A `PPO`.
-        actor: Computes the first parameter of the action distributions.
-        critic: Computes values, `[N, 1]`.
-        make_rows: Makes distributions at given actions.
-        shared: Further parameters of the distributions, the same for all rows.
+        actor: Weight and bias of each layer up to the logits or the mean.
+        critic: Those up to the value.
+        shared: The logarithm of the standard deviation of a Gaussian action, the same for all rows.
     """
 
     max_rows = 8192
@@ -92,13 +90,14 @@ class PPOLoss:
     def __init__(
         self,
         model: Any,  # noqa: ANN401 - PPO's module imports this one
-        actor: NumpyMLP,
-        critic: NumpyMLP,
-        make_rows: Callable[..., Rows],
-        shared: Sequence[nn.Parameter] = (),
+        actor: Sequence[nn.Parameter],
+        critic: Sequence[nn.Parameter],
+        shared: Sequence[nn.Parameter],
     ) -> None:
-        self.model, self.actor, self.critic, self.make_rows, self.shared = model, actor, critic, make_rows, shared
-        self.parameters = [*actor.parameters, *critic.parameters, *shared]
+        self.model, self.shared = model, shared
+        self.actor, self.critic = NumpyMLP(actor), NumpyMLP(critic)
+        self.parameters = [*actor, *critic, *shared]
+        self.dtype = model.policy.dtype
         self._prepare = Preparation(model.policy)
 
     @classmethod
@@ -110,7 +109,7 @@ class PPOLoss:
         """
         policy = model.policy
         for name in _OPTIONS:
-            if getattr(model, name) not in (None, False):
+            if getattr(model, name):
                 return f"{name} is set"
         if model.steps.compiles:
             return "compile_loss is set"
@@ -118,50 +117,38 @@ class PPOLoss:
             return "weights are penalized"
         if model.frozen_parameters(None):
             return "only a part of the policy is learned"
-        if torch.is_anomaly_enabled():
-            return "anomaly detection is on"
         if type(policy) is not ActorCritic:
             return f"the policy is a {type(policy).__name__}"
         if (own := overridden(policy, ActorCritic, _POLICY)) is not None:
             return f"the policy has its own {own}"
         if is_observed(policy):
             return "a module of the policy has hooks or is compiled"
-        return cls._of_networks(model) or "the policy is not two tanh MLPs with a categorical or Gaussian action"
-
-    @classmethod
-    def _of_networks(cls, model: Any) -> PPOLoss | str | None:  # noqa: ANN401
-        """Return the closed form, None for other networks, or what else keeps their parameters from it."""
-        policy = model.policy
-        actor, critic = tanh_parameters(policy.actor_encoder), tanh_parameters(policy.critic_encoder)
-        head, last = linear_head(policy.action_head), linear_parameters(policy.value_head)
-        if policy.memory is not None or policy.value_normalizer is not None:
-            return None
-        if actor is None or critic is None or head is None or last is None:
-            return None
-        shared = [policy.action_head.log_std] if hasattr(policy.action_head, "log_std") else []
-        networks = NumpyMLP([*actor, *head[0]]), NumpyMLP([*critic, *last])
-        made = cls(model, *networks, GaussianRows if shared else CategoricalRows, shared)
-        return made if (reason := _why_unsuited(made.parameters)) is None else reason
+        actor, critic = actor_parameters(policy), tanh_parameters(policy.critic_encoder)
+        last = linear_parameters([policy.value_head])
+        if actor is None or critic is None or last is None or policy.value_normalizer is not None:
+            return "the policy is not two tanh MLPs with a categorical or Gaussian action"
+        made = cls(model, actor, [*critic, *last], log_std(policy))
+        return _why_unsuited(made.parameters) or made
 
     def __call__(self, batch: Batch) -> KnownLoss | None:
         """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
         model = self.model
-        if not batch.is_plain or not 0 < len(batch) <= self.max_rows:
+        x, actions = self._prepare(batch.observations) if batch.is_plain else None, batch.actions
+        if x is None or not 0 < len(x) <= self.max_rows:
             return None
-        x, actions = self._prepare(batch.observations), batch.actions
         numbers = [batch.log_probs, batch.advantages, batch.returns, batch.values]
         numbers += [actions] if actions.is_floating_point() else []
-        if not is_plain(x) or any(tensor.dtype is not x.dtype for tensor in numbers):
+        if any(tensor.dtype is not self.dtype for tensor in numbers):
             return None
         advantages = model.estimator.normalized(batch)
         with torch.no_grad(), np.errstate(all="ignore"):  # the update sees what is not finite
-            outputs, values = self.actor.forward(x), self.critic.forward(x)
-            shared = (parameter.detach().numpy() for parameter in self.shared)
-            rows = self.make_rows(actions.numpy(), outputs.numpy(), *shared)
+            outputs, values = (network.forward(torch.from_numpy(x)).numpy() for network in (self.actor, self.critic))
+            shared = [parameter.detach().numpy() for parameter in self.shared]
+            rows = (GaussianRows if shared else CategoricalRows)(actions.numpy(), outputs, *shared)
             log_ratios = rows.log_prob - batch.log_probs.numpy()
             policy_loss, of_log_probs, observed = self._policy_part(log_ratios, advantages.numpy(), batch.weight)
             of_outputs, *of_shared = rows.gradients(of_log_probs, -float(model.entropy_coef) * batch.weight)
-            value_loss, of_values = self._value_part(batch, values.numpy()[:, 0])
+            value_loss, of_values = self._value_part(batch, values[:, 0])
             gradients = (
                 *self.actor.backward(torch.from_numpy(of_outputs)),
                 *self.critic.backward(torch.from_numpy(of_values[:, None])),
@@ -228,28 +215,12 @@ def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
     return None
 
 
-class Rows(Protocol):
-    """Action distributions of some rows, at the actions that were taken.
+class CategoricalRows:
+    """One of `n` actions in each row, as `Categorical` has it.
 
     Attributes:
         log_prob: Log-probability of each action, `[N]`.
         entropies: Sum of the entropies of all rows.
-    """
-
-    log_prob: Array
-    entropies: float
-
-    def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
-        """Return the gradients of what the distributions were made of, in the order of these arguments.
-
-        Args:
-            log_prob: The gradient of each log-probability, `[N]`.
-            entropy: That of the entropy of each row.
-        """
-
-
-class CategoricalRows:
-    """One of `n` actions in each row, as `Categorical` has it.
 
     Args:
         actions: That were taken, `[N]`.
@@ -271,7 +242,12 @@ class CategoricalRows:
         self.entropies = np.add.reduce(self._entropies)
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
-        """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), and g more for the action taken."""
+        """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), and g more for the action taken.
+
+        Args:
+            log_prob: The gradient g of each log-probability, `[N]`.
+            entropy: That of the entropy of each row, e.
+        """
         if entropy:
             gradient = self._log_probs + self._entropies
             gradient *= -entropy
@@ -285,6 +261,8 @@ class CategoricalRows:
 
 class GaussianRows:
     """Independent normal distributions, one per action dimension, whose deviations all rows share: `DiagonalGaussian`.
+
+    It has the attributes of `CategoricalRows`.
 
     Args:
         actions: That were taken, `[N, a]`.
@@ -303,7 +281,10 @@ class GaussianRows:
         self.entropies = rows * (log_volume + 0.5 * (1 + LOG_2PI) * size)
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
-        """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`."""
+        """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`.
+
+        The arguments are those of `CategoricalRows.gradients`.
+        """
         of_z = self._z * log_prob[:, None]
         of_mean = of_z * self._inverse_std
         # Not by a product of matrices, which NumPy's library may share among threads that nobody has counted.

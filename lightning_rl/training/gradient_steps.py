@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -49,10 +49,6 @@ class FailedMinibatch(NamedTuple):
 class Engine(Protocol):
     """Computes gradients and steps optimizers: `EagerEngine`, or one with the same results up to rounding."""
 
-    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
-        """Return the context of all updates from a rollout."""
-        ...
-
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
         """Return the loss over a minibatch, whose `total` is for `backward`."""
         ...
@@ -72,10 +68,6 @@ class Engine(Protocol):
 
 class EagerEngine:
     """Gradients by autograd, and steps by Lightning with all of its hooks."""
-
-    def updates(self, model: Any) -> AbstractContextManager[None]:  # noqa: ANN401
-        """Return the context of all updates from a rollout: none is needed."""
-        return nullcontext()
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
         """Return the loss over a minibatch."""

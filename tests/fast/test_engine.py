@@ -85,8 +85,8 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     ),
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: penalties is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: penalties is overridden"),
-    "A2C": (A2C, {}, FAST + "autograd: A2C.loss has no closed form"),
-    "IMPALA": (IMPALA, {}, FAST + "autograd: IMPALA.loss has no closed form"),
+    "A2C": (A2C, {}, FAST + "autograd: no closed form of its loss is known"),
+    "IMPALA": (IMPALA, {}, FAST + "autograd: no closed form of its loss is known"),
     "switched off": (PPO, {"fast_paths": False}, "{} updates by plain PyTorch and Lightning: fast_paths is false"),
 }
 

@@ -33,7 +33,8 @@ def learn(network: nn.Sequential, optimizer: Optimizer, steps: int = 3, part: sl
         (outputs - step).square().mean().backward()
         gradients = gradients_of(optimizer)
         scale_to_norm(gradients, 0.5, total_norm(gradients))
-        optimizer.step()
+        # Both ways to a step, one after the other.
+        (optimizer.step_alone if isinstance(optimizer, FlatAdam) and step % 2 else optimizer.step)()
 
 
 def assert_same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> None:
@@ -161,6 +162,18 @@ def test_whoever_waits_for_steps_sees_all_of_them():
         learn(network, optimizer, steps=1)
     scheduler.step()  # would warn if it had seen no step
     assert "Optimizer.step#FlatAdam.step" in {event.name for event in profile.events()}
+
+
+def test_a_step_that_a_gradient_scaler_forbids_is_not_taken():
+    ours, adams = pair()
+    for network, optimizer in (ours, adams):
+        learn(network, optimizer)
+        optimizer.found_inf, optimizer.grad_scale = torch.ones(()), None  # type: ignore[attr-defined]
+        learn(network, optimizer)
+        optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+        learn(network, optimizer)
+    assert_same(ours, adams)
+    assert float(ours[1].state[ours[0][0].weight]["step"]) == 6
 
 
 def test_large_groups_are_left_to_adam(monkeypatch):

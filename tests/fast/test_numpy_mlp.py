@@ -15,11 +15,8 @@ from lightning_rl.algorithms.ppg import AuxiliaryActorCritic
 from lightning_rl.fast.numpy_mlp import (
     Actor,
     NumpyMLP,
-    TanhLayers,
-    TanhSequential,
     actor,
     product,
-    tanh_layers,
     tanh_parameters,
 )
 from lightning_rl.masks import ActionMask
@@ -204,73 +201,3 @@ def test_rollouts_are_collected_by_an_actor_unless_switched_off(fast_paths, monk
     make_trainer().fit(model, data)
     assert calls == [2] * 32 * fast_paths
     assert fast.actor(model.policy) is None or fast_paths
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (2, 7, 3), (0, 3)])
-@pytest.mark.parametrize("needs_x", [True, False])
-def test_tanh_layers_are_one_node_with_the_gradients_of_the_layers(shape, needs_x):
-    policy = ActorCritic(VECTOR, DISCRETE, hidden_sizes=(4, 5)).double()
-    layers, x = policy.actor_encoder.layers, torch.randn(shape, dtype=torch.float64, requires_grad=needs_x)
-    weights = torch.randn(*shape[:-1], 5, dtype=torch.float64)
-    layers[0].weight.requires_grad_(False)
-    inputs = [*(p for p in layers.parameters() if p.requires_grad), *([x] if needs_x else [])]
-    expected = layers(x)
-    with tanh_layers(policy):
-        found = layers(x)
-        assert torch.equal(layers(x.float().bfloat16().double()), layers(x.bfloat16().double()))
-    assert type(found.grad_fn).__name__ == "TanhLayersBackward" and type(layers) is nn.Sequential
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
-    gradients = [torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected)]
-    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
-
-
-SWAPPED: dict[str, tuple[dict[str, Any], Callable[[ActorCritic], Any], bool]] = {
-    "plain": ({}, lambda policy: None, True),
-    "memory": ({"memory": "lstm"}, lambda policy: None, True),
-    "another activation": ({"activation": "relu"}, lambda policy: None, False),
-    "hook": ({}, lambda policy: policy.actor_encoder.layers[0].register_forward_hook(lambda *_: None), False),
-    "hook of the layers": (
-        {},
-        lambda policy: policy.actor_encoder.layers.register_forward_hook(lambda *_: None),
-        False,
-    ),
-    "own forward": ({}, UNSUITED["own forward"], False),
-    "parametrization": ({}, UNSUITED["parametrization"], False),
-}
-
-
-@pytest.mark.parametrize("case", SWAPPED)
-def test_layers_are_one_node_unless_they_differ_or_have_hooks(case):
-    options, change, swapped = SWAPPED[case]
-    policy = ActorCritic(VECTOR, DISCRETE, **options)
-    change(policy)
-    with pytest.raises(KeyError), tanh_layers(policy):
-        assert (type(policy.actor_encoder.layers) is TanhSequential) == swapped
-        raise KeyError
-    assert type(policy.actor_encoder.layers) is nn.Sequential
-    with tanh_layers(object()):
-        pass
-
-
-class OwnPPO(PPO):
-    """Its loss may take derivatives of any kind."""
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "nodes"),
-    [
-        (PPO, {"dual_clip": 5.0}, 24),
-        (PPO, {}, 0),
-        (OwnPPO, {"dual_clip": 5.0}, 0),
-        (PPO, {"dual_clip": 5.0, "fast_paths": False}, 0),
-    ],
-    ids=["autograd", "closed form", "by other authors", "switched off"],
-)
-def test_losses_with_a_graph_have_one_node_for_the_layers_of_each_network(cls, options, nodes, monkeypatch):
-    calls = []
-    backward = TanhLayers.backward
-    monkeypatch.setattr(TanhLayers, "backward", staticmethod(lambda *args: (calls.append(1), backward(*args))[1]))
-    data = RolloutDataModule("CartPole-v1", 2, 16, rollouts_per_epoch=2)
-    model = cls(data.observation_space, data.action_space, num_epochs=3, num_minibatches=2, **options)
-    make_trainer().fit(model, data)
-    assert len(calls) == nodes

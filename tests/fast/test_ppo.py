@@ -359,7 +359,7 @@ def test_whoever_overrides_a_member_that_the_loss_reads_learns_by_autograd(name,
         model.__class__ = type("Own", (PPO,), {name: lambda self, *args: None})
     else:
         vars(model)[name] = lambda *args: None
-    reasons = (f"{name} is overridden", "Own.loss has no closed form")
+    reasons = (f"{name} is overridden", "no closed form of its loss is known")
     assert closed_form_of(model) == reasons[name == "loss" and of == "class"]
 
 
@@ -438,8 +438,6 @@ def test_other_rows_are_left_to_autograd():
     assert fast(batch.ordered(torch.arange(PPOLoss.max_rows + 1) % ROWS)) is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fast(batch) is None
-    with torch.autograd.detect_anomaly(check_nan=True):
-        assert closed_form_of(model) == "anomaly detection is on"
 
 
 class Counted:
