@@ -27,7 +27,6 @@ from lightning_rl import (
     RolloutDataModule,
     TFAgentsPPO,
 )
-from lightning_rl.algorithms.unrolls import UnrollLearner
 from lightning_rl.cli.commands import COMMANDS as OWN_COMMANDS
 from lightning_rl.cli.commands import MODULES
 from lightning_rl.cli.main import main
@@ -266,7 +265,7 @@ def test_every_link_leads_somewhere(page):
         ("vmpo", VMPO, VMPO),
         ("ppg", PPG, PPG),
         ("offpolicyppg", OffPolicyPPG, OffPolicyPPG),
-        ("impala", IMPALA, UnrollLearner),
+        ("impala", IMPALA, IMPALA),
         ("clear", CLEAR, CLEAR),
         ("behaviourcloning", BehaviourCloning, BehaviourCloning),
         ("criticpretraining", CriticPretraining, CriticPretraining),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning_rl.training.optimization import step_where
+from lightning_rl.training.gradient_steps import step_where
 from torch import nn
 
 from lightning_rl import EnvStepLimit, LastCheckpoint

@@ -13,12 +13,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import DoublePrecision
-from lightning_rl.training.optimization import EagerEngine
 from torch import Tensor
 
 import lightning_rl
 from lightning_rl import A2C, IMPALA, PPG, PPO, PPOKLPenalty, fast
 from lightning_rl.fast.engine import closed_form_of
+from lightning_rl.training.gradient_steps import EagerEngine
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 PACKAGE = Path(lightning_rl.__file__).parent
@@ -32,7 +32,7 @@ class Watch(Callback):
     engine: Any = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.engine = pl_module.engine
+        self.engine = pl_module.steps.engine
 
 
 class BeforeBackward(Callback):
@@ -83,8 +83,8 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
         {"activation": "relu"},
         FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
     ),
-    "penalties": (PPOKLPenalty, {}, FAST + "autograd: penalties is overridden"),
-    "PPG": (PPG, {}, FAST + "autograd: penalties is overridden"),
+    "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
+    "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
     "A2C": (A2C, {}, FAST + "autograd: no closed form of its loss is known"),
     "IMPALA": (IMPALA, {}, FAST + "autograd: no closed form of its loss is known"),
     "switched off": (PPO, {"fast_paths": False}, "{} updates by plain PyTorch and Lightning: fast_paths is false"),
@@ -163,11 +163,11 @@ def test_runs_without_fast_paths_learn_the_same(case):
 
 def test_a_copy_of_ppo_has_its_own_members():
     class Own(PPO):
-        def penalties(self, batch: Any, distribution: Any) -> Any:
-            return super().penalties(batch, distribution)
+        def add_policy_terms(self, loss: Any, distribution: Any) -> None:
+            super().add_policy_terms(loss, distribution)
 
     assert isinstance(closed_form_of(PPO(VECTOR, DISCRETE)), fast.PPOLoss)
-    assert closed_form_of(Own(VECTOR, DISCRETE)) == "penalties is overridden"
+    assert closed_form_of(Own(VECTOR, DISCRETE)) == "add_policy_terms is overridden"
 
 
 def test_the_rest_of_the_package_knows_four_names_of_the_folder():
@@ -181,7 +181,7 @@ def test_the_rest_of_the_package_knows_four_names_of_the_folder():
     assert sorted({use for uses in found.values() for use in uses}) == [
         *("fast.PPOLoss", "fast.actor", "fast.closed_form", "fast.default_optimizer", "fast.engine_for")
     ]
-    assert set(found) == {"collector.py", "optimization.py", "base.py", "ppo.py"}
+    assert set(found) == {"collector.py", "gradient_steps.py", "base.py", "ppo.py"}
 
 
 TRAIN = """

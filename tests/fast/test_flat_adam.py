@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 
 from lightning_rl.fast import FastEngine, FlatAdam
-from lightning_rl.training.optimization import scale_to_norm, total_norm
+from lightning_rl.training.gradient_steps import scale_to_norm, total_norm
 
 gradients_of = FastEngine().gradients
 

@@ -13,12 +13,14 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_rl import PPO
-from lightning_rl.algorithms.ppo import READ_BY_LOSS, policy_rows, value_rows
+from lightning_rl import functional as rl
+from lightning_rl.algorithms.ppo import READ_BY_LOSS
 from lightning_rl.fast.engine import closed_form_of
-from lightning_rl.fast.ppo import KnownGradients, PPOLoss
+from lightning_rl.fast.ppo import KnownLoss, PPOLoss
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.heads import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.loss import Loss
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 ROWS = 48
@@ -58,12 +60,12 @@ def closed_form(model: PPO) -> PPOLoss:
     return form
 
 
-def fast_loss(model: PPO, batch: Batch) -> KnownGradients | None:
+def fast_loss(model: PPO, batch: Batch) -> KnownLoss | None:
     form = closed_form_of(model)
     return None if isinstance(form, str) else form(batch)
 
 
-def in_order(known: KnownGradients, model: PPO) -> list[Tensor]:
+def in_order(known: KnownLoss, model: PPO) -> list[Tensor]:
     """The gradients in the order of the model's parameters."""
     by_parameter = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
     return [by_parameter[id(parameter)] for parameter in model.parameters()]
@@ -88,12 +90,13 @@ def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_spa
     model = make(action_space, **OPTIONS[options])
     batch = make_batch(model)
     expected = model.compute_loss(batch)
-    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
-    with model.isolated_state():
-        known = fast_loss(model, batch)
-        found = model.steps.record.means()
+    gradients = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
+    known = fast_loss(model, batch)
     assert known is not None
-    assert not known.loss.requires_grad
+    with model.steps.isolated():
+        model.steps.record_loss(known)
+        found = model.steps.means()
+    assert not known.total.requires_grad
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-14)
     assert 0 < found["clip_fraction"] < 1 or options == "not clipped"
     for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
@@ -114,7 +117,7 @@ def test_a_range_that_a_schedule_has_closed_is_a_range():
     model = make(clip_range_value=0.5, clip_range=0.2)
     batch = make_batch(model)
     model.clip_range_value = 0.0
-    expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    expected = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
     for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
@@ -138,10 +141,11 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
         assert (is_tie & (changes.abs() > limit) & (values != returns)).any()
         assert (is_tie & (changes.abs() == limit)).any()
         x = values.clone().requires_grad_()
-        losses = value_rows(x, returns, old_values, limit, None)
-        expected = torch.autograd.grad(model.value_coef * losses.mean(), x)[0]
+        by_autograd = Loss(Batch({"returns": returns, "values": old_values}))
+        by_autograd.add_value(x, model.value_coef, clip_range=limit)
+        expected = torch.autograd.grad(by_autograd.total, x)[0]
         loss, gradient = fast._value_part(Batch({"returns": returns, "values": old_values}), values.numpy())
-        assert loss == pytest.approx(losses.mean().item(), rel=1e-6)
+        assert loss == pytest.approx(by_autograd.metrics["value_loss"].item(), rel=1e-6)
         torch.testing.assert_close(torch.from_numpy(gradient), expected)
 
 
@@ -157,7 +161,7 @@ def test_a_value_as_far_from_its_return_as_the_clipped_value_has_half_of_the_gra
     assert known is not None
     of_bias = {id(p): gradient for p, gradient in zip(known.parameters, known.gradients, strict=True)}
     assert of_bias[id(model.policy.value_head.bias)].item() == pytest.approx(0.25)
-    expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    expected = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
     for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-10, atol=1e-14)
 
@@ -181,7 +185,7 @@ def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dt
         model.clip_range_low, model.clip_range_high = low, high
         fast = closed_form(model)
         x = log_ratios.clone().requires_grad_()
-        losses = policy_rows(x, torch.zeros_like(x), advantages, low, high, None, None).losses
+        losses = rl.dual_clipped_surrogate_loss(x, advantages, low, high)
         expected = torch.autograd.grad(losses.mean(), x)[0]
         ends = {"low": [1 - low], "high": [1 + high]}.get(sides, [1 - low, 1 + high])
         for end in ends:
@@ -207,12 +211,12 @@ def test_what_is_not_finite_by_autograd_is_not_finite(case):
     batch = make_batch(model)
     for name, value in INFINITE[case].items():
         batch.fields[name][3] = value
-    loss = model.loss(batch)
+    loss = model.loss(batch).total
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     with np.errstate(all="raise"):
         known = fast_loss(model, batch)
     assert known is not None
-    assert known.loss.isfinite() == loss.isfinite()
+    assert known.total.isfinite() == loss.isfinite()
     for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
         assert found_gradient.isfinite().all() == gradient.isfinite().all()
 
@@ -225,7 +229,7 @@ def test_a_choice_that_cannot_be_made_does_no_harm_without_a_bonus():
     batch.actions[batch.actions == 1] = 0
     known = fast_loss(model, batch)
     assert known is not None
-    assert known.loss.isfinite()
+    assert known.total.isfinite()
     assert all(gradient.isfinite().all() for gradient in known.gradients)
 
 
@@ -236,7 +240,7 @@ def test_float32_has_the_gradient_of_float64():
     assert known is not None
     exact = copy.deepcopy(model).double()
     wide = Batch({name: x.double() if x.is_floating_point() else x for name, x in batch.fields.items()})
-    gradients = torch.autograd.grad(exact.loss(wide), list(exact.parameters()))
+    gradients = torch.autograd.grad(exact.loss(wide).total, list(exact.parameters()))
     for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
         assert found_gradient.dtype == torch.float32
         torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=1e-7)
@@ -246,7 +250,7 @@ def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
     model = make()
     batch = make_batch(model)
     batch.weight = 2 / 70
-    expected = torch.autograd.grad(model.loss(batch), list(model.parameters()))
+    expected = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
     for found_gradient, gradient in zip(in_order(known, model), expected, strict=True):
@@ -254,8 +258,9 @@ def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
 
 
 class OwnPenalty(PPO):
-    def penalties(self, batch: Batch, distribution: Any) -> list[Tensor]:
-        return [distribution.entropy().sum()]
+    def add_policy_terms(self, loss: Any, distribution: Any) -> None:
+        super().add_policy_terms(loss, distribution)
+        loss.add("own", distribution.entropy())
 
 
 def own_penalty(model: PPO) -> None:
@@ -264,8 +269,8 @@ def own_penalty(model: PPO) -> None:
 
 class OwnRange(PPO):
     @property
-    def normalizes_minibatches(self) -> bool:
-        return False
+    def clip_ranges(self) -> tuple[float, float]:
+        return 0.1, 0.3
 
 
 def own_range(model: PPO) -> None:
@@ -273,7 +278,7 @@ def own_range(model: PPO) -> None:
 
 
 def own_loss(model: PPO) -> None:
-    model.loss = lambda batch, only=None: torch.zeros((), requires_grad=True)  # type: ignore[method-assign]
+    model.loss = lambda batch: Loss(batch)  # type: ignore[method-assign]
 
 
 class OwnPolicy(ActorCritic):
@@ -316,7 +321,7 @@ CHANGES: dict[str, Callable[[PPO], Any]] = {
     "shared layer": lambda model: setattr(model.policy.critic_encoder, "layers", model.policy.actor_encoder.layers),
     "method of the policy": lambda model: setattr(model.policy, "_value", lambda features: features.sum(-1)),
     "passes of the critic": lambda model: setattr(
-        model, "frozen_parameters", lambda only: [model.policy.value_head.bias]
+        model, "frozen_parameters", lambda part: [model.policy.value_head.bias]
     ),
     "other dtypes": lambda model: model.policy.value_head.float(),
     "half precision": lambda model: model.bfloat16(),
@@ -326,7 +331,6 @@ UNSUITED_OPTIONS: list[dict[str, Any]] = [
     {"dual_clip": 3.0},
     {"value_huber_delta": 1.0},
     {"compile_loss": True},
-    {"overlapped": True},
     {"policy_l2": 0.1},
     {"value_normalization": "running_std"},
     {"shared_encoder": True},
@@ -405,13 +409,14 @@ def test_closed_form_equals_autograd(seed):
             model.policy.value_head.bias.fill_(generator.integers(-4, 5) / 4)
     batch.weight *= float(generator.choice([1.0, 0.5]))
     expected = model.compute_loss(batch)
-    gradients = torch.autograd.grad(model.loss(batch), list(model.parameters()))
-    with model.isolated_state():
-        known = fast_loss(model, batch)
-        found = model.steps.record.means()
+    gradients = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
+    known = fast_loss(model, batch)
     assert known is not None
+    with model.steps.isolated():
+        model.steps.record_loss(known)
+        found = model.steps.means()
     assert found.keys() == expected.keys()
-    if model.normalize_advantages != "rollout":  # which compute_loss does itself, and the update before
+    if model.estimator.normalize != "rollout":  # which compute_loss does itself, and the update before
         assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
     for found_gradient, gradient in zip(in_order(known, model), gradients, strict=True):
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-9, atol=1e-13)
@@ -447,7 +452,7 @@ class Counted:
         self.count = 0
         compute = PPOLoss.__call__
 
-        def counted(fast: PPOLoss, batch: Batch) -> KnownGradients | None:
+        def counted(fast: PPOLoss, batch: Batch) -> KnownLoss | None:
             known = compute(fast, batch) if works else None
             self.count += known is not None
             return known

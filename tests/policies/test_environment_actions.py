@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from lightning_rl import PPO, Rollout, RolloutDataModule
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.training.saturation import SaturationWatch
+from lightning_rl.training.observing import SaturationCheck
 from tests.helpers import (
     MemoryLogger,
     Recorder,
@@ -184,21 +185,28 @@ def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
     assert "set action_distribution to 'squashed_gaussian' or 'beta', which" in told[0]
 
 
+def report(check: SaturationCheck, share: float | None, number: int, space: spaces.Space[Any]) -> None:
+    """Have it look at a rollout, counted from 0, that has such a share."""
+    losses = {} if share is None else {"action_saturation": share}
+    model = SimpleNamespace(losses=losses, policy_version=number + 1, action_space=space)
+    check.on_train_batch_end(SimpleNamespace(), model, {}, None, 0)  # type: ignore[arg-type]
+
+
 def test_a_small_share_is_not_warned_of() -> None:
-    watch, space = SaturationWatch(), spaces.Box(-1, 1, (2,))
+    check, space = SaturationCheck(), spaces.Box(-1, 1, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.report(0.1, 100, space)
-        watch.report(0.9, 9, space)
-        watch.report(None, 100, space)
+        report(check, 0.1, 100, space)
+        report(check, 0.9, 9, space)
+        report(check, None, 100, space)
     with pytest.warns(UserWarning, match="11% of the action components in rollout 100"):
-        watch.report(0.11, 100, space)
+        report(check, 0.11, 100, space)
 
 
 def test_of_nested_actions_the_warning_names_the_parts_whose_distribution_to_set() -> None:
     space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
     with pytest.warns(UserWarning, match="action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
-        SaturationWatch().report(0.5, 10, space)
+        report(SaturationCheck(), 0.5, 10, space)
     ActorCritic(spaces.Box(-1, 1, (1,)), space, action_distribution={"1": "squashed_gaussian"})  # as it says
 
 

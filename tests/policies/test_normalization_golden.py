@@ -4,12 +4,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from lightning_rl.training.optimization import gradients_of
 from torch import Tensor, nn
 
 from lightning_rl import TFAgentsPPO
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.normalization import NestedNormalizer, ObservationNormalizer, RunningMoments
+from lightning_rl.training.gradient_steps import gradients_of
 from lightning_rl.training.reward_normalization import RewardNormalizer
 from tests.helpers import DISCRETE, VECTOR
 from tests.vectors.load import load
