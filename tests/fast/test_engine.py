@@ -154,8 +154,8 @@ def test_runs_without_fast_paths_learn_the_same(case):
     ]
     (quick, engine), (plain, other) = ends
     assert (type(engine), type(other)) == (fast.FastEngine, EagerEngine)
-    assert type(quick.optimizers().optimizer) is fast.FlatAdam
-    assert type(plain.optimizers().optimizer) is torch.optim.Adam
+    assert type(quick.steps.optimizers[0].optimizer) is fast.FlatAdam
+    assert type(plain.steps.optimizers[0].optimizer) is torch.optim.Adam
     assert quick.trainer.global_step == plain.trainer.global_step > 0
     for found, expected in zip(quick.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
@@ -193,7 +193,7 @@ data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=64, rollouts_
 model = PPO(data.observation_space, data.action_space, learning_rate=2e-3, num_minibatches=4)
 trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(model, data)
-print("engine:", type(model.steps.engine).__name__, type(model.optimizers().optimizer).__name__)
+print("engine:", type(model.steps.engine).__name__, type(model.steps.optimizers[0].optimizer).__name__)
 print("return:", float(trainer.callback_metrics["val/episode_return"]))
 """
 
