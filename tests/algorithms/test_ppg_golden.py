@@ -135,7 +135,6 @@ def test_openai_policy_phase(case: dict[str, Any]) -> None:
     fields = {"observations": "ob", "actions": "ac", "log_probs": "logp", "advantages": "adv", "returns": "vtarg"}
     batch = Batch({ours: double(data[theirs]).flatten(0, 1) for ours, theirs in fields.items()})
     batch = batch.replace(actions=batch.actions.long(), values=batch.returns)
-    batch.is_normalized = True  # theirs were, before the pass
     loss = model.loss(batch)
     loss.total.backward()
     expected = case["diags"]
