@@ -105,20 +105,22 @@ class UnionOfRanks(OnPolicyAlgorithm):
         seeds = [derive_seed(torch.initial_seed(), MINIBATCHES, rank, 0) for rank in range(2)]
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def training_step(self, rollout: Rollout, batch_idx: int) -> None:
+    def training_step(self, rollout: Rollout, batch_idx: int) -> Any:
         assert rollout.valid is not None
         rank = torch.arange(2 * NUM_ENVS).div(NUM_ENVS, rounding_mode="floor")
         self.rank_of_row = rank.expand(rollout.shape)[rollout.valid]
-        super().training_step(rollout, batch_idx)
+        return super().training_step(rollout, batch_idx)
 
-    def minibatches(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
+    def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         of_ranks = []
         for rank, generator in enumerate(self.generators):
             of_ranks.append(self.half(batch, rank).shuffled(generator).split(num_minibatches))
         for parts in zip(*of_ranks, strict=True):
             fields = {name: torch.cat([part.fields[name] for part in parts]) for name in batch.fields}
             sequences = None if batch.sequences is None else together([part.sequences for part in parts])
-            yield Batch(fields, sequences=sequences)
+            made = Batch(fields, sequences=sequences)
+            made.is_normalized = batch.is_normalized
+            yield made
 
     def half(self, batch: Batch, rank: int) -> Batch:
         """The rows of one rank, or its sequences, those of all environments of each span of time side by side."""

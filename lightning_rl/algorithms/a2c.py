@@ -58,7 +58,8 @@ class A2C(OnPolicyAlgorithm):
         )
         self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
-        self.estimator.normalize = "rollout" if normalize_advantages else "none"
+        # Its only minibatch is the rollout.
+        self.estimator.normalize = "minibatch" if normalize_advantages else "none"
 
     def default_optimizer(self) -> ClassSpec:
         """Return RMSprop with the decay of the paper."""

@@ -111,8 +111,11 @@ class AdvantageEstimator:
     # ------------------------------------------------------------------ normalizing
 
     def normalized(self, batch: Batch) -> Tensor:
-        """Return the advantages of a minibatch as the loss of the policy takes them, `[N]`."""
-        return batch.advantages if self.normalize == "none" else self.standardized(batch)
+        """Return the advantages of a minibatch as the loss of the policy takes them, `[N]`.
+
+        Those that are normalized over a rollout are so before it is cut into minibatches: they are taken as they are.
+        """
+        return self.standardized(batch) if self.normalize == "minibatch" else batch.advantages
 
     def standardized(self, batch: Batch) -> Tensor:
         """Return the advantages of rows that count, shifted and scaled by `standardize`; 0 elsewhere."""

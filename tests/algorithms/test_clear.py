@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning_rl import CLEAR, IMPALA
 from lightning_rl.nested import leaves
 from lightning_rl.validation import ConfigurationError
-from tests.algorithms.test_impala import SGD, learn, make, moved
+from tests.algorithms.test_impala import SGD, estimated, learn, make, moved
 from tests.helpers import (
     CONTINUOUS,
     PIXELS,
@@ -40,14 +40,19 @@ def test_a_replayed_unroll_has_the_targets_that_it_would_have_as_an_older_rollou
     model = make(CLEAR)
     rollout = random_rollout(model.policy, valid=True)
     rollout.policy_version = -1
-    model.store_rollout(rollout, model.evaluated(model.unroll(rollout)))
+    model.store_rollout(estimated(model, rollout))
     moved(model)
-    direct = model.evaluated(model.unroll(rollout)).batch
+    direct = estimated(model, rollout)
     order = torch.tensor([kept.number for kept in model.kept._kept]).argsort()
     earlier, then = model.kept.gather(order)
-    replayed = model.evaluated(model.unroll(earlier, **then)).batch
-    for name in ("advantages", "returns", "log_probs", "values", "actions"):
-        torch.testing.assert_close(replayed.fields[name], direct.fields[name], rtol=1e-12, atol=1e-12, msg=name)
+    replayed = estimated(model, earlier, **then)
+    for name in ("log_probs", "actions"):
+        torch.testing.assert_close(
+            replayed.batch.fields[name], direct.batch.fields[name], rtol=1e-12, atol=1e-12, msg=name
+        )
+    for name in ("advantages", "returns", "log_rhos", "values"):
+        own, expected = getattr(replayed.estimates, name), getattr(direct.estimates, name)
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_cloning_is_of_the_policy_and_value_when_the_unroll_was_learned_from_and_of_replayed_steps_alone():
@@ -87,22 +92,23 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
     torch.manual_seed(0)
     memory = {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}
     model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, learning_rate=1e-9)
-    replayed: list[Any] = []
-    original = model.evaluated
+    learned: list[Any] = []
+    original = model.loss
 
-    def spy(unroll: Any) -> Any:
-        result = original(unroll)
-        replayed.append((unroll, result))
-        return result
+    def spy(steps: Any) -> Any:
+        learned.append(steps)
+        return original(steps)
 
-    model.evaluated = spy  # type: ignore[method-assign]
+    model.loss = spy  # type: ignore[method-assign]
     make_trainer().fit(model, data)
-    (_, _), (_, _), (unroll, result) = replayed
-    assert unroll.rollout.memory is not None and len(unroll.rollout.final_indices)
+    first, second = learned
+    replayed = second.replayed
+    assert first.replayed is None and replayed.rollout.memory is not None and len(replayed.rollout.final_indices)
     # The policy is what it was, to within the learning rate: so are its log-probabilities and distributions.
-    torch.testing.assert_close(result.log_probs.detach(), unroll.batch.log_probs, rtol=1e-4, atol=1e-5)
-    for now, then in zip(leaves(result.distribution.parameters()), leaves(unroll.batch.old_distribution), strict=True):
-        torch.testing.assert_close(now.detach().expand_as(then), then, rtol=1e-4, atol=1e-5)
+    now, then = replayed.estimates, replayed.batch.old_distribution
+    torch.testing.assert_close(now.log_rhos, torch.zeros_like(now.log_rhos), rtol=0, atol=1e-4)
+    for own, theirs in zip(leaves(now.distributions), leaves(then), strict=True):
+        torch.testing.assert_close(own.expand_as(theirs), theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("same_objects", [False, True])

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, FailedUpdate, Rollout
 from lightning_rl import functional as rl
 from lightning_rl.policies.values import values_reached, with_recomputed_values
+from lightning_rl.training.unroll import Unroll
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -66,6 +67,13 @@ def moved(model: Any, by: float = 0.3) -> Any:
     return model
 
 
+def estimated(model: Any, rollout: Rollout, **then: Any) -> Unroll:
+    """The rows of a rollout, with what the loss has made of them as `estimates`."""
+    steps = model.batch(rollout, **then)
+    model.loss(steps)
+    return steps
+
+
 @pytest.mark.parametrize("valid", [False, True])
 def test_on_policy_it_takes_the_steps_of_a2c(valid):
     options = {"optimizer": SGD, "value_coef": 0.25, "entropy_coef": 0.1, "gamma": 0.9}
@@ -105,13 +113,13 @@ def test_targets_of_an_older_rollout_are_those_of_vtrace_by_the_learners_values(
         *clips,
         leak=bounds.get("vtrace_leak", 0.0),
     )
-    batch = model.evaluated(model.unroll(rollout)).batch
+    estimates = estimated(model, rollout).estimates
     rows = slice(None) if rollout.valid is None else rollout.valid.flatten()
-    torch.testing.assert_close(batch.returns, targets.flatten()[rows], rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(batch.advantages, advantages.flatten()[rows], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(estimates.returns, targets.flatten()[rows], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(estimates.advantages, advantages.flatten()[rows], rtol=1e-10, atol=1e-10)
     if bounds:
         other = moved(make())
-        assert not torch.allclose(other.evaluated(other.unroll(rollout)).batch.returns, batch.returns)
+        assert not torch.allclose(estimated(other, rollout).estimates.returns, estimates.returns)
 
 
 def test_values_reached_are_those_of_the_collection_where_the_policy_is_the_same():
@@ -177,9 +185,8 @@ def test_rewards_are_scaled_and_then_bounded_in_learning_alone(clip, expected):
 def test_clipped_advantages_teach_nothing_to_avoid():
     model = make(clip_advantage=True)
     rollout = random_rollout(model.policy)
-    advantages = model.evaluated(model.unroll(rollout)).batch.advantages
-    plain = make()
-    others = plain.evaluated(plain.unroll(rollout)).batch.advantages
+    advantages = estimated(model, rollout).estimates.advantages
+    others = estimated(make(), rollout).estimates.advantages
     assert torch.equal(advantages, others.clamp(min=0)) and bool((others < 0).any())
 
 
@@ -191,10 +198,11 @@ def test_steps_may_count_differently():
     model, plain = make(Weighing, optimizer=SGD), make(optimizer=SGD)
     rollout = random_rollout(model.policy, off_policy=0.0)
     kept = rollout.observations[:-1, ..., 0] > 0
-    expected = plain.evaluated(plain.unroll(rollout))
+    expected = estimated(plain, rollout)
     row = learn(model, [rollout]).rows[0]
     mask = kept.flatten()
-    losses = rl.policy_gradient_loss(expected.log_probs, expected.batch.advantages)[mask]
+    log_probs = expected.batch.log_probs + expected.estimates.log_rhos
+    losses = rl.policy_gradient_loss(log_probs, expected.estimates.advantages)[mask]
     assert row["policy_loss"] == pytest.approx(losses.mean().item())
 
 
@@ -210,9 +218,9 @@ def test_steps_of_weight_0_are_corrected_for_by_the_learners_policy_and_values_a
     rollout.policy_version = -1
     targets = []
     for model in (moved(make(Weighing)), moved(make())):
-        unroll = model.unroll(rollout)
-        batch = model.evaluated(unroll).batch
-        targets.append([unroll.grid(x, torch.zeros_like(rollout.values)) for x in (batch.advantages, batch.returns)])
+        steps = estimated(model, rollout)
+        found = (steps.estimates.advantages, steps.estimates.returns)
+        targets.append([steps.grid(x, torch.zeros_like(rollout.values)) for x in found])
     counted = (rollout.observations[:-1, ..., 0] > 0) & (valid is False or rollout.valid)
     for own, others in zip(*targets, strict=True):
         torch.testing.assert_close(own[counted], others[counted], rtol=1e-12, atol=1e-12)
@@ -226,9 +234,9 @@ def test_a_lagging_update_that_fails_can_be_made_again(tmp_path):
     with pytest.raises(FloatingPointError, match="policy_loss is nan"):
         learn(model, [rollout], lag=1, default_root_dir=tmp_path)
     failed = FailedUpdate.load(next(tmp_path.glob("failed-update-*.pt")))
-    assert failed.module.policy_version == 0 and failed.rollout.policy_version == -1
+    assert failed.module.policy_version == 0 and failed.minibatch.rollout.policy_version == -1
     terms = failed.replay()
-    assert terms["policy_lag"] == 1 and terms["policy_loss"] != terms["policy_loss"]
+    assert "first_ratio_error" not in terms and terms["policy_loss"] != terms["policy_loss"]
 
 
 def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):

@@ -13,8 +13,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl import CLEAR, IMPALA, Rollout
-from lightning_rl.algorithms.unrolls import UnrollLearner
+from lightning_rl import CLEAR, IMPALA, OnPolicyAlgorithm, Rollout
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
 from lightning_rl.policies.distributions.joint import Joint
@@ -84,7 +83,7 @@ def rollout_of(columns: slice, heads: list[str]) -> Rollout:
     return rollout
 
 
-def make(case: dict[str, Any], kind: type[UnrollLearner], **options: Any) -> Any:
+def make(case: dict[str, Any], kind: type[OnPolicyAlgorithm], **options: Any) -> Any:
     """The learner with the settings of a case."""
     given = case["kwargs"]
     heads = [head for head in HEADS if head != "step_mul" or not given["fixed_step_mul"]]
@@ -171,9 +170,11 @@ def test_repeats_that_the_policy_chose_discount_what_follows_so_many_times() -> 
     model = make(AS_IT_IS["learner"]["no_replay"], IMPALA)
     rollout = rollout_of(slice(None), heads)
     rollout.repeats = rollout.actions["step_mul"] + 1
-    batch = model.evaluated(model.unroll(rollout)).batch
+    steps = model.batch(rollout)
+    model.loss(steps)
+    found = steps.estimates
     expected = RIGHT["no_replay"]["discount_gamma_pow_steps"]
-    for own, theirs in ((batch.returns, "vs"), (batch.advantages, "pg_advantages")):
+    for own, theirs in ((found.returns, "vs"), (found.advantages, "pg_advantages")):
         torch.testing.assert_close(own.view(LENGTH, NUM_ENVS), double(expected[theirs]), rtol=1e-7, atol=1e-7)
 
 

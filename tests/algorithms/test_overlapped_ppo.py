@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import IMPALA, PPG, PPO, PPOKLPenalty, TFAgentsPPO
+from lightning_rl import IMPALA, PPO, OverlappedPPO, PPOKLPenalty
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,
@@ -24,6 +24,10 @@ SGD = {"optimizer": {"class_path": "torch.optim.SGD"}, "learning_rate": 0.1, "ma
 def make(algorithm: Any = PPO, **options: Any) -> Any:
     torch.manual_seed(0)
     return algorithm(VECTOR, DISCRETE, **{"hidden_sizes": (8,), **SGD} | options).double()
+
+
+class OverlappedKLPenalty(OverlappedPPO, PPOKLPenalty):
+    """With a penalty besides."""
 
 
 class Lagging:
@@ -53,11 +57,11 @@ def moved(model, by=0.3):
     return model
 
 
-def collected(memory=None, **options):
+def collected(memory=None):
     """Rollouts of the policy that `make` begins with."""
     data = make_data("CartPole-v1", rollout_length=24, num_envs=3, max_episode_steps=9, rollouts_per_epoch=1)
     torch.manual_seed(0)
-    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, **SGD, **options)
+    model = OverlappedPPO(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, **SGD)
     trainer = make_trainer(precision="64-true")
     trainer.strategy.connect(model.double())
     data.trainer = model.trainer = trainer
@@ -67,11 +71,11 @@ def collected(memory=None, **options):
         data.teardown("fit")
 
 
-@pytest.mark.parametrize("algorithm", [PPO, PPOKLPenalty])
+@pytest.mark.parametrize(("algorithm", "overlapping"), [(PPO, OverlappedPPO), (PPOKLPenalty, OverlappedKLPenalty)])
 @pytest.mark.parametrize("valid", [False, True])
-def test_from_rollouts_of_its_own_it_is_ppo(algorithm, valid):
+def test_from_rollouts_of_its_own_it_is_ppo(algorithm, overlapping, valid):
     options = {"num_epochs": 3, "num_minibatches": 4, "clip_range_value": 0.2}
-    plain, overlapped = make(algorithm, **options), make(algorithm, overlapped=True, **options)
+    plain, overlapped = make(algorithm, **options), make(overlapping, **options)
     rollout = random_rollout(plain.policy, off_policy=0, valid=valid)
     learn(plain, [rollout])
     losses = learn(overlapped, [rollout])
@@ -88,7 +92,7 @@ def test_its_first_step_is_that_of_impala(valid):
     impala = make(IMPALA, vtrace_lambda=0.8, **options)
     rollout = random_rollout(impala.policy, valid=valid)
     whole = {"num_epochs": 1, "num_minibatches": 1, "normalize_advantages": "none"}
-    ppo = moved(make(PPO, overlapped=True, gae_lambda=0.8, **whole, **options))
+    ppo = moved(make(OverlappedPPO, gae_lambda=0.8, **whole, **options))
     expected = learn(moved(impala), [rollout], lag=2)
     losses = learn(ppo, [rollout], lag=2)
     for name, parameter in ppo.named_parameters():
@@ -100,19 +104,19 @@ def test_its_first_step_is_that_of_impala(valid):
 
 
 def test_the_policy_that_acted_stays_in_the_rollout():
-    model = make(overlapped=True)
+    model = make(OverlappedPPO)
     rollout = random_rollout(model.policy)
     acted = rollout.log_probs.clone()
-    now = moved(model).reevaluate(rollout)
+    now = moved(model).reevaluated(rollout)
     assert torch.equal(rollout.log_probs, acted) and rollout.log_rhos is None
     torch.testing.assert_close(now.log_rhos, now.log_probs - acted)
     torch.testing.assert_close(now.log_probs, model.policy.log_prob(rollout.observations[:-1], rollout.actions))
     torch.testing.assert_close(now.values, model.policy.value(rollout.observations[:-1]))
 
 
-@pytest.mark.parametrize("algorithm", [PPO, PPOKLPenalty])
+@pytest.mark.parametrize("algorithm", [OverlappedPPO, OverlappedKLPenalty])
 def test_the_loss_of_an_older_rollout_is_the_one_that_its_update_begins_with(algorithm):
-    model = make(algorithm, overlapped=True, num_epochs=1, num_minibatches=1)
+    model = make(algorithm, num_epochs=1, num_minibatches=1)
     rollout = random_rollout(model.policy)
     found = moved(model).compute_loss(rollout)
     told = learn(model, [rollout], lag=1)
@@ -122,32 +126,32 @@ def test_the_loss_of_an_older_rollout_is_the_one_that_its_update_begins_with(alg
 
 @pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
 def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
-    model, rollout = collected(memory, overlapped=True)
-    now = model.reevaluate(rollout)
+    model, rollout = collected(memory)
+    now = model.reevaluated(rollout)
     for name in ("log_probs", "values", "next_values"):
         torch.testing.assert_close(getattr(now, name), getattr(rollout, name), atol=1e-12, rtol=1e-12)
     assert now.log_rhos.abs().max() <= 1e-12
     before = parameters_of(moved(model))
-    again = model.reevaluate(rollout)
+    again = model.reevaluated(rollout)
     assert again.log_rhos.abs().max() > 0.01
     assert_equal_parameters(model, before)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "message"),
+    ("options", "message"),
     [
-        (PPO, {"advantage_estimator": "monte_carlo"}, "advantage_estimator='monte_carlo'.*'gae' beside overlapped"),
-        (PPO, {"value_target": "empirical"}, "value_target='empirical'"),
-        (PPO, {"recompute_values": True}, "recompute_values=True"),
-        (PPO, {"update_normalizers": "before"}, "update_normalizers='before'.*'after' beside overlapped"),
-        (PPO, {"overlapped": 1}, "overlapped=1.*true or false"),
-        (PPG, {}, "overlapped=True.*false with PPG"),
-        (TFAgentsPPO, {"advantage_estimator": "gae", "value_target": "td_lambda"}, "overlapped=True.*TFAgentsPPO"),
+        (
+            {"advantage_estimator": "monte_carlo"},
+            "advantage_estimator='monte_carlo'.*'gae': targets are those of V-trace",
+        ),
+        ({"value_target": "empirical"}, "value_target='empirical'"),
+        ({"recompute_values": True}, "recompute_values=True"),
+        ({"update_normalizers": "before"}, "update_normalizers='before'.*'after': V-trace needs"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(algorithm, options, message):
+def test_what_does_not_go_with_it_is_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
-        make(algorithm, **{"overlapped": True} | options)
+        make(OverlappedPPO, **options)
 
 
 def test_without_it_older_rollouts_are_refused():

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rl import PPG, PPO, Batch, FailedUpdate, Rollout
+from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.ppg_models import HEAD, PHASE, ROWS, SMALL, change, fit, make
 from tests.helpers import (
@@ -82,7 +83,7 @@ def loss_of(model: PPG, **coefs: float) -> dict[str, torch.Tensor | None]:
     model.trainer = make_trainer()
     batch = random_rollout(model.policy).flatten(returns=torch.ones(12, 4))
     batch = batch.replace(old_distribution=torch.randn(48, 3))
-    model.auxiliary_loss(batch).backward()
+    model.auxiliary_loss(batch).total.backward()
     return {name: p.grad for name, p in model.policy.named_parameters()}
 
 
@@ -170,10 +171,9 @@ def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences:
     parts: list[Batch] = []
 
     class Kept(PPG):
-        def start_minibatch(self, batch: Batch) -> Batch:
-            if "actions" not in batch.fields:
-                parts.append(batch)
-            return super().start_minibatch(batch)
+        def auxiliary_loss(self, batch: Batch) -> Loss:
+            parts.append(batch)
+            return super().auxiliary_loss(batch)
 
     model = make(Kept, aux_sequences=sequences, num_aux_epochs=1, num_aux_minibatches=3)
     rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in (0, 1)]
@@ -199,7 +199,7 @@ def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dic
     sizes: list[int] = []
 
     class Kept(PPG):
-        def auxiliary_loss(self, batch: Batch) -> torch.Tensor:
+        def auxiliary_loss(self, batch: Batch) -> Loss:
             sizes.append(len(batch))
             return super().auxiliary_loss(batch)
 
@@ -290,11 +290,13 @@ def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> 
 class BrokenPhase(PPG):
     """The second minibatch of the first auxiliary phase has an infinite target."""
 
-    def start_minibatch(self, batch: Batch) -> Batch:
-        self.minibatch = getattr(self, "minibatch", -1) + 1
-        if self.steps.record.phase == 1 and self.minibatch == 5:
-            batch = batch.replace(returns=batch.returns + torch.inf)
-        return super().start_minibatch(batch)
+    num_minibatches_seen = 0
+
+    def auxiliary_loss(self, batch: Batch) -> Loss:
+        self.num_minibatches_seen += 1
+        if self.num_minibatches_seen == 2:
+            batch.returns += torch.inf
+        return super().auxiliary_loss(batch)
 
 
 def test_a_failed_auxiliary_phase_is_left_out_and_made_again(tmp_path: Path) -> None:
@@ -305,9 +307,7 @@ def test_a_failed_auxiliary_phase_is_left_out_and_made_again(tmp_path: Path) -> 
     found = re.search(r"load\('(.*)'\)", str(caught.value))
     assert found is not None
     failed = FailedUpdate.load(found[1])
-    assert (failed.phase, failed.number) == (1, 1)
+    assert failed.loss == "auxiliary_loss" and failed.terms["aux_head_loss"] == torch.inf
     assert_equal_parameters(failed.module, parameters_of(model))
-    failed.module.minibatch = 1  # of the policy phase, two have gone by in the first rollout
-    assert failed.replay()["aux_head_loss"] == torch.inf
-    assert failed.minibatch is not None
+    assert failed.replay()["head_loss"] == torch.inf
     assert failed.minibatch.returns.isinf().all()

@@ -14,6 +14,7 @@ from lightning_rl.functional import clipped_value_loss, value_loss
 from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
+from lightning_rl.training.minibatches import BatchPair
 from tests.helpers import FixedRollouts, Recorder, make_trainer, parameters_of
 from tests.vectors.load import load
 
@@ -119,11 +120,11 @@ class Scripted(PPG):
         """Rows of all minibatches of a kind, or the events themselves, of the present call."""
         return [event for event in self.case["calls"][self.policy_version]["events"] if event["kind"] == kind]
 
-    def targets(self, rollout: Rollout, **per_step: Any) -> Batch:
+    def batch(self, rollout: Rollout, **per_step: Any) -> Batch:
         call = self.case["calls"][self.policy_version]
         batch = batch_of(call["batch"], call["std_before"])
-        self._value_targets = batch.returns
-        return batch.replace(steps=torch.arange(len(batch)))
+        self.normalizers.value_targets = batch.returns
+        return batch.replace(places=torch.arange(len(batch)))
 
     def make_policy(self) -> DingPolicy:
         return DingPolicy(SHARED[-1], value_normalization=self.hparams["value_normalization"])
@@ -134,7 +135,7 @@ class Scripted(PPG):
         start = self.passes * one_pass
         self.passes += 1
         for event in events[start : start + one_pass]:
-            yield self.start_minibatch(Batch(self.kept.gather(torch.tensor(event["rows"]))))
+            yield Batch(self.kept.gather(torch.tensor(event["rows"])))
 
     passes = 0
 
@@ -149,14 +150,17 @@ SHARED = [True]  # Lightning would take an argument for a hyper-parameter
 class ScriptedPPG(Scripted):
     """DI-engine makes all passes of the policy before those of the value, in an order of their own."""
 
-    def update(self, rollout: Rollout, batch: Batch) -> None:
+    def update(self, rollout: Rollout) -> None:
+        batch = self.batch(rollout)
+        self.store_rollout(rollout, batch)
         rows = [event["rows"] for event in self.events("minibatch")]
         num_policy = len(self.events("policy"))
         for index, some in enumerate(rows):
-            part = self.start_minibatch(batch.replace(**{n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
-            part = Batch(part.fields)
-            only: Any = "actor" if index < num_policy else "critic"
-            self.optimize(self.loss(part, only), only=only)
+            self.steps.part = "actor" if index < num_policy else "critic"
+            self.descend(self.loss, Batch({n: x[torch.tensor(some)] for n, x in batch.fields.items()}))
+        self.steps.part = None
+        if self.kept.is_full:
+            self.auxiliary_phase()
 
 
 class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):
@@ -165,10 +169,10 @@ class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):
     def store(self, rollout: Rollout) -> None:
         pass
 
-    def sample(self) -> dict[str, Batch]:
+    def sample(self) -> BatchPair:
         call = self.case["calls"][self.policy_version]
-        batches = {name: batch_of(call[f"{name}_batch"]) for name in ("policy", "value")}
-        return {name: batch.replace(versions=torch.zeros(len(batch))) for name, batch in batches.items()}
+        batches = (batch_of(call[f"{name}_batch"]) for name in ("policy", "value"))
+        return BatchPair(*(batch.replace(versions=torch.zeros(len(batch))) for batch in batches))
 
 
 def run(algorithm: type[Scripted], name: str, **options: Any) -> tuple[Scripted, list[dict[str, Tensor]], Recorder]:

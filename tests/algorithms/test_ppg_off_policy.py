@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rl import Batch, OffPolicyPPG, Rollout
+from lightning_rl import OffPolicyPPG, Rollout
+from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.ppg_models import REUSED, ROWS, change, fit, make
 from tests.helpers import (
@@ -40,8 +41,8 @@ class Counting(OffPolicyPPG):
         super().training_step(rollout, batch_idx)
         self.counts.append(len(self.drawn) - before)
 
-    def policy_iteration(self, samples: dict[str, Batch]) -> None:
-        self.drawn.append({name: batch.observations for name, batch in samples.items()})
+    def policy_iteration(self, samples: BatchPair) -> None:
+        self.drawn.append({name: batch.observations for name, batch in samples._asdict().items()})
         super().policy_iteration(samples)
 
 

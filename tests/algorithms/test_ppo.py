@@ -180,15 +180,14 @@ def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatch
     torch.manual_seed(0)
     model = PPO(VECTOR, DISCRETE, normalize_advantages=how)
     batch = model.batch(random_rollout(model.policy))
+    batch = batch.replace(given=batch.advantages)
     assert len(batch) == 48
     for counted in (None, torch.arange(48) % 5):
         whole = batch if counted is None else batch.replace(weights=counted.float())
-        for part in model.minibatches(whole, num_minibatches):
-            known = part.normalized_advantages
-            assert (known is not None) == (how == "minibatch" and counted is None)
+        for part in model.one_pass(whole, num_minibatches):
+            assert part.is_normalized == (how == "minibatch" and counted is None)
+            assert part.is_normalized or torch.equal(part.advantages, part.given)
             counts = torch.ones(len(part), dtype=torch.bool) if counted is None else part.weights != 0
-            expected = torch.zeros(len(part)).masked_scatter(counts, normalize_rows(part.advantages[counts]))
+            expected = torch.zeros(len(part)).masked_scatter(counts, normalize_rows(part.given[counts]))
             torch.testing.assert_close(model.estimator.standardized(part), expected)
-            assert part.replace(advantages=2 * part.advantages).normalized_advantages is None
-            part.advantages[0] += 1.0
-            assert part.normalized_advantages is None
+            assert not part.replace(advantages=2 * part.advantages).is_normalized

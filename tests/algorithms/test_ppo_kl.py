@@ -53,10 +53,10 @@ def test_loss_is_that_of_ppo_with_both_penalties():
         kl = acted(batch.observations)[0].kl(model.policy(batch.observations)[0]).mean()
     assert kl > 0.015
     penalty = 30 * (kl - 0.015) ** 2 + 0.7 * kl
-    torch.testing.assert_close(model.loss(batch).detach(), without.loss(batch).detach() + penalty, rtol=1e-7, atol=0)
-    recorded = model.steps.record.means()
-    assert recorded["kl"] == pytest.approx(kl.item())
-    assert recorded["kl_penalty"] == pytest.approx(penalty.item(), rel=1e-6)
+    loss, expected = model.loss(batch), without.loss(batch).total.detach() + penalty
+    torch.testing.assert_close(loss.total.detach(), expected, rtol=1e-7, atol=0)
+    assert loss.observed["kl"].item() == pytest.approx(kl.item())
+    assert loss.metrics["kl_penalty"].item() == pytest.approx(penalty.item(), rel=1e-6)
     torch.testing.assert_close(model.mean_kl(batch), kl, **EXACT)
 
 
@@ -91,7 +91,7 @@ def test_coefficient_stays_while_the_critic_warms_up():
     """The policy does not move, which is no reason to hold it back less."""
     model = make(adaptive_kl_target=1e3, initial_kl_coef=2.0)
     rollouts = [random_rollout(model.policy, seed=seed) for seed in (1, 2, 3)]
-    model.critic_warmup_steps = rollouts[0].num_steps + 1
+    model.steps.critic_warmup_steps = rollouts[0].num_steps + 1
     recorder = fit(model, *rollouts)
     assert recorder.column("kl_coef") == [2, 2, 2] and model.kl_coef < 2
 
@@ -106,10 +106,13 @@ def test_target_follows_a_schedule_in_both_penalties():
     assert model.adaptive_kl_target == 10
     batch = model.batch(rollouts[0])
     distribution, _ = model.actor_critic(batch)
+    moved = distribution.with_parameters(shifted(distribution.parameters()))
     for target, is_beyond in ((1e-9, True), (10.0, False)):
         model.adaptive_kl_target = target
-        beyond, _ = model.penalties(batch, distribution.with_parameters(shifted(distribution.parameters())))
-        assert (beyond > 0) == is_beyond
+        loss = model.new_loss(batch)
+        model.add_policy_terms(loss, moved)
+        beyond = loss.metrics["kl_penalty"] - model.kl_coef * loss.observed["kl"]
+        assert (beyond > 1e-9) == is_beyond
 
 
 def shifted(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_rl.training.optimization import AdaptiveLearningRate
 from torch import Tensor
 
-from lightning_rl import PPO, FailedUpdate
+from lightning_rl import PPO, Batch, FailedUpdate
+from lightning_rl.training.loss import Loss
+from lightning_rl.training.optimizers import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import parameters_of_other_half
 from lightning_rl.validation import ConfigurationError
 from tests.algorithms.slow_options import MORE, SlowOptions
@@ -134,8 +135,9 @@ def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(ha
     model = PPO(VECTOR, DISCRETE, hidden_sizes=(4,), shared_encoder=shared, memory=memory)
     rollout = random_rollout(make("discrete", torch.float32).policy)
     remember(model.policy, rollout)
-    (batch,) = model.minibatches(model.batch(rollout), 1)
-    model.loss(batch, half).backward()
+    (batch,) = model.one_pass(model.batch(rollout), 1)
+    model.steps.part = half
+    model.loss(batch).total.backward()
     others = {id(parameter) for parameter in parameters_of_other_half(model.policy, half)}
     for name, parameter in model.policy.named_parameters():
         assert (parameter.grad is None) == (id(parameter) in others), name
@@ -212,7 +214,7 @@ def test_a_failed_update_of_the_value_alone_is_made_again(options, in_tmp_path):
     with pytest.raises(FloatingPointError, match=r"value_loss is nan"):
         make_trainer(default_root_dir=in_tmp_path).fit(model, FixedRollouts([random_rollout(model.policy)], model))
     failed = FailedUpdate.load(in_tmp_path / "failed-update-0.pt")
-    assert failed.number == 5
+    assert (failed.loss, failed.module.steps.part) == ("loss", "critic")
     again = failed.replay()
     assert again["value_loss"] != again["value_loss"]
     assert "policy_loss" not in again
@@ -223,11 +225,11 @@ class BrokenLater(PPO):
 
     count = 0
 
-    def value_loss(self, batch: Any, values: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Loss:
         self.count += 1
         if self.count == 6:
             batch.returns[0] = float("nan")
-        return super().value_loss(batch, values)
+        return super().loss(batch)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Whole training calls, and every loss, as TF-Agents computed them; see tests/vectors/README.md."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from lightning_rl import PPO, Rollout, TFAgentsPPO
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
+from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, random_rollout
 from tests.policies.distributions.test_golden import as_action, build
@@ -85,24 +86,23 @@ class FromFrames(TFAgentsPPO):
     epsilon = 1e-7
     optimized = 0
 
-    def acting_distribution(self, rollout: Rollout) -> Nested:
-        return distribution_of(self, self.given_frames).parameters()
-
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         return None if self.weights is None else self.weights.T
 
     def minibatch_order(self, num_rows: int) -> Tensor:
         return torch.arange(num_rows) if self.order is None else next(self.order)
 
-    def targets(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        self.batch = super().batch(rollout, **per_step)
-        return self.batch
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
+        acted = distribution_of(self, self.given_frames).parameters()
+        acting = map_leaves(lambda x: x.flatten(0, 1), acted)
+        self.made = super().batch(rollout, **per_step).replace(acting_distribution=acting)
+        return self.made
 
-    def optimize(self, loss: Tensor, **options: Any) -> None:
+    def descend(self, loss: Callable[[Any], Loss], batch: Batch) -> None:
         self.optimized += 1
         for group in self.optimizers().param_groups:
             group["eps"] = self.epsilon / (1 - 0.999**self.optimized) ** 0.5
-        super().optimize(loss, **options)
+        super().descend(loss, batch)
 
 
 def distribution_of(model: TFAgentsPPO, frames: dict[str, Any]) -> Distribution:
@@ -204,7 +204,7 @@ class Calls(Recorder):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         super().on_train_batch_end(trainer, pl_module)
         result = next(self.calls)["result"]
-        targets, batch = result["targets"], pl_module.batch
+        targets, batch = result["targets"], pl_module.made
         for name, theirs in {
             "log_probs": targets["old_log_prob"],
             "returns": targets["returns"],
@@ -278,8 +278,8 @@ def test_minibatches_as_the_learner_makes_them():
     recorder, batches = Recorder(), []
     model.loss = lambda batch: batches.append(batch) or FromFrames.loss(model, batch)
     make_trainer(callbacks=[recorder]).fit(model, Frames(model, [scenario]))
-    torch.testing.assert_close(model.batch.returns, scenario["returns"].T.flatten(), **CLOSE)
-    torch.testing.assert_close(model.batch.advantages, scenario["advantages"].T.flatten(), **CLOSE)
+    torch.testing.assert_close(model.made.returns, scenario["returns"].T.flatten(), **CLOSE)
+    torch.testing.assert_close(model.made.advantages, scenario["advantages"].T.flatten(), **CLOSE)
     theirs = scenario["minibatches"]
     for batch, expected in zip(batches, theirs, strict=True):
         torch.testing.assert_close(batch.weights, expected["masked_weights"][:, 0])
@@ -311,7 +311,7 @@ class Given(nn.Module):
 def loss_of(
     kind: str, config: dict[str, Any], weights: str, **targets: Tensor
 ) -> tuple[TFAgentsPPO, Tensor, dict[str, Tensor]]:
-    """The model after its loss, the loss, and what gradients are wanted by; `targets` take the place of theirs."""
+    """The model with what its loss recorded, the loss, and what gradients are wanted by; `targets` replace theirs."""
     case, inputs = LOSSES["kinds"][kind], LOSSES["inputs"]
     rows = {name: targets.get(name, inputs[name]).flatten() for name in ("advantages", "returns")}
     params = {name: x.flatten(0, 1).requires_grad_() for name, x in case["new_params"].items()}
@@ -333,8 +333,8 @@ def loss_of(
             **rows,
         }
     )
-    model.set_global_weights([batch])
-    return model, model.loss(batch), params | {"value": values}
+    batch.counts_all_rows = True
+    return model, model.steps.record_loss(model.loss(batch)), params | {"value": values}
 
 
 CASES = [
@@ -401,7 +401,9 @@ def test_penalties_on_weights(name):
         with torch.no_grad():
             for weight, theirs in zip(ours, kernels["actor"] + kernels["value"], strict=True):
                 weight.copy_(theirs)
-        loss = model.total(torch.zeros(()))
+        terms = model.new_loss(Batch({"values": torch.zeros(1)}))
+        terms.add_scalar(None, torch.zeros(()))
+        loss = terms.total
         assert loss.item() == near(options["loss"])
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, encoder, allow_unused=True, materialize_grads=True)
@@ -468,13 +470,16 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
         batch = model.batch(random_rollout(model.policy))
         with torch.no_grad():
             model.policy.action_head.logits.weight[0].add_(1.0)
-        monkeypatch.setattr(TFAgentsPPO, "world_size", ranks)
-        monkeypatch.setattr(TFAgentsPPO, "all_reduce", lambda self, x, *_, n=ranks: n * x)
-        monkeypatch.setattr(TFAgentsPPO, "of_ranks", lambda self, x, n=ranks: x.expand(n, *x.shape))
-        (minibatch,) = model.minibatches(batch, 1)
-        model.loss(minibatch)
-        penalties = float(sum(model.penalties(minibatch, model.actor_critic(minibatch)[0])))
-        terms.append(model.steps.record.means() | {"penalties": penalties})
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda n=ranks: n)
+        monkeypatch.setattr("torch.distributed.all_reduce", lambda x, *_, n=ranks: x.mul_(n))
+        monkeypatch.setattr("lightning_rl.distributed.gather_tensors", lambda x, n=ranks: x.expand(n, *x.shape))
+        (minibatch,) = model.one_pass(batch, 1)
+        loss = model.loss(minibatch)
+        others = loss.metrics
+        rest = others["policy_loss"] + model.value_coef * others["value_loss"] + others["l2_penalty"]
+        penalties = float(loss.total.detach() - rest)
+        terms.append({name: x.item() for name, x in (others | loss.observed).items()} | {"penalties": penalties})
         monkeypatch.undo()
     one, two = terms
     for name in ("penalties", "clip_fraction"):
@@ -499,7 +504,7 @@ def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
         if spoil:
             for x in (batch.observations, batch.actions, batch.log_probs, *batch.acting_distribution.values()):
                 x[2] = torch.nan
-        gradients.append(torch.autograd.grad(model.loss(batch), list(model.policy.parameters())))
+        gradients.append(torch.autograd.grad(model.loss(batch).total, list(model.policy.parameters())))
     for one, other in zip(*gradients, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other)
@@ -512,7 +517,7 @@ def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
         batch = model.batch(random_rollout(model.policy))
         with torch.no_grad():
             model.policy.action_head.logits.weight.add_(torch.eye(3, 4, dtype=torch.float64))
-        losses.append(model.loss(batch).item())
+        losses.append(model.loss(batch).total.item())
     assert losses[0] == losses[1] < losses[2]
 
 
@@ -551,9 +556,9 @@ def test_returns_advantages_and_masks(case):
     gymnasiums = rollout.discounts
     rollout.discounts = lambda gamma, on_truncation: gymnasiums(gamma, on_truncation) * x["discount"]
     if model.reward_normalizer is not None:
-        model.update_running_statistics(rollout)
+        model.normalizers.commit(rollout)
     advantages, returns = model.estimator.advantages_and_returns(rollout)
     torch.testing.assert_close(advantages.T, case["advantages"], **CLOSE)
     torch.testing.assert_close(returns.T, case["returns"], **CLOSE)
-    _, weights = model.counted_steps(rollout, advantages, returns)
+    _, weights = model.estimator.counted_steps(rollout, advantages, returns, None)
     torch.testing.assert_close(weights.T, torch.as_tensor(case["mask"], dtype=torch.float32))

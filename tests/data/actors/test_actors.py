@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import dataloader
 
-from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint
+from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint, OverlappedPPO
 from lightning_rl.data.actors import processes
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
@@ -148,7 +148,7 @@ def test_rollouts_that_are_too_old_are_dropped_and_counted():
         ("CartPole-v1", IMPALA, {"memory": {"kind": "lstm", "hidden_size": 4}}),
         ("Probe/Sensors-v0", CLEAR, {"normalize_observations": True}),
         ("ALE/Pong-v5", IMPALA, {}),
-        ("CartPole-v1", PPO, {"overlapped": True, "memory": {"kind": "gru", "hidden_size": 4}, "num_minibatches": 2}),
+        ("CartPole-v1", OverlappedPPO, {"memory": {"kind": "gru", "hidden_size": 4}, "num_minibatches": 2}),
     ],
 )
 def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, options):
