@@ -519,8 +519,10 @@ class OnPolicyAlgorithm(LightningModule):
             self.update(rollout)
         means = self.losses = self.steps.means()
         if not_finite := self.steps.not_finite(means):
-            skip_or_raise(self, rollout, not_finite)
-            self._undo()
+            try:
+                skip_or_raise(self, rollout, not_finite)  # what it saves has the normalizers of the loss
+            finally:
+                self._undo()
             self.normalizers.forget_returns()
         else:
             self._commit(rollout, means)
