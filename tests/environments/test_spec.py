@@ -222,7 +222,7 @@ def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     trainer = make_trainer(logger=logger, log_every_n_steps=2)
     trainer.fit(model, data)
     # Two rollouts of eight steps; every other one is the fourth of an episode, alone.
-    assert model.env_steps == 16 and model.frames == 8 * 3 + 8 * 1
+    assert model.env_steps == 16 and model.clock.frames == 8 * 3 + 8 * 1
     assert logger.rows("time/frames") == [(16, 32.0)]
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     again = make_model(make_data(COUNTER, env_kwargs=ONE, action_repeat=3))
@@ -235,7 +235,7 @@ def test_without_repetition_frames_are_environment_steps_and_not_logged():
     data = make_data()
     model = make_model(data)
     make_trainer(logger=logger, log_every_n_steps=2).fit(model, data)
-    assert model.frames == model.env_steps == 64 and logger.rows("time/frames") == []
+    assert model.clock.frames == model.env_steps == 64 and logger.rows("time/frames") == []
 
 
 @pytest.mark.parametrize("backend", ["sync", "envpool"])

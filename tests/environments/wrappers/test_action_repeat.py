@@ -154,8 +154,8 @@ def test_evaluation_has_raw_rewards_and_training_counts_frames(backend):
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] == 7
     assert trainer.callback_metrics["val/episode_length"] <= 7
-    assert model.env_steps == 64 and 64 < model.frames <= 192
-    assert logger.rows("time/frames")[-1] == (64, model.frames)
+    assert model.env_steps == 64 and 64 < model.clock.frames <= 192
+    assert logger.rows("time/frames")[-1] == (64, model.clock.frames)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, CLEAR])
