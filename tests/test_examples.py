@@ -82,7 +82,7 @@ def test_a_club_and_a_swing_are_learned_together(in_tmp_path):
 
 
 def test_reinforce_learns_to_balance_the_pole(in_tmp_path):
-    """Greedy untrained policies get 10 to 340, this one 10."""
+    """A greedy policy that has learned nothing gets 10 to 340, with this seed 59 after one gradient step."""
     module = example("reinforce")
     assert module.main(max_env_steps=256) < 150
     assert module.main() > 450
