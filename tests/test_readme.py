@@ -31,7 +31,15 @@ from lightning_rl.cli.commands import COMMANDS as OWN_COMMANDS
 from lightning_rl.cli.commands import MODULES
 from lightning_rl.cli.main import main
 from tests import programs
-from tests.helpers import make_data, make_trainer, parameters_of
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    make_data,
+    make_trainer,
+    parameters_of,
+    random_rollout,
+)
 from tests.vectors.load import load
 
 ROOT = Path(__file__).parents[1]
@@ -204,11 +212,10 @@ def test_own_network_environment_and_algorithm_work_as_described():
     assert cli.trainer.callback_metrics["val/episode_length"] == 5
 
 
-def test_own_algorithm_learns_values_in_the_units_of_the_value_head():
-    """With the loss of A2C it takes the steps of A2C."""
+def test_own_algorithm_takes_the_steps_of_a2c_which_has_the_same_loss():
     write_own_package()
     own, ends = importlib.import_module("my_package").Reinforce, []
-    for algorithm, options in ((own, {}), (A2C, {"entropy_coef": 0.0})):
+    for algorithm, options in ((own, {"value_coef": 0.7}), (A2C, {"value_coef": 0.7, "entropy_coef": 0.0})):
         data = make_data("Pendulum-v1")
         torch.manual_seed(0)
         options |= {"optimizer": torch.optim.Adam, "learning_rate": 0.01, "value_normalization": "running_std"}
@@ -217,6 +224,19 @@ def test_own_algorithm_learns_values_in_the_units_of_the_value_head():
         ends.append(parameters_of(model))
     for name, parameter in ends[0].items():
         torch.testing.assert_close(parameter, ends[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_loss_gradient_from_outside_is_the_step_of_an_update():
+    """The entry points that docs/custom.md lists: one SGD step along the gradient of `loss` over `estimator.batch`."""
+    write_own_package()
+    page = importlib.import_module("my_package")
+    model = page.Reinforce(VECTOR, DISCRETE, optimizer=torch.optim.SGD, learning_rate=0.1, max_grad_norm=None)
+    rollout, before = random_rollout(model.policy), parameters_of(model)
+    gradients = page.gradient(model, rollout)
+    assert all(gradient.any() for gradient in gradients.values())
+    make_trainer(max_epochs=1).fit(model, FixedRollouts([rollout], model))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] - 0.1 * gradients[name])
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])

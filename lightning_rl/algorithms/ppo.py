@@ -67,8 +67,8 @@ class PPO(OnPolicyAlgorithm):
         adaptive_learning_rate: `{"target_kl": d}`: after each rollout, divide the learning rate by `factor` (1.5) if
             the mean approximate KL divergence is above 2d, multiply it by that if it is below d/2, and keep it between
             `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
-        compile_loss: Compile what is computed for each row, from log-probabilities and values on, by `torch.compile`.
-            The first update then waits for the compiler, and needs one; see docs/algorithms/ppo.md.
+        compile_loss: Compile `loss`, the network included, by `torch.compile`; not with `memory`. The first update then
+            waits for the compiler; see docs/algorithms/ppo.md.
         critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
             what is the critic's alone, so that the policy stays what it was loaded as; in `num_value_epochs` passes.
         **kwargs: Those of `OnPolicyAlgorithm`.
@@ -179,8 +179,10 @@ class PPO(OnPolicyAlgorithm):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
+        memory = getattr(self.policy, "memory", None)
+        expected = "false with memory, whose sequences have other lengths in each rollout"
+        check(not (self.steps.compiles and memory is not None), "compile_loss", True, expected)
         if rollout_shape is not None:
-            memory = getattr(self.policy, "memory", None)
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             num_rows = rollout_shape[0] * rollout_shape[1]
             check_minibatches(num_rows, self.num_minibatches, num_sequences)

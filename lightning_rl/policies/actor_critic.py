@@ -295,7 +295,7 @@ def given(x: T | None, name: str) -> T:
     if x is None:
         raise ValueError(
             f"a policy with memory needs {name}: initial_memory(batch_size) where episodes begin, then the memory that "
-            "acting gave; evaluate(batch) of the algorithm for the sequences of a batch"
+            "acting gave; actor_critic(batch) of the algorithm for the sequences of a batch"
         )
     return x
 

@@ -1,4 +1,4 @@
-"""What a run logs: episodes, diagnostics, histograms and times, against environment steps."""
+"""What a run logs: episodes, means of the updates, and times, against environment steps."""
 
 from __future__ import annotations
 

@@ -70,6 +70,9 @@ def test_it_is_refused_where_it_cannot_work():
     model.check_run(trainer, None)
     with pytest.raises(ConfigurationError, match="compile_loss=True is not valid: expected false on XLA"):
         model.check_run(on_xla, None)
+    recurrent = PPO(VECTOR, DISCRETE, compile_loss=True, memory="gru")
+    with pytest.raises(ConfigurationError, match="compile_loss=True is not valid: expected false with memory"):
+        recurrent.check_run(trainer, None)
 
 
 @pytest.mark.slow
