@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from operator import itemgetter, setitem
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,9 +24,9 @@ from lightning_rl.environments import (
     EnvironmentSpec,
     Step,
     TensorEnvironments,
-    TensorStep,
     make_environments,
 )
+from lightning_rl.environments.atari import LIFE_LOST
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
@@ -95,10 +94,13 @@ class StepStorage:
 
 
 class Collector:
-    """Collects rollouts of fixed length, episode after episode.
+    """Steps environments with a policy, and stores and counts what they give.
 
-    Storage is allocated once and reused. Only what acting needs is computed step by step; log-probabilities and values
-    that the policy does not give on the way are computed for the whole rollout at its end, with the same parameters.
+    Training collects rollouts of `length` steps with `collect`; evaluation calls `start` and `advance` itself, for one
+    step at a time. Storage is allocated once and reused: in the host's memory for environments of arrays, on the
+    policy's device for environments of tensors, from which the host reads at each step only whether an episode was cut
+    off. Log-probabilities and values that acting does not give are computed for the whole rollout at its end, with the
+    same parameters.
 
     Args:
         environments: The environments.
@@ -108,11 +110,15 @@ class Collector:
         generator: Draws the actions; on the policy's device.
         dtype: Of the policy's parameters; float64 keeps everything in float64, anything else in float32.
         info_keys: Keys of `info` whose values are wanted.
+
+    Attributes:
+        observations: Of the last `length` steps and of the one to come, `[T + 1, B, ...]`: arrays or tensors.
+        memory: Of a recurrent policy.
     """
 
     def __init__(
         self,
-        environments: EnvironmentBatch,
+        environments: EnvironmentBatch | TensorEnvironments,
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         length: int,
@@ -125,25 +131,36 @@ class Collector:
         self.length = length
         self.generator = generator
         self.info_keys = info_keys
+        self.memory = RecurrentState()
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._has_tensors = isinstance(environments, TensorEnvironments)
+        self._device = generator.device if self._has_tensors else torch.device("cpu")
+        self._conversion: Nested | None = None
         shape = (length, environments.num_envs)
-        # An array for each leaf.
-        self._observations = map_space(
-            lambda leaf: np.zeros((length + 1, shape[1], *(leaf.shape or ())), observation_dtype(leaf, dtype)),
-            observation_space,
-        )
-        # The same memory, row by row: what the policy sees at each step.
-        tensors = map_leaves(torch.from_numpy, self._observations)
-        self._rows = [map_leaves(itemgetter(t), tensors) for t in range(length + 1)]
-        self._rewards = np.zeros(shape)  # float64 whatever the policy's, so that returns are exact
-        self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
+
+        def allocate(leaf: spaces.Space[Any]) -> Tensor:
+            kind = torch.from_numpy(np.zeros(0, observation_dtype(leaf, dtype))).dtype
+            return torch.zeros(length + 1, shape[1], *(leaf.shape or ()), dtype=kind, device=self._device)
+
+        with torch.inference_mode(False):  # rollouts outlive the mode
+            self._observed = map_space(allocate, observation_space)
+            # More exact than the policy's numbers, so that returns are.
+            exact = exact_dtype(self._device)
+            self._stored = {"rewards": torch.zeros(shape, dtype=exact, device=self._device)}
+            for name in ("terminated", "truncated", "valid", "failed"):
+                self._stored[name] = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            # The same memory, row by row: what the policy sees at each step.
+            self._rows = [map_leaves(itemgetter(t), self._observed) for t in range(length + 1)]
+        # The same memory, as the environments' steps are written into it.
+        self.observations = map_leaves(self._view, self._observed)
+        views = map_leaves(self._view, self._stored)
+        self._rewards, self._terminated, self._truncated = views["rewards"], views["terminated"], views["truncated"]
         # Of steps that an environment failed in; the episodes before them have no end of their own.
-        self._failed = np.zeros(shape, bool)
-        self._started = False
-        self._memory = RecurrentState()
+        self._valid, self._failed = views["valid"], views["failed"]
+        self._started = self._warned = False
         # Where the observation before the next step is an episode's first.
         self._episode_starts = np.ones(shape[1], bool)
-        # Of the episodes that go on into the next rollout.
+        # Of the episodes that go on into the next steps.
         self._returns = np.zeros(shape[1])
         self._lengths = np.zeros(shape[1], np.int64)
 
@@ -158,87 +175,116 @@ class Collector:
         Raises:
             EnvironmentFailure: An environment failed, or returned an observation or reward that is not finite.
         """
-        start = time.perf_counter()
-        if not self._started:
-            self._put(-1, self.environments.reset())
-            self._started = True
-        self._put(0, map_leaves(itemgetter(-1), self._observations))
-        device = self.generator.device
-        actions, log_probs, values = (StepStorage(self.length) for _ in range(3))
-        finals: list[tuple[int, int, Any]] = []
+        begun = time.perf_counter()
         infos: dict[str, list[float]] = {key: [] for key in self.info_keys}
         info_names: set[str] = set()
-        repeats, frames = self.environments.frames_per_step > 1 or self.environments.learned_repeats, 0
-        taken_times: list[Tensor] = []
-        self._valid.fill(True)
-        self._failed.fill(False)
-        clock, in_env, in_policy, in_transfer = time.perf_counter, 0.0, 0.0, 0.0
+        frames: list[int] = []
+        repeats: list[Tensor] = []
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
-        acts = fast.actor(policy) or acts
-        act = profiled(profile, POLICY, acts)
-        take_step = profiled(profile, ENVIRONMENT, self.environments.step)
-        to_device, to_arrays = profiled(profile, TRANSFER, _to_device), profiled(profile, TRANSFER, _to_arrays)
+        self.start(fast.actor(policy) or acts, profile)
         if recurrent is not None:
-            self._memory.start_rollout(recurrent, len(self._episode_starts), self.length)
-        with torch.inference_mode():
+            self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
+        # The tensors of environments are their own, and may not be those of inference.
+        with torch.no_grad() if self._has_tensors else torch.inference_mode():
             for t in range(self.length):
-                begun, row = clock(), self._rows[t]
-                row = row if device.type == "cpu" else to_device(row, device)
-                moved = clock()
-                remembered = {} if recurrent is None else {"memory": self._memory.before(t)}
-                output = act(row, self.generator, **remembered)
-                acted = clock()
-                actions.put(t, output.action)
-                if output.log_prob is not None and output.value is not None:
-                    log_probs.put(t, output.log_prob)
-                    values.put(t, output.value)
-                taken = to_arrays(output.environment_action)
-                taken_at = clock()
-                step = take_step(to_environment(self.action_space, taken))
-                in_env += clock() - taken_at
-                in_policy += acted - moved
-                in_transfer += taken_at - acted + moved - begun
-                self._store(t, step)
-                if recurrent is not None:
-                    truncated = np.flatnonzero(step.truncated & ~step.terminated).tolist()
-                    episode_starts = self._terminated[t] | self._truncated[t] | ~self._valid[t]
-                    self._memory.after(t, output.memory, episode_starts, truncated, step.failed)
-                for index, observation in step.final_observations:
-                    if not step.terminated[index]:  # only a truncated episode goes on from the value of what it reached
-                        finals.append((t, index, observation))
-                frames += self.environments.count_frames(step) if repeats else 0
-                if self.environments.learned_repeats:
-                    taken_times.append(torch.from_numpy(self.environments.repeats(step)))
+                step = self.advance(t)
+                if step.frames is not None:
+                    frames.append(step.frames)
+                if step.repeats is not None:
+                    repeats.append(torch.from_numpy(step.repeats))
                 for key in infos:
                     infos[key] += self.environments.info_values(step, key)
                 if infos and step.final_observations:  # most is told at the end of an episode
                     info_names.update(step.infos.get("final_info", step.infos))
-        episode_starts = self._terminated | self._truncated | ~self._valid
-        starts, self._episode_starts = (
-            np.concatenate([self._episode_starts[None], episode_starts[:-1]]),
-            episode_starts[-1],
-        )
-        episodes = self._finished_episodes()
-        if self._failed.any():
-            finals += self._cut_off_episodes()
-        evaluated = clock()
-        evaluate = profiled(profile, POLICY, self._evaluate)
-        rollout = evaluate(policy, actions.whole, log_probs.whole, values.whole, finals)
-        in_policy += clock() - evaluated
-        rollout.starts = torch.from_numpy(starts)
-        if recurrent is not None:
-            rollout.memory = map_stacked(torch.stack, self._memory.stored)
-            rollout.burn_in = self._memory.burn_in
+        evaluate = profiled(profile, POLICY, self._put_together)
+        evaluated = time.perf_counter()
+        rollout = evaluate(policy)
+        self._seconds["policy"] += time.perf_counter() - evaluated
         rollout.policy_version = policy_version
-        rollout.repeats = torch.stack(taken_times).to(device) if taken_times else None
-        rollout.episodes = episodes
+        rollout.repeats = torch.stack(repeats).to(self.generator.device) if repeats else None
         rollout.infos = infos
         rollout.info_names = sorted((info_names or step.infos) if infos else ())
-        rollout.frames = frames if repeats else None
-        rollout.seconds = time.perf_counter() - start
-        rollout.parts_of_seconds = {"env": in_env, "policy": in_policy, "transfer": in_transfer}
+        rollout.frames = sum(frames) if frames else None
+        rollout.seconds = time.perf_counter() - begun
+        rollout.parts_of_seconds = self._seconds
         return rollout
+
+    def start(self, act: Callable[..., PolicyOutput], profile: Profile | None = None) -> None:
+        """Make room for `length` steps; the first time, reset the environments.
+
+        Args:
+            act: Chooses the actions of these steps.
+            profile: As in `collect`.
+        """
+        if not self._started:
+            self._put(-1, self.environments.reset())
+            self._started = True
+        self._put(0, map_leaves(lambda rows: rows[-1], self.observations))
+        self._valid[:] = True
+        self._failed[:] = False
+        self._actions, self._log_probs, self._values = (StepStorage(self.length) for _ in range(3))
+        self._finals: list[tuple[int, int, Nested | None]] = []
+        self._seconds = {"env": 0.0, "policy": 0.0} | ({} if self._has_tensors else {"transfer": 0.0})
+        self._act = profiled(profile, POLICY, act)
+        self._step: Callable[[Nested], Step] = profiled(profile, ENVIRONMENT, self.environments.step)
+        self._to_device = profiled(profile, TRANSFER, _to_device)
+        self._convert = self._to_tensors if self._has_tensors else profiled(profile, TRANSFER, self._to_arrays)
+
+    def advance(self, t: int) -> Step:
+        """Take step `t` in every environment."""
+        clock, seconds, memory, row = time.perf_counter, self._seconds, self.memory, self._rows[t]
+        begun = clock()
+        if self._device != self.generator.device:
+            row = self._to_device(row, self.generator.device)
+        moved = clock()
+        remembered = {} if memory.state is None else {"memory": memory.before(t)}
+        output = self._act(row, self.generator, **remembered)
+        acted = clock()
+        self._actions.put(t, output.action)
+        if output.log_prob is not None and output.value is not None:
+            self._log_probs.put(t, output.log_prob)
+            self._values.put(t, output.value)
+        self.actions = self._convert(output.environment_action)
+        converted = clock()
+        step = self._step(self.actions)
+        seconds["env"] += clock() - converted
+        seconds["policy"] += acted - moved
+        if not self._has_tensors:
+            seconds["transfer"] += converted - acted + moved - begun
+        self._put(t + 1, step.observations)
+        self._rewards[t] = step.rewards
+        self._terminated[t] = step.terminated
+        self._truncated[t] = step.truncated
+        if step.valid is not None:
+            self._valid[t] = step.valid
+            self._failed[t, list(step.failed)] = True
+        self._finals += [(t, index, observation) for index, observation in step.final_observations]
+        if memory.state is not None:
+            self._remember(t, step, output.memory)
+        return step
+
+    def finished_episodes(self) -> list[tuple[int, int, float, int]]:
+        """Count the steps, and return the episodes that ended in them, in order: step, environment, return, length.
+
+        Sums are carried on to the next steps. Episodes that a failure cut off are left out: they say more about the
+        failure than about the policy.
+        """
+        episodes = []
+        first = np.zeros(len(self._returns), np.int64)
+        rewards, valid, failed = (self._on_host(name) for name in ("rewards", "valid", "failed"))
+        steps = valid.cumsum(0)  # of these, up to here
+        for t, index in np.argwhere(self._on_host("terminated") | self._on_host("truncated") | failed).tolist():
+            begin = first[index]
+            if not failed[t, index]:
+                episode_return = float(self._returns[index] + rewards[begin : t + 1, index].sum())
+                episodes.append((t, index, episode_return, int(self._lengths[index] + steps[t, index])))
+            # What comes after it is counted from there.
+            self._returns[index], self._lengths[index], first[index] = 0.0, -steps[t, index], t + 1
+        goes_on = np.arange(self.length)[:, None] >= first
+        self._returns += rewards.sum(0, where=goes_on)
+        self._lengths += steps[-1]
+        return episodes
 
     def state_dict(self) -> dict[str, Any]:
         """Return, as tensors and plain values, what the next rollout depends on besides the policy."""
@@ -248,7 +294,7 @@ class Collector:
             "returns": torch.from_numpy(self._returns.copy()),
             "lengths": torch.from_numpy(self._lengths.copy()),
             "episode_starts": torch.from_numpy(self._episode_starts.copy()),
-            "memory": self._memory.state_dict(),
+            "memory": self.memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
@@ -273,357 +319,116 @@ class Collector:
             own[: len(stored)] = np.where(exact[: len(stored)], stored, 0)
         stored = state["episode_starts"].numpy()[: len(exact)]
         self._episode_starts[: len(stored)] = stored | ~exact[: len(stored)]
-        self._memory.load_state_dict(state["memory"], exact, self.generator.device)
+        self.memory.load_state_dict(state["memory"], exact, self.generator.device)
         return [int(index) for index in np.flatnonzero(~exact)]
 
     def _put(self, t: int, observations: Nested) -> None:
-        if isinstance(self._observations, np.ndarray):  # not nested: no detour in every step
-            self._observations[t] = observations
-        else:
-            map_leaves(lambda storage, x: setitem(storage, t, x), self._observations, observations)
+        if isinstance(self.observations, dict | tuple):
+            map_leaves(lambda rows, x: setitem(rows, t, x), self.observations, observations)
+        else:  # no detour in every step
+            self.observations[t] = observations
 
-    def _store(self, t: int, step: Step) -> None:
-        self._put(t + 1, step.observations)
-        self._rewards[t] = step.rewards
-        self._terminated[t] = step.terminated
-        self._truncated[t] = step.truncated
-        if step.valid is not None:
-            self._valid[t] = step.valid
-            self._failed[t, list(step.failed)] = True
+    def _view(self, x: Tensor) -> Any:  # noqa: ANN401 - an array or a tensor
+        return x if self._has_tensors else x.numpy()
 
-    def _cut_off_episodes(self) -> list[tuple[int, int, Any]]:
-        """Truncate the episodes that a failure cut off at their last real step, and return where that led to."""
+    def _on_host(self, name: str) -> np.ndarray[Any, Any]:
+        return self._stored[name].cpu().numpy()
+
+    def _to_arrays(self, action: Nested) -> Nested:
+        taken = _to_numpy(action) if isinstance(action, Tensor) else map_leaves(_to_numpy, action)
+        return to_environment(self.action_space, taken)
+
+    def _to_tensors(self, action: Nested) -> Nested:
+        if self._conversion is None:
+            environments = cast(TensorEnvironments, self.environments)
+            self._conversion = tensor_conversion(self.action_space, first_leaf(environments.observations).device)
+        return map_leaves(lambda convert, x: convert(x), self._conversion, action)
+
+    def _remember(self, t: int, step: Step, state: Nested) -> None:
+        """Take in what a recurrent policy remembers after a step."""
+        starts = self._terminated[t] | self._truncated[t] | ~self._valid[t]
+        if LIFE_LOST in step.infos:  # in evaluation, lives are one episode; the policy learned from them as several
+            starts = starts | np.asarray(step.infos[LIFE_LOST], bool)
+        before = self.memory.state
+        self.memory.after(t, state, starts, [index for index, _ in step.final_observations], step.failed)
+        self.memory.store(t, [index for index, reached in step.final_observations if reached is None], before)
+
+    def _cut_off_episodes(self) -> None:
+        """Truncate the episodes that a failure cut off at their last real step, and note where that led to."""
         # One that was cut off in the first step goes on from the last rollout, which has been learned from.
         cut = self._failed[1:] & ~self._terminated[:-1] & ~self._truncated[:-1] & self._valid[:-1]
         self._truncated[:-1] |= cut
-        places = [(int(t), int(index)) for t, index in np.argwhere(cut)]
-        return [(t, index, map_leaves(itemgetter((t + 1, index)), self._observations)) for t, index in places]
+        for t, index in np.argwhere(cut).tolist():
+            self._finals.append((t, index, map_leaves(itemgetter((t + 1, index)), self.observations)))
 
-    def _evaluate(
-        self,
-        policy: Policy,
-        actions: Nested,
-        log_probs: Tensor | None,
-        values: Tensor | None,
-        finals: list[tuple[int, int, Any]],
-    ) -> Rollout:
+    def _final_observations(self) -> tuple[Tensor, Nested, Nested | None]:
+        """Return, of truncated steps, their places `[K, 2]`, what they reached, and the memory there, `[K, ...]`."""
+        terminated = self._on_host("terminated")
+        # Only a truncated episode goes on from the value of what it reached.
+        finals = [final for final in self._finals if not terminated[final[:2]]]
+        if any(reached is None for _, _, reached in finals) and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                "the environments do not tell in info['final_obs'] what an episode reached that was cut off: its last "
+                "step goes on from the value of the observation before it"
+            )
+        result = map_leaves(lambda x: x.new_zeros(len(finals), *x.shape[2:]), self._observed)
+        for k, (t, index, reached) in enumerate(finals):
+            reached = map_leaves(itemgetter((t, index)), self.observations) if reached is None else reached
+            map_leaves(lambda x, row, k=k: setitem(self._view(x), k, row), result, reached)
+        places = [(t, index) for t, index, _ in finals]
+        indices = torch.tensor(places, dtype=torch.long, device=self.generator.device).view(-1, 2)
+        return indices, result, self.memory.at(places)
+
+    def _put_together(self, policy: Policy) -> Rollout:
         """Compute log-probabilities and values that acting did not give, and put the rollout together."""
         device = self.generator.device
-        observations = map_leaves(lambda x: torch.from_numpy(x).to(device), self._observations)
-        indices = torch.tensor([(t, index) for t, index, _ in finals], dtype=torch.long, device=device).view(-1, 2)
-        final_arrays = map_leaves(lambda x: np.zeros((len(finals), *x.shape[2:]), x.dtype), self._observations)
-        for k, (_, _, observation) in enumerate(finals):
-            map_leaves(lambda storage, x, k=k: setitem(storage, k, x), final_arrays, observation)
-        final_observations = map_leaves(lambda x: torch.from_numpy(x).to(device), final_arrays)
-        terminated = torch.from_numpy(self._terminated).to(device)
-        memory = self._memory.at([(t, index) for t, index, _ in finals])
+        ends = self._on_host("terminated") | self._on_host("truncated") | ~self._on_host("valid")
+        starts = np.concatenate([self._episode_starts[None], ends[:-1]])
+        self._episode_starts = ends[-1]
+        finished = self.finished_episodes()
+        if not self._has_tensors and self._failed.any():
+            self._cut_off_episodes()
+        self.environments.check_finite()
+        indices, reached, memory = self._final_observations()
+        observations, reached = map_leaves(lambda x: x.to(device), (self._observed, reached))
+        stored = {name: x.to(device) for name, x in self._stored.items()}
         estimates = estimate(
-            *(policy, observations, actions, log_probs, values, terminated),
-            Finals(indices, final_observations, memory),
-            self._memory.state,
+            *(policy, observations, self._actions.whole, self._log_probs.whole, self._values.whole),
+            *(stored["terminated"], Finals(indices, reached, memory), self.memory.state),
         )
-        return Rollout(
+        rollout = Rollout(
             observations=observations,
-            actions=actions,
-            rewards=torch.from_numpy(self._rewards).to(device, self._dtype, copy=True),
-            terminated=terminated,
-            truncated=torch.from_numpy(self._truncated).to(device),
-            valid=None if self._valid.all() else torch.from_numpy(self._valid).to(device),
+            actions=self._actions.whole,
+            rewards=self._stored["rewards"].to(device, self._dtype, copy=True),
+            terminated=stored["terminated"],
+            truncated=stored["truncated"],
+            valid=None if bool(stored["valid"].all()) else stored["valid"],
             **estimates._asdict(),
             final_indices=indices,
-            final_observations=final_observations,
+            final_observations=reached,
+            starts=torch.from_numpy(starts),
+            episodes=EpisodeSummary([episode[2] for episode in finished], [episode[3] for episode in finished]),
         )
-
-    def _finished_episodes(self) -> EpisodeSummary:
-        """Return the episodes that ended in this rollout, in order; sums are float64 and carried between rollouts.
-
-        Those that a failure cut off are left out: they say more about the failure than about the policy.
-        """
-        summary = EpisodeSummary([], [])
-        ends = self._terminated | self._truncated
-        first = np.zeros(len(self._returns), np.int64)
-        steps = self._valid.cumsum(0)  # of the rollout, up to here
-        for t, index in np.argwhere(ends | self._failed).tolist():
-            begin = first[index]
-            if not self._failed[t, index]:
-                summary.returns.append(float(self._returns[index] + self._rewards[begin : t + 1, index].sum()))
-                summary.lengths.append(int(self._lengths[index] + steps[t, index]))
-            # What comes after it is counted from there.
-            self._returns[index], self._lengths[index], first[index] = 0.0, -steps[t, index], t + 1
-        goes_on = np.arange(self.length)[:, None] >= first
-        self._returns += self._rewards.sum(0, where=goes_on)
-        self._lengths += steps[-1]
-        return summary
+        if self.memory.stored:
+            rollout.memory = map_stacked(torch.stack, self.memory.stored)
+            rollout.burn_in = self.memory.burn_in
+        return rollout
 
 
 def _to_device(observations: Nested, device: torch.device) -> Nested:
     return map_leaves(lambda x: x.to(device), observations)
 
 
-def _to_arrays(actions: Nested) -> Nested:
-    return _to_numpy(actions) if isinstance(actions, Tensor) else map_leaves(_to_numpy, actions)
-
-
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:
     return x.cpu().numpy()
-
-
-class TensorCollector:
-    """Collects rollouts as `Collector` does, from environments whose observations, rewards and flags are tensors.
-
-    They stay on the policy's device. What the host reads is, at each step, whether any episode was cut off, and once
-    per rollout the returns of finished episodes.
-
-    Args:
-        environments: The environments.
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        length: Number of steps `T`.
-        generator: Draws the actions; on the policy's device.
-        dtype: Of the policy's parameters; float64 keeps everything in float64, anything else in float32.
-        info_keys: Keys of `info` whose values are wanted: a number, or one for each environment.
-    """
-
-    def __init__(
-        self,
-        environments: TensorEnvironments,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        length: int,
-        generator: torch.Generator,
-        dtype: torch.dtype = torch.float32,
-        info_keys: Sequence[str] = (),
-    ) -> None:
-        self.environments = environments
-        self.length = length
-        self.generator = generator
-        self.info_keys = info_keys
-        device, num_envs = generator.device, environments.num_envs
-        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
-
-        def allocate(leaf: spaces.Space[Any]) -> Tensor:
-            kind = torch.from_numpy(np.zeros(0, observation_dtype(leaf, dtype))).dtype
-            return torch.zeros(length + 1, num_envs, *(leaf.shape or ()), dtype=kind, device=device)
-
-        self._observations = map_space(allocate, observation_space)
-        shape = (length, num_envs)
-        self._rewards = torch.zeros(shape, dtype=self._dtype, device=device)
-        flags = (torch.zeros(shape, dtype=torch.bool, device=device) for _ in range(4))
-        self._terminated, self._truncated, self._valid, self._starts = flags
-        self._action_space = action_space
-        self._conversion: Nested | None = None
-        self._started = False
-        self._memory = RecurrentState()
-        # Where the observation before the next step is an episode's first.
-        self._episode_starts = torch.ones(num_envs, dtype=torch.bool, device=device)
-        # Of the episodes that go on into the next rollout.
-        self._returns = torch.zeros(num_envs, dtype=exact_dtype(device), device=device)
-        self._lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        self._warned = False
-
-    def collect(self, policy: Policy, policy_version: int = 0, profile: Profile | None = None) -> Rollout:
-        """Take `length` steps in every environment.
-
-        Args:
-            policy: Chooses the actions.
-            policy_version: Number of updates it has seen.
-            profile: Measures each step's phases under their names, if there is one.
-
-        Raises:
-            EnvironmentFailure: An observation or reward was not finite.
-        """
-        start = time.perf_counter()
-        if not self._started:
-            self._put(-1, self.environments.reset())
-            self._started = True
-        self._put(0, map_leaves(lambda storage: storage[-1].clone(), self._observations))
-        acting = _Acting(self.length)
-        in_env = 0.0
-        recurrent = as_recurrent(policy)
-        acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
-        acts = fast.actor(policy) or acts
-        act = profiled(profile, POLICY, acts)
-        take_step = profiled(profile, ENVIRONMENT, self.environments.step)
-        if recurrent is not None:
-            self._memory.start_rollout(recurrent, self.environments.num_envs, self.length)
-        # Not `inference_mode`: the tensors of the environments are their own.
-        with torch.no_grad():
-            for t in range(self.length):
-                row = map_leaves(itemgetter(t), self._observations)
-                remembered = {} if recurrent is None else {"memory": self._memory.before(t)}
-                output = act(row, self.generator, **remembered)
-                acting.actions.put(t, output.action)
-                if output.log_prob is not None and output.value is not None:
-                    acting.log_probs.put(t, output.log_prob)
-                    acting.values.put(t, output.value)
-                acted = time.perf_counter()
-                step = take_step(self._convert(output.environment_action))
-                in_env += time.perf_counter() - acted
-                self._store(t, step)
-                self._count(t, step, acting)
-                truncated = self._truncated[t] & ~self._terminated[t]
-                indices = truncated.nonzero().flatten() if bool(truncated.any()) else truncated.new_zeros(0).long()
-                if len(indices):
-                    self._keep_finals(t, indices, row, step, acting)
-                if recurrent is not None:
-                    before, places = self._memory.state, indices.tolist()
-                    self._memory.after(t, output.memory, self._episode_starts, places, ())
-                    if step.reached is None:
-                        self._memory.store(t, places, before)
-        rollout = profiled(profile, POLICY, self._put_together)(policy, acting)
-        rollout.policy_version = policy_version
-        rollout.info_names = sorted(step.infos if self.info_keys else ())
-        if recurrent is not None:
-            rollout.memory = map_stacked(torch.stack, self._memory.stored)
-            rollout.burn_in = self._memory.burn_in
-        rollout.seconds = time.perf_counter() - start
-        # On a GPU both only give orders: Lightning's profiler of PyTorch tells them apart.
-        rollout.parts_of_seconds = {"env": in_env, "policy": rollout.seconds - in_env}
-        return rollout
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return, as tensors and plain values, what the next rollout depends on besides the policy."""
-        last = map_leaves(lambda storage: storage[-1].to("cpu", copy=True), self._observations)
-        return {
-            "environments": self.environments.state_dict() if self._started else None,
-            "observations": last,
-            "generator": self.generator.get_state(),
-            "returns": self._returns.to("cpu", copy=True),
-            "lengths": self._lengths.to("cpu", copy=True),
-            "episode_starts": self._episode_starts.to("cpu", copy=True),
-            "memory": self._memory.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> list[int] | None:
-        """Go on from the end of a rollout that was collected elsewhere; see `Collector.load_state_dict`."""
-        if len(state["generator"]) == len(self.generator.get_state()):  # the same kind of device
-            self.generator.set_state(state["generator"].cpu())
-        environments, num_envs = state["environments"], self.environments.num_envs
-        if environments is None or len(state["returns"]) != num_envs:
-            return None
-        device = self.generator.device
-        if not self.environments.load_state_dict(environments):
-            return None
-        self._put(-1, map_leaves(lambda x: x.to(device), state["observations"]))
-        self._started = True
-        self._returns = state["returns"].to(device, self._returns.dtype)
-        self._lengths, self._episode_starts = state["lengths"].to(device), state["episode_starts"].to(device)
-        self._memory.load_state_dict(state["memory"], np.ones(num_envs, bool), device)
-        return []
-
-    def _put(self, t: int, observations: Nested) -> None:
-        map_leaves(lambda storage, x: storage[t].copy_(x), self._observations, observations)
-
-    def _convert(self, action: Nested) -> Nested:
-        if self._conversion is None:
-            self._conversion = tensor_conversion(self._action_space, self.environments.device)
-        return map_leaves(lambda convert, x: convert(x), self._conversion, action)
-
-    def _store(self, t: int, step: TensorStep) -> None:
-        self._put(t + 1, step.observations)
-        self._rewards[t].copy_(step.rewards)
-        self._terminated[t].copy_(step.terminated)
-        self._truncated[t].copy_(step.truncated)
-        self._starts[t].copy_(self._episode_starts)
-        if step.valid is None:
-            self._valid[t] = True
-        else:
-            self._valid[t].copy_(step.valid)
-
-    def _count(self, t: int, step: TensorStep, acting: _Acting) -> None:
-        """Add a step to the episodes under way, and close those that it ends."""
-        ended = self._terminated[t] | self._truncated[t]
-        self._returns = self._returns + step.rewards.to(self._returns)
-        self._lengths = self._lengths + self._valid[t]
-        acting.returns.append(self._returns)
-        acting.lengths.append(self._lengths)
-        self._returns = self._returns.masked_fill(ended, 0)
-        self._lengths = self._lengths.masked_fill(ended, 0)
-        self._episode_starts = ended | ~self._valid[t]
-        for key in self.info_keys:
-            if key in step.infos:
-                value = step.infos[key]
-                # The environments may write the next step's over it.
-                value = value.clone() if isinstance(value, Tensor) else copy.copy(value)
-                acting.infos.setdefault(key, []).append((value, step.valid))
-
-    def _keep_finals(self, t: int, indices: Tensor, row: Nested, step: TensorStep, acting: _Acting) -> None:
-        """Keep what episodes reached that were cut off with this step."""
-        reached = step.reached
-        if reached is None:
-            reached = row
-            if not self._warned:
-                self._warned = True
-                rank_zero_warn(
-                    "the environments do not tell in info['final_obs'] what an episode reached that was cut off: its "
-                    "last step goes on from the value of the observation before it"
-                )
-        acting.indices.append(torch.stack([torch.full_like(indices, t), indices], 1))
-        acting.finals.append(map_leaves(lambda storage, x: x[indices].to(storage), self._observations, reached))
-
-    def _put_together(self, policy: Policy, acting: _Acting) -> Rollout:
-        device = self.generator.device
-        none = map_leaves(lambda storage: storage[0, :0], self._observations)
-        indices = torch.cat(acting.indices) if acting.indices else torch.zeros(0, 2, dtype=torch.long, device=device)
-        final_observations = map_stacked(torch.cat, [none, *acting.finals])
-        self.environments.check_finite(indices[:, 1], final_observations)
-        actions = acting.actions.whole
-        estimates = estimate(
-            *(policy, self._observations, actions, acting.log_probs.whole, acting.values.whole, self._terminated),
-            Finals(indices, final_observations, self._memory.at(indices.tolist())),
-            self._memory.state,
-        )
-        rollout = Rollout(
-            observations=self._observations,
-            actions=actions,
-            rewards=self._rewards,
-            terminated=self._terminated,
-            truncated=self._truncated,
-            valid=None if bool(self._valid.all()) else self._valid,
-            **estimates._asdict(),
-            final_indices=indices,
-            final_observations=final_observations,
-        )
-        rollout.starts = self._starts.cpu()
-        rollout.episodes = acting.finished(rollout.dones)
-        rollout.infos = {key: acting.info_values(key) for key in self.info_keys}
-        return rollout
-
-
-class _Acting:
-    """What one rollout has collected so far, an entry for each step."""
-
-    def __init__(self, length: int) -> None:
-        self.actions, self.log_probs, self.values = (StepStorage(length) for _ in range(3))
-        self.returns: list[Tensor] = []
-        self.lengths: list[Tensor] = []
-        self.indices: list[Tensor] = []
-        self.finals: list[Nested] = []
-        self.infos: dict[str, list[tuple[Any, Tensor | None]]] = {}
-
-    def finished(self, ends: Tensor) -> EpisodeSummary:
-        """Return the episodes that ended, in the order of time."""
-        returns, lengths = torch.stack(self.returns)[ends], torch.stack(self.lengths)[ends]
-        return EpisodeSummary(returns.tolist(), lengths.tolist())
-
-    def info_values(self, key: str) -> list[float]:
-        """Return the numbers that real steps reported."""
-        found: list[float] = []
-        for value, valid in self.infos.get(key, []):
-            numbers = torch.as_tensor(value).to("cpu", torch.float64)
-            if numbers.dim() and valid is not None:
-                numbers = numbers[valid.cpu()]
-            found += numbers.flatten().tolist()
-        return found
 
 
 # From here on it may take some seconds: a game of Atari has up to 27,000 steps, of a millisecond each.
 _MANY_STEPS = 5000
 
 
-def restore(
-    collector: Collector | TensorCollector, states: Sequence[dict[str, Any] | None], rank: int, name: str
-) -> None:
+def restore(collector: Collector, states: Sequence[dict[str, Any] | None], rank: int, name: str) -> None:
     """Take the environments of a rank back to where a checkpoint left them; a collective call.
 
     What could not be taken back begins new episodes, and is said once for all ranks.
@@ -673,15 +478,13 @@ class Sampler:
         info_keys: Keys of `info` whose values are wanted.
 
     Attributes:
-        environments: None where none are open.
         starts: How often environments were made in this run, by the runs that it goes on from too.
     """
 
     def __init__(self, spec: EnvironmentSpec, num_envs: int, rollout_length: int, info_keys: Sequence[str]) -> None:
         self.spec, self.num_envs, self.rollout_length, self.info_keys = spec, num_envs, rollout_length, info_keys
-        self.environments: EnvironmentBatch | TensorEnvironments | None = None
         self.starts = 0
-        self._collector: Collector | TensorCollector | None = None
+        self._collector: Collector | None = None
         self._last_state: dict[str, Any] | None = None
         self._restored: list[Any] = []
 
@@ -712,12 +515,9 @@ class Sampler:
         generator = torch.Generator(device).manual_seed(derive_seed(seed, SAMPLING, rank, self.starts))
         self.starts += 1
         self._last_state = None
-        self.environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
+        environments = make_environments(self.spec, self.num_envs, seeds, space_pair=space_pair)
         options = (*space_pair, self.rollout_length, generator, dtype, self.info_keys)
-        if isinstance(self.environments, TensorEnvironments):
-            self._collector = TensorCollector(self.environments, *options)
-        else:
-            self._collector = Collector(self.environments, *options)
+        self._collector = Collector(environments, *options)
         if self._restored:
             states, self._restored = self._restored, []
             restore(self._collector, states, rank, f"{self.spec.env_id} (backend {self.spec.backend!r})")
@@ -733,7 +533,7 @@ class Sampler:
         assert self._collector is not None
         rollout = self._collector.collect(policy, policy_version, profile)
         if self.spec.on_env_failure == "restart":
-            rollout.failures = pop_failures(self.environments)
+            rollout.failures = self._collector.environments.pop_failures()
         return rollout
 
     def store_state(self, in_between: bool) -> None:
@@ -757,9 +557,9 @@ class Sampler:
 
     def close(self) -> None:
         """Close the environments, if there are any."""
-        environments, self.environments, self._collector = self.environments, None, None
-        if environments is not None:
-            environments.close()
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.environments.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, of all ranks on rank 0 alone; a collective call."""
@@ -771,8 +571,3 @@ class Sampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state of an earlier run, at the next rollout."""
         self.starts, self._restored = state["starts"], state["ranks"]
-
-
-def pop_failures(environments: EnvironmentBatch | TensorEnvironments | None) -> list[str]:
-    """Return what happened to environments that were replaced; those that speak tensors, or are not there, are not."""
-    return environments.pop_failures() if isinstance(environments, EnvironmentBatch) else []

@@ -30,7 +30,7 @@ from lightning_rl.data.actors import (
     StartMethod,
 )
 from lightning_rl.data.bottleneck import BottleneckWatch
-from lightning_rl.data.collector import Sampler, pop_failures
+from lightning_rl.data.collector import Sampler
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.environments import (
     AtariPreprocessing,
@@ -255,7 +255,8 @@ class EpisodesDataModule(LightningDataModule):
         with self._rank_named(), self.trainer.precision_plugin.forward_context():
             path = (seed, role, self._rank)
             episodes = evaluator.run_episodes(policy, self._probe(), num_episodes, path, device, dtype, **options)
-        self._report_failures(pop_failures(evaluator.environments))
+        if evaluator.environments is not None:
+            self._report_failures(evaluator.environments.pop_failures())
         return episodes
 
     def _report_failures(self, failures: Sequence[str] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
+from lightning_rl.data.collector import Collector
 from lightning_rl.environments import (
     EnvironmentBatch,
     EnvironmentFailure,
@@ -18,59 +20,38 @@ from lightning_rl.environments import (
     cameras,
     make_environments,
 )
-from lightning_rl.environments.atari import LIFE_LOST
 from lightning_rl.environments.contract import MAX_RESTARTS_IN_A_ROW
 from lightning_rl.environments.seeding import derive_seed
-from lightning_rl.nested import Nested, map_leaves, map_space, map_stacked
-from lightning_rl.policies.distributions import to_environment
+from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.policies.interface import Policy, as_recurrent
-from lightning_rl.policies.recurrent_state import forget
 from lightning_rl.rollouts.episode import Episode
-from lightning_rl.spaces import observation_dtype
 
 
 class _Slot:
-    """What one environment has done in the episode that it is playing, and how many it still has to play."""
+    """The episodes that one environment still has to play, those it has played, and the recorded steps of this one."""
 
     def __init__(self, remaining: int) -> None:
         self.remaining = remaining
         self.finished: list[Episode] = []
         self.failures_in_a_row = 0
-        self._start()
-
-    def _start(self) -> None:
-        self.episode_return, self.length = 0.0, 0
-        self.observations: list[Nested] = []
-        self.actions: list[Nested] = []
-        self.rewards: list[float] = []
-
-    def count(self, reward: float) -> None:
-        """Count a step."""
-        self.episode_return += reward
-        self.length += 1
-
-    def record(self, observation: Nested, action: Nested, reward: float) -> None:
-        """Keep a step."""
-        self.observations.append(map_leaves(np.copy, observation))
-        self.actions.append(map_leaves(np.copy, action))
-        self.rewards.append(reward)
+        self.steps: list[tuple[Nested, Nested, float]] = []
 
     def restart(self) -> bool:
         """Forget the episode: the environment failed. Return whether to play another one instead."""
-        self._start()
+        self.steps = []
         self.failures_in_a_row += 1
         return self.failures_in_a_row <= MAX_RESTARTS_IN_A_ROW
 
-    def finish(self, terminated: bool, final_observation: Nested) -> None:
+    def finish(self, episode: Episode, final_observation: Nested) -> None:
         """Close the episode."""
-        episode = Episode(self.episode_return, self.length, terminated)
-        if self.rewards:
-            episode.observations = map_stacked(np.stack, [*self.observations, final_observation])
-            episode.actions, episode.rewards = map_stacked(np.stack, self.actions), np.asarray(self.rewards)
+        if self.steps:
+            observations, actions, rewards = zip(*self.steps, strict=True)
+            episode.observations = map_stacked(np.stack, [*observations, final_observation])
+            episode.actions, episode.rewards = map_stacked(np.stack, actions), np.asarray(rewards)
         self.finished.append(episode)
         self.remaining -= 1
         self.failures_in_a_row = 0
-        self._start()
+        self.steps = []
 
 
 def run_episodes(
@@ -108,45 +89,33 @@ def run_episodes(
         EnvironmentFailure: An environment failed; where it is replaced, in one episode after the other.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
-    dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), observation_space)
-    observations = environments.reset() if any(episodes_per_environment) else np.empty(0)
+    collector = Collector(environments, observation_space, action_space, 1, generator, dtype)
     # A policy need not have a memory, nor know of any.
-    acting: dict[str, Any] = {}
     if (recurrent := as_recurrent(policy)) is not None:
-        acting["memory"] = recurrent.initial_memory(len(slots), critic=False)
+        collector.memory.state = recurrent.initial_memory(len(slots), critic=False)
+    act = partial(policy.act, deterministic=deterministic)
     while any(slot.remaining for slot in slots):
-        # A copy: the next step may write over what it got.
-        observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)
+        collector.start(act)
         with torch.no_grad():
-            tensors = map_leaves(lambda x: torch.from_numpy(x).to(generator.device), observations)
-            output = policy.act(tensors, generator, deterministic, **acting)
-        actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
-        step = environments.step(actions)
-        if acting:
-            # The lives of a game are one episode here; the policy learned from them as episodes of their own.
-            episode_starts = step.terminated | step.truncated | np.asarray(step.infos.get(LIFE_LOST, False), bool)
-            acting["memory"] = forget(
-                output.memory, episode_starts if step.valid is None else episode_starts | ~step.valid
-            )
+            step = collector.advance(0)
+        if record:
+            for index, slot in enumerate(slots):
+                if slot.remaining and (step.valid is None or step.valid[index]):
+                    row, taken = itemgetter((0, index)), itemgetter(index)
+                    observed = map_leaves(lambda x, row=row: np.copy(row(x)), collector.observations)
+                    acted = map_leaves(lambda x, taken=taken: np.copy(taken(x)), collector.actions)
+                    slot.steps.append((observed, acted, float(step.rewards[index])))
         finals = dict(step.final_observations)
-        for index, slot in enumerate(slots):
-            if not slot.remaining or (step.valid is not None and not step.valid[index]):
-                continue
-            reward = float(step.rewards[index])
-            slot.count(reward)
-            if record:
-                row = itemgetter(index)
-                slot.record(map_leaves(row, observations), map_leaves(row, actions), reward)
-            if index in finals:
-                final = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, finals[index])
-                slot.finish(bool(step.terminated[index]), final)
+        for _, index, episode_return, length in collector.finished_episodes():
+            if slots[index].remaining:
+                final = map_leaves(lambda like, x: np.asarray(x, like.dtype), collector.observations, finals[index])
+                slots[index].finish(Episode(episode_return, length, bool(step.terminated[index])), final)
         for index in step.failed:
             if not slots[index].restart():
                 raise EnvironmentFailure(
                     f"{environments.pop_failures()[-1]}; so did the {MAX_RESTARTS_IN_A_ROW} episodes before this one, "
                     "and none was played to its end in between"
                 )
-        observations = step.observations
     return [episode for slot in slots for episode in slot.finished]
 
 

@@ -6,7 +6,7 @@ from lightning_rl.environments.contract import EnvironmentFailure
 from lightning_rl.environments.make import check_filmable, make_environments, spaces_of
 from lightning_rl.environments.rendering import FilmMaker, cameras
 from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure, WrapperOptions
-from lightning_rl.environments.tensor_batch import TensorEnvironments, TensorStep
+from lightning_rl.environments.tensor_batch import TensorEnvironments
 from lightning_rl.environments.wrappers.partial_observation import PartialObservation, TerminationAsTruncation
 from lightning_rl.environments.wrappers.rewards import RewardClip
 
@@ -22,7 +22,6 @@ __all__ = [
     "RewardClip",
     "Step",
     "TensorEnvironments",
-    "TensorStep",
     "TerminationAsTruncation",
     "WrapperOptions",
     "cameras",

@@ -118,7 +118,7 @@ def load_cartpole_state(env: CartPoleVectorEnv, state: dict[str, Any]) -> np.nda
 
 
 class Step(NamedTuple):
-    """What one step of `B` environments gave.
+    """What one step of `B` environments gave, as arrays, or as tensors on the environments' device.
 
     Attributes:
         observations: Where the next action is chosen, `[B, ...]`, nested as the space is; may be overwritten by the
@@ -128,20 +128,25 @@ class Step(NamedTuple):
         truncated: `[B]`.
         valid: False where the environment was only being reset, or waited for others, and ignored the action, `[B]`;
             None if nowhere.
-        final_observations: (environment, the observation it really reached) for each episode that this step ended.
+        final_observations: (environment, the observation it really reached) for each episode that this step ended; of
+            tensors, for each that it truncated, with None where the environments do not say what was reached.
         infos: Gymnasium's vector info.
         failed: Environments that failed in this step and were replaced: the episode ended with the step before it, and
             `observations` has the first one of the next. Not `valid`.
+        frames: Steps of the simulation, where actions are repeated; None: one for each that is `valid`.
+        repeats: How often each environment took its action, where the policy chooses that, `[B]`; None elsewhere.
     """
 
     observations: Nested
-    rewards: Array
-    terminated: Array
-    truncated: Array
-    valid: Array | None
-    final_observations: list[tuple[int, Nested]]
+    rewards: Any
+    terminated: Any
+    truncated: Any
+    valid: Any
+    final_observations: list[tuple[int, Nested | None]]
     infos: dict[str, Any]
     failed: Sequence[int] = ()
+    frames: int | None = None
+    repeats: Array | None = None
 
 
 class EnvironmentBatch:
@@ -175,8 +180,8 @@ class EnvironmentBatch:
         evaluation: bool = False,
     ) -> None:
         self.env = env
-        self.frames_per_step = frames_per_step
-        self.learned_repeats = learned_repeats
+        self._frames_per_step = frames_per_step
+        self._learned_repeats = learned_repeats
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -240,7 +245,7 @@ class EnvironmentBatch:
             self._resets_next = ended if any_ended else None
         if not any_ended:
             self._check_observations(observations)
-            return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed)
+            return self._counted(Step(observations, rewards, terminated, truncated, valid, finals, infos, failed))
         at_ends = np.flatnonzero(ended).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             finals += [(index, self._row(infos["final_obs"], index)) for index in at_ends]
@@ -257,7 +262,7 @@ class EnvironmentBatch:
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
-        return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed)
+        return self._counted(Step(observations, rewards, terminated, truncated, valid, finals, infos, failed))
 
     def pop_failures(self) -> list[str]:
         """Return what happened to the environments that were replaced since the last call, one entry each."""
@@ -291,24 +296,28 @@ class EnvironmentBatch:
                         ) from None
         return found
 
-    def count_frames(self, step: Step) -> int:
-        """Return how many steps of the simulation a step was: more than environments where actions are repeated."""
-        if told := self.info_values(step, FRAMES):
-            return round(sum(told))
-        return self.frames_per_step * (self.num_envs if step.valid is None else int(step.valid.sum()))
-
-    def repeats(self, step: Step) -> Array:
-        """Return how often each environment took its action, `[B]`; 1 where it took none."""
-        result = np.ones(self.num_envs, np.int64)
-        for infos in (step.infos, step.infos.get("final_info", {})):
-            if REPEATS in infos:
-                told = np.asarray(infos[f"_{REPEATS}"], bool)
-                result[told] = infos[REPEATS][told]
-        return result
+    def check_finite(self) -> None:
+        """Do nothing: each step was checked."""
 
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
         return self._tracker.label(index)
+
+    def _counted(self, step: Step) -> Step:
+        """Return a step with its frames and repeats, where actions are repeated."""
+        if self._frames_per_step == 1 and not self._learned_repeats:
+            return step
+        told = self.info_values(step, FRAMES)
+        present = self.num_envs if step.valid is None else int(step.valid.sum())
+        frames = round(sum(told)) if told else self._frames_per_step * present
+        if not self._learned_repeats:
+            return step._replace(frames=frames)
+        repeats = np.ones(self.num_envs, np.int64)  # where no action was taken
+        for infos in (step.infos, step.infos.get("final_info", {})):
+            if REPEATS in infos:
+                is_told = np.asarray(infos[f"_{REPEATS}"], bool)
+                repeats[is_told] = infos[REPEATS][is_told]
+        return step._replace(frames=frames, repeats=repeats)
 
     def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
         """Note which environments were replaced, and return those whose step had no outcome."""

@@ -4,46 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from torch import Tensor
 
+from lightning_rl.environments.batch import Step
 from lightning_rl.environments.contract import EnvironmentFailure, autoreset_mode, is_failure, summary
-from lightning_rl.nested import Nested, leaves, map_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.validation import check
-
-
-class TensorStep(NamedTuple):
-    """What one step of `B` environments gave, as tensors on their device.
-
-    Attributes:
-        observations: Where the next action is chosen, `[B, ...]`, nested as the space is.
-        rewards: `[B]`; 0 where not `valid`.
-        terminated: `[B]`.
-        truncated: `[B]`.
-        valid: False where the environment was only being reset and ignored the action, `[B]`; None if nowhere.
-        reached: The observations that the step led to, before any reset, `[B, ...]`, of which the rows of episodes that
-            it ended count. None where the environments do not tell.
-        infos: Gymnasium's vector info.
-    """
-
-    observations: Nested
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    valid: Tensor | None
-    reached: Nested | None
-    infos: dict[str, Any]
 
 
 class TensorEnvironments:
     """A vector environment of tensors whose steps mean the same in every autoreset mode.
 
-    Nothing is read from the device while stepping, except in `DISABLED` mode, where this class has to know whether to
-    reset. That everything is finite is seen once per rollout, by `check_finite`.
+    While stepping, only whether any episode was cut off is read from the device, and in `DISABLED` mode whether any has
+    ended. That everything is finite is seen once per rollout, by `check_finite`.
 
     Args:
         env: A `gymnasium.vector.VectorEnv` whose observations, rewards and flags are tensors, and which takes such. In
@@ -61,8 +40,8 @@ class TensorEnvironments:
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
-        self.device = torch.device("cpu")
-        """Of its tensors, known since the first reset."""
+        self.observations: Nested = None
+        """The last ones, which are on the device of all its tensors; None before the first reset."""
         self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
         self._steps = 0
@@ -76,13 +55,13 @@ class TensorEnvironments:
         """
         self._steps = 0
         with self._named("reset"):
-            observations, _ = self.env.reset(seed=self.seed)
-        self.device = _device_of(self.env, observations)
+            self.observations, _ = self.env.reset(seed=self.seed)
+        _check_tensors(self.env, self.observations)
         self._resets_next = None
         self._not_finite = None
-        return observations
+        return self.observations
 
-    def step(self, actions: Nested) -> TensorStep:
+    def step(self, actions: Nested) -> Step:
         """Step every environment once.
 
         Raises:
@@ -100,41 +79,57 @@ class TensorEnvironments:
                 rewards = torch.where(valid, rewards, 0)
             self._resets_next = ended
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
+        bad = ~torch.isfinite(rewards)
+        finals = self._cut_off(truncated & ~terminated, reached, bad)
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
-            reached = map_leaves(torch.clone, observations)
             # They may be the environment's own tensors, which its reset clears.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
-        self._watch(observations, rewards)
-        return TensorStep(observations, rewards, terminated, truncated, valid, reached, infos)
-
-    def _watch(self, observations: Nested, rewards: Tensor) -> None:
-        bad = ~torch.isfinite(rewards)
+        self.observations = observations
         for leaf in leaves(observations):
             if leaf.is_floating_point():
                 bad = bad | _rows_not_finite(leaf)
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
+        return Step(observations, rewards, terminated, truncated, valid, finals, infos)
 
-    def check_finite(self, environments: Tensor, reached: Nested) -> None:
+    def _cut_off(self, cut: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
+        """Return what episodes reached that were `cut` off, `[B]`, and mark in `bad`, `[B]`, what is not finite."""
+        if not bool(cut.any()):
+            return []
+        indices = cut.nonzero().flatten()
+        if reached is None:
+            return [(index, None) for index in indices.tolist()]
+        rows = map_leaves(itemgetter(indices), reached)  # copies: the environments may write over theirs
+        for leaf in leaves(rows):
+            if leaf.is_floating_point():
+                bad[indices] |= _rows_not_finite(leaf)
+        return [(index, map_leaves(itemgetter(k), rows)) for k, index in enumerate(indices.tolist())]
+
+    def check_finite(self) -> None:
         """Raise if an observation or reward since the last call was not finite; reads from the device.
-
-        Args:
-            environments: Those whose episodes were cut off since then, `[K]`.
-            reached: What these reached, `[K, ...]`, which stepping does not look at.
 
         Raises:
             EnvironmentFailure: Names the environments.
         """
         bad, self._not_finite = self._not_finite, None
-        if bad is not None and len(environments):
-            for leaf in leaves(reached):
-                if leaf.is_floating_point():
-                    bad[environments[_rows_not_finite(leaf)]] = True
         if bad is not None and bool(bad.any()):
             indices = bad.nonzero().flatten().tolist()
             shown = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
+
+    def info_values(self, step: Step, key: str) -> list[float]:
+        """Return every number that a real step, not a reset, reported under `info[key]`: one, or one for each."""
+        if key not in step.infos:
+            return []
+        numbers = torch.as_tensor(step.infos[key]).to("cpu", torch.float64)
+        if numbers.dim() and step.valid is not None:
+            numbers = numbers[step.valid.cpu()]
+        return numbers.flatten().tolist()
+
+    def pop_failures(self) -> list[str]:
+        """Return nothing: these environments are not replaced."""
+        return []
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return where the environments are, if they can tell: `state_dict()` of the environment itself."""
@@ -142,17 +137,22 @@ class TensorEnvironments:
         if self.env is not own or not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
             return None
         resets_next = None if self._resets_next is None else self._resets_next.cpu()
-        return {"kind": "tensors", "environments": own.state_dict(), "resets_next": resets_next}
+        observations = map_leaves(lambda x: x.to("cpu", copy=True), self.observations)
+        kept = {"observations": observations, "resets_next": resets_next}
+        return {"kind": "tensors", "environments": own.state_dict(), **kept}
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go to where the environments were; return whether that was possible."""
+    def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
+        """Go to where the environments were; see `EnvironmentBatch.load_state_dict`: all of them, or None."""
         own: Any = self.env.unwrapped
         if state["kind"] != "tensors" or self.env is not own or not hasattr(own, "load_state_dict"):
-            return False
-        self.reset()
+            return None
+        if len(first_leaf(state["observations"])) != self.num_envs:
+            return None
+        device = first_leaf(self.reset()).device
         own.load_state_dict(state["environments"])
-        self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(self.device)
-        return True
+        self.observations = map_leaves(lambda x: x.to(device), state["observations"])
+        self._resets_next = None if state["resets_next"] is None else state["resets_next"].to(device)
+        return np.ones(self.num_envs, bool), self.observations
 
     def close(self) -> None:
         """Close the environments."""
@@ -174,17 +174,15 @@ class TensorEnvironments:
             raise EnvironmentFailure(f"the environments raised in {where}: {what}") from error
 
 
-def _device_of(env: VectorEnv[Any, Any, Any], observations: Nested) -> torch.device:
-    """Return the device of an environment's first observations.
+def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
+    """Raise unless an environment's first observations are tensors.
 
     Raises:
-        ConfigurationError: They are no tensors.
+        ConfigurationError: They are none.
     """
-    first: Any = next(leaves(observations))
+    first = first_leaf(observations)
     expected = f"'native', since {env} returns {type(first).__name__}, no tensors"
     check(isinstance(first, Tensor), "backend", "torch", expected)
-    device: torch.device = first.device
-    return device
 
 
 def _rows_not_finite(x: Tensor) -> Tensor:
@@ -206,7 +204,7 @@ class AsArrays(VectorWrapper):
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
         self._observations, infos = self.env.reset(seed=seed, options=options)
-        _device_of(self.env, self._observations)
+        _check_tensors(self.env, self._observations)
         return map_leaves(to_array, self._observations), infos
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
@@ -224,7 +222,7 @@ class AsArrays(VectorWrapper):
 
     def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
         """Return a tensor on the device of the environments."""
-        return torch.from_numpy(x).to(next(leaves(self._observations)).device)
+        return torch.from_numpy(x).to(first_leaf(self._observations).device)
 
 
 def to_array(x: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401

@@ -315,7 +315,7 @@ def test_environments_are_closed_after_training_and_after_a_failure():
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
         assert not [command for command in commands if not re.search("resource_tracker|tests.programs", command)]
-        assert data._sampler.environments is data._evaluator.environments is data._sampler._collector is None
+        assert data._evaluator.environments is data._sampler._collector is None
 
 
 def test_spaces_are_those_that_the_policy_sees():

@@ -57,6 +57,8 @@ def test_short_episodes_are_not_favoured():
 
 def test_no_episodes_means_no_reset():
     class Untouchable:
+        num_envs = 2
+
         def reset(self):
             raise AssertionError
 

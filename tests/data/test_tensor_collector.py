@@ -10,9 +10,9 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl import PPO
-from lightning_rl.data.collector import Collector, TensorCollector
+from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
-from lightning_rl.environments.tensor_batch import AsArrays, TensorStep
+from lightning_rl.environments.tensor_batch import AsArrays
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
@@ -42,10 +42,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
     policy = ActorCritic(*space_pair, hidden_sizes=(8,), **(policy_options or {}))
     tensors = TensorEnvironments(env, 5)
     arrays = EnvironmentBatch(AsArrays(Reach(3, **env_options)), [5, 6, 7], 5)
-    made = [
-        kind(batch, *space_pair, length, torch.Generator().manual_seed(1))
-        for kind, batch in ((TensorCollector, tensors), (Collector, arrays))
-    ]
+    made = [Collector(batch, *space_pair, length, torch.Generator().manual_seed(1)) for batch in (tensors, arrays)]
     return policy, *made
 
 
@@ -95,7 +92,7 @@ def test_what_environments_write_over_is_what_it_was_in_its_step(mode):
     for kind in (Reach, Reusing):
         env = kind(3, mode=mode)
         options = (*(env.single_observation_space, env.single_action_space), 20, torch.Generator().manual_seed(1))
-        rollouts.append(TensorCollector(TensorEnvironments(env, 5), *options, info_keys=("place",)).collect(policy))
+        rollouts.append(Collector(TensorEnvironments(env, 5), *options, info_keys=("place",)).collect(policy))
     first, other = rollouts
     assert torch.equal(first.rewards, other.rewards) and torch.equal(first.dones, other.dones)
     assert len(set(other.infos["place"])) > 20
@@ -107,14 +104,15 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
     def refuse(*args: object) -> None:
         raise AssertionError("went through NumPy")
 
-    tensors.collect(policy)  # the bounds of actions are brought to the device once
     policy.fast_paths = False  # acting by NumPy is for the CPU alone
+    tensors.collect(policy)  # the bounds of actions are brought to the device once
+    tensors.start(policy.act)
     for name in ("numpy", "__array__"):
         monkeypatch.setattr(Tensor, name, refuse)
     monkeypatch.setattr(torch, "from_numpy", refuse)
-    rollout = tensors.collect(policy)
+    for t in range(20):
+        tensors.advance(t)
     assert tensors.environments.env.seen_types == {Tensor}
-    assert rollout.rewards.shape == (20, 3)
 
 
 @pytest.mark.parametrize("memory", [None, "gru"])
@@ -138,24 +136,31 @@ def test_rewards_that_are_not_finite_name_the_environment():
 def test_what_a_cut_off_episode_reached_must_be_finite_too(monkeypatch, mode):
     """It is in no row of the rollout where environments reset at once."""
     policy, tensors, _ = collectors(mode=mode)
-    step = tensors.environments.step
+    env, same_step = tensors.environments.env, mode == AutoresetMode.SAME_STEP.value
+    step = env.step
 
-    def spoiled(actions: Tensor) -> TensorStep:
-        taken = step(actions)
-        cut = taken.truncated & ~taken.terminated
-        return taken._replace(reached=torch.where(cut.unsqueeze(1), torch.nan, taken.reached))
+    def spoiled(actions: Tensor) -> tuple:
+        observations, rewards, terminated, truncated, infos = step(actions)
+        cut = (truncated & ~terminated).unsqueeze(1)
+        if not same_step:
+            return torch.where(cut, torch.nan, observations), rewards, terminated, truncated, infos
+        infos = infos | {"final_obs": torch.where(cut, torch.nan, infos["final_obs"])}
+        return observations, rewards, terminated, truncated, infos
 
-    monkeypatch.setattr(tensors.environments, "step", spoiled)
+    monkeypatch.setattr(env, "step", spoiled)
     with pytest.raises(EnvironmentFailure, match=r"returned an observation or reward that is NaN"):
         for _ in range(4):
             tensors.collect(policy)
 
 
 def test_observations_that_are_single_numbers_are_looked_at():
-    tensors = TensorEnvironments(Reach(3), 0)
-    tensors._watch(torch.tensor([0.0, torch.inf, 1.0]), torch.zeros(3))
+    env = Reach(3)
+    tensors, step = TensorEnvironments(env, 0), env.step
+    tensors.reset()
+    env.step = lambda actions: (torch.tensor([0.0, torch.inf, 1.0]), *step(actions)[1:])
+    tensors.step(torch.zeros(3, 1))
     with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned"):
-        tensors.check_finite(torch.zeros(0, dtype=torch.long), torch.zeros(0))
+        tensors.check_finite()
 
 
 def test_an_environment_must_say_how_it_resets():
