@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import TransformReward
 
 from lightning_rl.environments.contract import (
     EPISODE,
@@ -27,9 +27,10 @@ from lightning_rl.environments.contract import (
     summary,
     surely_finite,
 )
+from lightning_rl.environments.native import VectorState
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
-from lightning_rl.environments.workers import RestartingProcesses
 from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
+from lightning_rl.environments.wrappers.vector_history import VectorHistory, told
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
 
@@ -55,18 +56,30 @@ def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> 
     """
     records = [to_arrays(state) for state in states]
     tracker.streams = [record["stream_seed"] for record in records]
-    base = env.unwrapped
-    if isinstance(base, SyncVectorEnv):
-        answers: Any = [one.get_wrapper_attr("restore")(record) for one, record in zip(base.envs, records, strict=True)]
-    else:
-        answers = base.call_each("restore", [(record,) for record in records])
-        # None comes from a worker that was lost while it played the episode again.
-        answers = [(False, base.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
+    answers: Any = env.call_each("restore", [(record,) for record in records])
+    # None comes from a worker that was lost while it played the episode again.
+    answers = [(False, env.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
     exact, rows = zip(*answers, strict=True)
     tracker.start(~np.array(exact))
     # Environments may give keys in any order, and lists for tuples.
     like = nested_paths(env.single_observation_space)
     return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
+
+
+def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
+    """Return the wrappers with a history, the innermost first, and the vector environment within them.
+
+    The latter is None where a wrapper of another kind may have a state too.
+    """
+    histories: list[VectorHistory] = []
+    is_known = True
+    while isinstance(env, VectorWrapper) and not isinstance(env, VectorState):
+        if isinstance(env, VectorHistory):
+            histories.insert(0, env)
+        else:
+            is_known = is_known and isinstance(env, TransformReward)
+        env = env.env
+    return histories, env if is_known else None
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
@@ -97,24 +110,6 @@ def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
         return x.numpy() if isinstance(x, torch.Tensor) else x
 
     return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
-
-
-_ARRAYS = ("state", "steps", "prev_done")
-
-
-def cartpole_state(env: CartPoleVectorEnv) -> dict[str, Any]:
-    """Return its arrays and its random generator."""
-    arrays = {name: np.asarray(getattr(env, name)) for name in _ARRAYS}
-    return arrays | {"random": env.np_random.bit_generator.state}
-
-
-def load_cartpole_state(env: CartPoleVectorEnv, state: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """Take over what `cartpole_state` returned, and return the observations `[B, 4]`."""
-    env.reset(seed=0)
-    env.np_random.bit_generator.state = state["random"]
-    for name in _ARRAYS:
-        setattr(env, name, state[name].copy())
-    return state["state"].T.astype(np.float32)  # type: ignore[no-any-return]
 
 
 class Step(NamedTuple):
@@ -197,8 +192,12 @@ class EnvironmentBatch:
         self._names = map_leaves(lambda path: f"observation {path}".rstrip(), nested_paths(space))
         self._failures: list[str] = []
         base = getattr(env, "unwrapped", env)
-        if isinstance(base, RestartingProcesses):
+        if hasattr(base, "tracker"):
             base.tracker = self._tracker
+        self._histories, self._base = stateful_parts(env)
+        self._kind_of_state: str | None = "arrays" if isinstance(self._base, VectorState) else None
+        if isinstance(reset_seed, list) and self._base is not None:
+            self._kind_of_state = "episodes"
         # Which environments the next step only resets; None: none of them.
         self._resets_next: Array | None = None
 
@@ -307,16 +306,14 @@ class EnvironmentBatch:
         """Return a step with its frames and repeats, where actions are repeated."""
         if self._frames_per_step == 1 and not self._learned_repeats:
             return step
-        told = self.info_values(step, FRAMES)
+        found = self.info_values(step, FRAMES)
         present = self.num_envs if step.valid is None else int(step.valid.sum())
-        frames = round(sum(told)) if told else self._frames_per_step * present
+        frames = round(sum(found)) if found else self._frames_per_step * present
         if not self._learned_repeats:
             return step._replace(frames=frames)
         repeats = np.ones(self.num_envs, np.int64)  # where no action was taken
-        for infos in (step.infos, step.infos.get("final_info", {})):
-            if REPEATS in infos:
-                is_told = np.asarray(infos[f"_{REPEATS}"], bool)
-                repeats[is_told] = infos[REPEATS][is_told]
+        for which, times in told(step.infos, REPEATS):
+            repeats[which] = times[which]
         return step._replace(frames=frames, repeats=repeats)
 
     def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
@@ -330,27 +327,25 @@ class EnvironmentBatch:
     def state_dict(self) -> dict[str, Any] | None:
         """Return where every environment is, as tensors and plain values; None where that cannot be known.
 
-        Gymnasium's own vectorised CartPole gives its arrays, environments of one episode each their seeds and actions.
+        Environments of one episode each give their seeds and actions, those that come vectorised a state of their own.
         """
-        kind = self._kind_of_state
-        if kind == "episodes":
-            with self._named("recorded"):
-                environments: Any = recorded(self.env, self._tracker)
-        elif kind == "arrays":
-            environments = to_tensors(cartpole_state(cast(CartPoleVectorEnv, self.env)))
-        else:
+        if self._kind_of_state is None:
             return None
+        with self._named("recorded"):
+            if self._kind_of_state == "episodes":
+                environments: Any = recorded(self._base, self._tracker)
+            else:
+                environments = to_tensors(self._base.state_dict())
         resets_next = torch.zeros(self.num_envs, dtype=torch.bool)
         if self._resets_next is not None:
             resets_next.numpy()[:] = self._resets_next
-        return {"kind": kind, "environments": environments, "resets_next": resets_next, **self._tracker.state_dict()}
-
-    @property
-    def _kind_of_state(self) -> str | None:
-        if isinstance(self._reset_seed, list):
-            return "episodes"
-        # A vector wrapper may have a state of its own, and observations that the arrays do not give.
-        return "arrays" if isinstance(self.env, CartPoleVectorEnv) else None
+        return {
+            "kind": self._kind_of_state,
+            "environments": environments,
+            "wrappers": [wrapper.state_dict() for wrapper in self._histories],
+            "resets_next": resets_next,
+            **self._tracker.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
         """Go to where the environments were.
@@ -368,11 +363,15 @@ class EnvironmentBatch:
         self._tracker.load_state_dict(state)
         resets_next = state["resets_next"].numpy().copy()
         self._resets_next = resets_next if resets_next.any() else None
-        if isinstance(self.env, CartPoleVectorEnv):
-            observations = load_cartpole_state(self.env, to_arrays(state["environments"]))
-            return np.ones(self.num_envs, bool), observations
         with self._named("restore"):
-            return restore(self.env, self._tracker, state["environments"])
+            if self._kind_of_state == "episodes":
+                exact, observations = restore(self._base, self._tracker, state["environments"])
+            else:
+                exact = np.ones(self.num_envs, bool)
+                observations = self._base.load_state_dict(to_arrays(state["environments"]))
+            for wrapper, kept in zip(self._histories, state["wrappers"], strict=True):
+                observations = wrapper.load_state_dict(kept, exact, observations)
+        return exact, observations
 
     def close(self) -> None:
         """Close the environments and end worker processes; may be called twice.

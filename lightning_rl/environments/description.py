@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import gymnasium
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import CloudpickleWrapper
 
 from lightning_rl.environments.contract import EnvironmentFailure, summary
@@ -39,6 +40,19 @@ class Described(gymnasium.Env[Any, Any]):
     ) -> None:
         self.observation_space, self.action_space = observation_space, action_space
         self.metadata, self.render_mode = metadata or {}, render_mode
+
+
+class DescribedVector(VectorEnv[Any, Any, Any]):
+    """A vector environment that has the spaces of one environment, and nothing else: vector wrappers may change them.
+
+    Args:
+        described: Has the spaces.
+    """
+
+    def __init__(self, described: Described) -> None:
+        self.num_envs = 1
+        self.metadata = described.metadata | {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.single_observation_space, self.single_action_space = described.observation_space, described.action_space
 
 
 def describe(make: Callable[[], gymnasium.Env[Any, Any]], who: str, timeout: float) -> Described:

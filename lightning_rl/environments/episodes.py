@@ -31,7 +31,7 @@ from lightning_rl.environments.contract import (
     summary,
 )
 from lightning_rl.environments.seeding import derive_seed, describe
-from lightning_rl.environments.wrappers.action_mask import MaskedEnvironment
+from lightning_rl.environments.wrappers.action_mask import ReadMasks
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
 
 Array = np.ndarray[Any, Any]
@@ -217,7 +217,7 @@ T = TypeVar("T")
 MAX_LOGGED_ACTIONS = 1_000_000
 """An episode that is longer cannot be played again: its actions would fill the memory, and take minutes."""
 _WORLD_SURVIVES = ("BipedalWalker",)  # Box2D's solver remembers contacts of earlier episodes
-_STATELESS = (OrderEnforcing, PassiveEnvChecker, MaskedEnvironment)
+_STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
 _NUMBERS = frozenset((int, np.int64, np.int32))
 _FLAGS = frozenset((bool, np.bool_))
 _RESET = None

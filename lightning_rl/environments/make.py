@@ -12,14 +12,15 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
-from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import AtariPreprocessing, NativeLives, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
-from lightning_rl.environments.description import Described, describe
+from lightning_rl.environments.description import Described, DescribedVector, describe
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
+from lightning_rl.environments.native import with_state
 from lightning_rl.environments.registry import (
     check_envpool,
     find_spec,
@@ -32,7 +33,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import Factory, ProcessVectorEnv, RestartingProcesses
+from lightning_rl.environments.workers import Factory, LocalVectorEnv, ProcessVectorEnv, RestartingProcesses
 from lightning_rl.environments.wrappers.action_repeat import ActionRepeat, LearnedActionRepeat, learned_repeat
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
@@ -58,6 +59,7 @@ def make_native(
         clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need the raw ones
     with explained(spec, gym_spec):
         env = gymnasium.make_vec(gym_spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+    env = with_state(env)
     if atari is not None:
         env = VectorGameScore(env, clips_rewards)
         env = NativeLives(env) if atari.episodic_life else env
@@ -177,18 +179,18 @@ def make_environments(
     env_wrappers, vector_wrappers = _split_wrappers(spec)
     factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
     if spec.backend == "sync":
-        env = SyncVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
+        env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
     else:
         kind = RestartingProcesses if spec.on_env_failure == "restart" else ProcessVectorEnv
         # Vector wrappers may have other spaces than what they wrap.
-        known = space_pair is not None and not vector_wrappers
-        described = Described(*space_pair) if space_pair is not None and known else _describe(spec, factories[0])
+        is_wrapped = bool(vector_wrappers) or spec.options.changes_observations
+        described = _describe(spec, factories[0]) if space_pair is None or is_wrapped else Described(*space_pair)
         try:
             env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     repeats = spec.options.learned_action_repeat is not None
-    env = _wrap_vector(env, vector_wrappers)
+    env = _wrap_vector(spec.options.wrap_vector(env, spec.evaluation, _clips(atari)), vector_wrappers)
     return EnvironmentBatch(env, seeds, seeds, _frames_per_step(spec, atari), repeats, spec.evaluation)
 
 
@@ -206,7 +208,7 @@ def _vectorised(
         if not spec.evaluation:
             return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.options.wrap_vector(env, spec.evaluation, _clips(atari))
+    env = spec.options.wrap_vector(spec.options.wrap_rewards(env, spec.evaluation), spec.evaluation, _clips(atari))
     return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari), evaluation=spec.evaluation)
 
 
@@ -224,7 +226,8 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
         env_wrappers, vector_wrappers = _split_wrappers(spec)
         if not vector_wrappers:
             described = _describe(spec, functools.partial(make_single, spec, find_spec(spec.env_id), env_wrappers))
-            return described.observation_space, described.action_space
+            env = spec.options.wrap_vector(DescribedVector(described), spec.evaluation)
+            return env.single_observation_space, env.single_action_space
     environment = make_environments(spec, 1, [0])
     try:
         environment.close()
@@ -290,7 +293,7 @@ def _make_wrapped(
         env = LearnedActionRepeat(
             env, max_repeats, gamma, _frames_per_step(spec, atari), spec.evaluation, _clips(atari)
         )
-    env = spec.options.wrap(env, spec.evaluation, _clips(atari))
+    env = spec.options.wrap(env, spec.evaluation)
     if spec.filmed:
         return Camera(env, steps_per_second(env, atari is not None, _frames_per_step(spec, atari)))
     return env

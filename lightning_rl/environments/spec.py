@@ -8,21 +8,21 @@ from typing import Any, Literal, get_args
 
 import gymnasium
 from gymnasium import wrappers
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.wrappers import vector as vector_wrappers
 
 from lightning_rl.environments.atari import AtariPreprocessing
-from lightning_rl.environments.contract import autoreset_mode
-from lightning_rl.environments.wrappers.action_mask import MaskedEnvironment, MaskedVectorEnvironment, check_source
+from lightning_rl.environments.wrappers.action_mask import MaskedActions, ReadMasks, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
-from lightning_rl.environments.wrappers.frame_stack import VectorFrameStack, stack_frames
-from lightning_rl.environments.wrappers.previous_step import PreviousStep, VectorPreviousStep
+from lightning_rl.environments.wrappers.frame_stack import FrameStack
+from lightning_rl.environments.wrappers.previous_step import PreviousStep
 from lightning_rl.environments.wrappers.rewards import (
     RewardClip,
     RewardTransform,
     check_reward_options,
     make_reward_transform,
 )
+from lightning_rl.environments.wrappers.vector_history import FlatObservations
 from lightning_rl.validation import (
     ClassSpec,
     check,
@@ -110,52 +110,49 @@ class WrapperOptions:
             check(self.reward_scale == 1, "reward_scale", self.reward_scale, f"1; other values {expected}")
             check(self.reward_clip is None, "reward_clip", self.reward_clip, f"None; other values {expected}")
 
-    def wrap(
-        self, env: gymnasium.Env[Any, Any], evaluation: bool, clips: RewardTransform | None = None
-    ) -> gymnasium.Env[Any, Any]:
-        """Apply all options but the limit and the repetition to one environment.
+    @property
+    def changes_observations(self) -> bool:
+        """Whether vector wrappers change what single environments observe."""
+        names = ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask")
+        return any(getattr(self, name) for name in names)
+
+    def wrap(self, env: gymnasium.Env[Any, Any], evaluation: bool) -> gymnasium.Env[Any, Any]:
+        """Apply what belongs into the process of one environment: options of rewards, and the reading of masks.
 
         Args:
             env: The environment, with the user's own wrappers.
-            evaluation: Leave its rewards alone; what observations say of the previous one is as in training.
-            clips: What else becomes of rewards in training and not in evaluation.
+            evaluation: Leave its rewards alone.
         """
-        transform = self.reward_transform
-        if transform is not None and not evaluation:
-            env = wrappers.TransformReward(env, transform)
-        if self.frame_stack is not None:
-            env = stack_frames(env, self.frame_stack)
-        if self.flatten_observations:
-            env = wrappers.FlattenObservation(env)
-        if self.previous_action or self.previous_reward:
-            # Learned repeats say themselves what clipped rewards would have earned.
-            clips = clips if self.learned_action_repeat is None else None
-            shown = (transform or clips) if evaluation else None
-            env = PreviousStep(env, self.previous_action, self.previous_reward, shown)
-        return env if self.action_mask is None else MaskedEnvironment(env, self.action_mask)
+        if self.reward_transform is not None and not evaluation:
+            env = wrappers.TransformReward(env, self.reward_transform)
+        return env if self.action_mask is None else ReadMasks(env, self.action_mask)
 
     def wrap_vector(
         self, env: VectorEnv[Any, Any, Any], evaluation: bool, clips: RewardTransform | None = None
     ) -> VectorEnv[Any, Any, Any]:
-        """Do the same to environments that come vectorised.
+        """Apply the options of observations to the environments of any backend.
 
-        Raises:
-            ConfigurationError: An option cannot be applied to them.
+        Args:
+            env: The environments.
+            evaluation: Whether their rewards are left alone; what observations say of the previous one is as in
+                training.
+            clips: What else becomes of rewards in training and not in evaluation.
         """
-        transform = self.reward_transform
-        if transform is not None and not evaluation:
-            env = vector_wrappers.TransformReward(env, transform)
         if self.frame_stack is not None:
-            env = VectorFrameStack(env, self.frame_stack)
+            env = FrameStack(env, self.frame_stack)
         if self.flatten_observations:
-            same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
-            expected = "False with environments that reset in the step that ends an episode; sync and async can do it"
-            check(not same_step, "flatten_observations", True, expected)
-            env = vector_wrappers.FlattenObservation(env)
+            env = FlatObservations(env)
         if self.previous_action or self.previous_reward:
-            shown = (transform or clips) if evaluation else None
-            env = VectorPreviousStep(env, self.previous_action, self.previous_reward, shown)
-        return env if self.action_mask is None else MaskedVectorEnvironment(env, self.action_mask)
+            # Learned repeats say themselves what clipped rewards would have earned.
+            clips = clips if self.learned_action_repeat is None else None
+            shown = (self.reward_transform or clips) if evaluation else None
+            env = PreviousStep(env, self.previous_action, self.previous_reward, shown)
+        return env if self.action_mask is None else MaskedActions(env, self.action_mask)
+
+    def wrap_rewards(self, env: VectorEnv[Any, Any, Any], evaluation: bool = False) -> VectorEnv[Any, Any, Any]:
+        """Apply the options of rewards to environments that come vectorised."""
+        transform = None if evaluation else self.reward_transform
+        return env if transform is None else vector_wrappers.TransformReward(env, transform)
 
     def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
         """Apply what can be applied to training environments that speak tensors: the options of rewards.
@@ -166,8 +163,7 @@ class WrapperOptions:
         for name in ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask"):
             value = getattr(self, name)
             check(not value, name, value, "its default for environments that speak tensors, which can do it themselves")
-        transform = self.reward_transform
-        return env if transform is None else vector_wrappers.TransformReward(env, transform)
+        return self.wrap_rewards(env)
 
 
 WRAPPERS = (gymnasium.Wrapper, VectorWrapper)

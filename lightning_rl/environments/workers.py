@@ -17,7 +17,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.async_vector_env import AsyncState, _async_worker
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars, concatenate, iterate
 
@@ -37,6 +37,14 @@ _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 Factory = Callable[[], gymnasium.Env[Any, Any]]
+
+
+class LocalVectorEnv(SyncVectorEnv):
+    """`SyncVectorEnv` that can call a method of every environment with arguments of its own."""
+
+    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """Call a method of every environment with arguments of its own."""
+        return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))
 
 
 class ProcessVectorEnv(AsyncVectorEnv):
@@ -247,8 +255,6 @@ class RestartingProcesses(ProcessVectorEnv):
         tracker: Where every environment is: a lost process cannot say.
     """
 
-    tracker: EpisodeTracker
-
     def __init__(
         self,
         factories: Sequence[Factory],
@@ -256,6 +262,7 @@ class RestartingProcesses(ProcessVectorEnv):
         timeout: float,
         described: gymnasium.Env[Any, Any],
     ) -> None:
+        self.tracker = EpisodeTracker([], None)
         self._lost: dict[int, str] = {}
         self._losses_in_a_row = [0] * len(factories)
         super().__init__(factories, autoreset_mode, timeout, described, shared_memory=False)

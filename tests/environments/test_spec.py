@@ -9,21 +9,20 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.environments import AtariPreprocessing, EnvironmentBatch, EnvironmentSpec, WrapperOptions
+from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, WrapperOptions
 from lightning_rl.environments.atari import sign
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
-from lightning_rl.environments.wrappers.frame_stack import stack_frames
 from lightning_rl.environments.wrappers.rewards import make_reward_transform
-from lightning_rl.nested import leaves
+from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.policies.networks import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
-from tests.probes import Counter, Space, Told, collect, make_batch, make_collector, seeds_of
+from tests.probes import Counter, Space, Told, collect, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
 SCRIPT = {"lengths": (3, 2), "ends": ("truncated", "terminated")}
@@ -111,23 +110,46 @@ def test_frames_of_an_environment_that_writes_into_the_same_array_are_different_
     assert rollout.observations[-1, 0].tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
-EVERYTHING = {"frame_stack": 3, "reward_scale": 0.5, "previous_action": True, "previous_reward": True}
+class Previous(gymnasium.Wrapper):
+    """Says what was done, one of three actions, and half of what it earned."""
+
+    def __init__(self, env):
+        super().__init__(env)
+        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        parts = {"observation": env.observation_space, "previous_action": spaces.MultiBinary(3), "previous_reward": box}
+        self.observation_space = spaces.Dict(parts)
+
+    def reset(self, **kwargs):
+        observation, info = self.env.reset(**kwargs)
+        return self.show(observation, np.zeros(3, np.int8), 0), info
+
+    def step(self, action):
+        observation, reward, *rest = self.env.step(action)
+        return self.show(observation, np.eye(3, dtype=np.int8)[action], 0.5 * reward), reward, *rest
+
+    def show(self, observation, action, reward):
+        shown = np.array([reward], np.float32)
+        return {"observation": observation, "previous_action": action, "previous_reward": shown}
 
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_options_of_vector_environments_do_what_those_of_single_ones_do(mode, flatten):
-    flatten = flatten and mode is not AutoresetMode.SAME_STEP  # refused there
-    options = EVERYTHING | {"flatten_observations": flatten}
-
+def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
     def act(observations):
         return observations["observation"].reshape(len(observations["observation"]), -1)[:, -1].long() % 3
 
-    inside = make_batch(COUNTER, 2, mode=mode, **options, **SCRIPT)
-    plain = make_batch(COUNTER, 2, mode=mode, **SCRIPT)
-    outside = EnvironmentBatch(WrapperOptions(**options).wrap_vector(plain.env, False), seeds_of(2), seeds_of(2))
-    one, other = (make_collector(batch, 11).collect(Still(act, 2 - flatten)) for batch in (inside, outside))
-    assert inside.single_observation_space == outside.single_observation_space
+    options = {"frame_stack": 3, "flatten_observations": flatten, "previous_action": True, "previous_reward": True}
+    single = [
+        {"class_path": "gymnasium.wrappers.FrameStackObservation", "init_args": {"stack_size": 3}},
+        *[{"class_path": "gymnasium.wrappers.FlattenObservation", "init_args": {}}] * flatten,
+        {"class_path": "tests.environments.test_spec.Previous", "init_args": {}},
+    ]
+    batches = [
+        make_batch(COUNTER, 2, mode=mode, reward_scale=0.5, **more, **SCRIPT)
+        for more in (options, {"wrappers": tuple(single)})
+    ]
+    one, other = (make_collector(batch, 11).collect(Still(act, 2 - flatten)) for batch in batches)
+    assert batches[0].single_observation_space == batches[1].single_observation_space
     for name in ("observations", "final_observations"):
         pairs = zip(leaves(getattr(one, name)), leaves(getattr(other, name)), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs), name
@@ -137,14 +159,25 @@ def test_options_of_vector_environments_do_what_those_of_single_ones_do(mode, fl
     assert len(one.final_indices) and one.terminated.any()
 
 
+def observed(options, env, *actions, evaluation=False, clips=None):
+    """The space and the observations of one environment with options: those of a reset and of steps."""
+    vector = options.wrap_vector(SyncVectorEnv([lambda: env]), evaluation, clips)
+    batches = [vector.reset(seed=1)[0]]
+    seen = [map_leaves(lambda x: np.copy(x[0]), batches[0])]
+    for action in actions:
+        batch = vector.step(map_leaves(lambda x: np.asarray(x)[None], action))[0]
+        seen.append(map_leaves(lambda x: np.copy(x[0]), batch))
+    return vector.single_observation_space, seen
+
+
 @pytest.mark.parametrize(("shape", "folded"), [((7, 7, 3), (7, 7, 12)), ((3, 9, 9), (12, 9, 9)), ((8, 8), (4, 8, 8))])
 def test_stacked_images_are_images_with_the_newest_channels_last(shape, folded):
     box = spaces.Box(0, 255, shape, np.uint8)
-    env, inner = stack_frames(Space(box), 4), Space(box)
-    seen = [env.reset(seed=1)[0], *(env.step(0)[0] for _ in range(5))]
+    space, seen = observed(WrapperOptions(frame_stack=4), Space(box), *[0] * 5)
+    inner = Space(box)
     frames = [inner.reset(seed=1)[0], *(inner.step(0)[0] for _ in range(5))]
-    assert env.observation_space == spaces.Box(0, 255, folded, np.uint8) and is_image(env.observation_space)
-    assert all(env.observation_space.contains(x) for x in seen)
+    assert space == spaces.Box(0, 255, folded, np.uint8) and is_image(space)
+    assert all(space.contains(x) for x in seen)
     if len(shape) == 2:
         expected = np.stack(frames[-4:])
     else:
@@ -154,12 +187,10 @@ def test_stacked_images_are_images_with_the_newest_channels_last(shape, folded):
 
 def test_stacks_of_every_kind_of_observation_are_in_the_space_that_they_say():
     parts = [spaces.Discrete(3, start=2), spaces.MultiDiscrete([2, 4]), spaces.MultiBinary(3), spaces.Box(-1, 1, (2,))]
-    env = stack_frames(Space(spaces.Dict({"all": spaces.Tuple(parts)})), 2)
-    env.reset(seed=0)
-    for _ in range(5):
-        observation = env.step(0)[0]
-        assert env.observation_space.contains(observation)
-    kinds = [type(leaf) for leaf in env.observation_space["all"]]
+    inner = Space(spaces.Dict({"all": spaces.Tuple(parts)}))
+    space, seen = observed(WrapperOptions(frame_stack=2), inner, *[0] * 5)
+    assert all(space.contains(x) for x in seen)
+    kinds = [type(leaf) for leaf in space["all"]]
     assert kinds == [spaces.MultiDiscrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box]
 
 
@@ -295,25 +326,24 @@ def test_actions_of_every_space_are_shown(space, action, shown):
     options = WrapperOptions(previous_action=True)
     nested = spaces.Dict({"part": spaces.Tuple([space])})
     for whole, taken, part in ((space, action, lambda x: x), (nested, {"part": (action,)}, lambda x: x["part"][0])):
-        env = options.wrap(Space(spaces.Discrete(2), whole), False)
-        first, last = env.reset(seed=0)[0], env.step(taken)[0]
-        assert env.observation_space.contains(first) and env.observation_space.contains(last)
-        assert set(env.observation_space.keys()) == {"observation", "previous_action"}
+        found, (first, last) = observed(options, Space(spaces.Discrete(2), whole), taken)
+        assert found.contains(first) and found.contains(last)
+        assert set(found.keys()) == {"observation", "previous_action"}
         assert part(first["previous_action"]).tolist() == [0] * len(shown)
         assert part(last["previous_action"]).tolist() == shown
 
 
 def test_bounds_of_actions_leave_room_for_the_zeros_of_no_action():
-    env = WrapperOptions(previous_action=True).wrap(Space(spaces.Discrete(2), spaces.Box(1, 2, (1,))), False)
-    assert env.observation_space["previous_action"] == spaces.Box(0, 2, (1,))
+    space, _ = observed(WrapperOptions(previous_action=True), Space(spaces.Discrete(2), spaces.Box(1, 2, (1,))))
+    assert space["previous_action"] == spaces.Box(0, 2, (1,))
 
 
 def test_parts_are_added_to_observations_that_are_a_dict_already_unless_their_names_are_taken():
     space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "previous_reward": spaces.Discrete(2)})
-    env = WrapperOptions(previous_action=True).wrap(Space(space), False)
-    assert set(env.observation_space.keys()) == {"camera", "previous_reward", "previous_action"}
+    found, _ = observed(WrapperOptions(previous_action=True), Space(space))
+    assert set(found.keys()) == {"camera", "previous_reward", "previous_action"}
     with pytest.raises(ConfigurationError, match=r"^previous_reward=True .* have a part 'previous_reward'"):
-        WrapperOptions(previous_reward=True).wrap(Space(space), False)
+        observed(WrapperOptions(previous_reward=True), Space(space))
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
@@ -330,8 +360,7 @@ def test_in_evaluation_each_life_of_a_game_begins_with_nothing_before_it_and_rew
     game = whole_game((3, 3), (0, 2), (5, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     options = WrapperOptions(previous_action=True, previous_reward=True)
-    env = options.wrap(game, True, sign)
-    seen = [env.reset(seed=0)[0], *(env.step(1)[0] for _ in range(4))]
+    _, seen = observed(options, game, *[1] * 4, evaluation=True, clips=sign)
     # The second step loses a life, and the no-op after it scores 5 points unseen.
     assert [x["previous_reward"].tolist() for x in seen] == [[0], [1], [0], [-1], [1]]
     assert [x["previous_action"].tolist() for x in seen] == [[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]]
@@ -441,7 +470,6 @@ def test_options_that_cannot_work_are_refused(options, message):
         ({"action_repeat": 2}, "action_repeat=2 .* which have atari.frame_skip"),
         ({"reward_clip": "abs_one"}, "reward_clip='abs_one' .* beside atari.clip_rewards=False"),
         ({"reward_scale": 2.0}, "reward_scale=2.0 .* beside atari.clip_rewards=False"),
-        ({"flatten_observations": True, "backend": "native"}, "flatten_observations=True .* sync and async can do it"),
     ],
 )
 def test_what_the_preprocessing_of_atari_games_does_is_not_done_twice(options, message):

@@ -8,10 +8,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector import VectorEnv
 
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, autoreset_mode, is_failure, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
+from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
     Nested,
@@ -28,6 +28,8 @@ from lightning_rl.validation import ConfigurationError, check
 
 MASK, OBSERVATION = "action_mask", "observation"
 """Where masks, and observations that are no `Dict`, are in the observations that have masks beside them."""
+MASKS = "lightning_rl/masks"
+"""Key of the `info` of an environment with `ReadMasks`: its masks; and of its metadata: their space."""
 
 
 def check_source(source: object) -> None:
@@ -78,7 +80,11 @@ class MaskSource:
         Raises:
             ConfigurationError: They do not fit the action space.
         """
-        self._set_space(self._space_of(self.by_name(masks)))
+        self.take_space(self._space_of(self.by_name(masks)))
+
+    def take_space(self, mask_space: spaces.Space[Any]) -> None:
+        """Take the space of masks that are put beside observations."""
+        self._set_space(mask_space)
         beside = dict(self.space.spaces) if isinstance(self.space, spaces.Dict) else {OBSERVATION: self.space}
         self.space = spaces.Dict({**beside, MASK: self.mask_space})
 
@@ -110,12 +116,14 @@ class MaskSource:
         """Return masks as arrays `[..., *shape]`, nested as their space is.
 
         Raises:
-            ValueError: An entry is neither 0 nor 1, as of masks that are added to logits.
+            ValueError: A mask has another shape, or an entry is neither 0 nor 1, as of masks that are added to logits.
         """
         return map_leaves(self._to_bits, self._paths, masks)
 
     def _to_bits(self, path: str, mask: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401
         given = np.asarray(mask)
+        if given.shape[given.ndim - len(shape := self._shapes[path]) :] != shape:
+            raise ValueError(f"{join(MASK, path).rstrip('.')} of shape {given.shape}: expected {shape}")
         bits = np.array(given != 0, np.int8)
         if given.dtype != bool and not (given == bits).all():
             entry = given[given != bits].flat[0]
@@ -145,6 +153,7 @@ class MaskSource:
         self.mask_space = mask_space
         self.layout = MaskLayout(self._action_space, mask_space)
         self._paths = nested_paths(mask_space)
+        self._shapes = {path: leaf.shape or () for path, leaf in space_leaves(mask_space).items()}
 
     def _retype(self) -> None:
         """Find masks among what is observed, and make their spaces known as such."""
@@ -188,12 +197,12 @@ def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array of o
     return np.stack([np.ones_like(like) if row is None else np.asarray(row) for row in rows])
 
 
-class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Observations with the masks that an environment says in `info`, by a method, or in the observation already.
+class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Reads the masks of one environment in its process, checks them, and puts them into its `info`.
 
     Args:
         env: The environment; it is reset once, to see its masks.
-        source: `info.<key>`, `observation.<path>` or `method.<name>`.
+        source: `info.<key>`, `observation.<path>` or `method.<name>`; observed masks stay where they are.
 
     Raises:
         ConfigurationError: No masks are found, or such as do not fit the action space.
@@ -202,44 +211,47 @@ class MaskedEnvironment(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], source: str) -> None:
         super().__init__(env)
-        self._masks = MaskSource(source, env.observation_space, env.action_space)
-        if self._masks.kind != "observation":
+        self._source = MaskSource(source, env.observation_space, env.action_space)
+        self.masks: Nested = None
+        """Those of the present observation."""
+        if self._source.kind != "observation":
             info = first_info(env)
             try:
                 masks = self._find(info)
             except (LookupError, AttributeError) as error:
                 raise not_found(source, error, info) from error
-            self._masks.learn(masks)
-        self.observation_space = self._masks.space
+            self._source.learn(masks)
+            self.metadata = {**env.metadata, MASKS: self._source.mask_space}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset."""
         observation, info = self.env.reset(seed=seed, options=options)
-        return self._with_masks(observation, info), info
+        return observation, self._with_masks(observation, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Step."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        over = bool(terminated or truncated)
-        return self._with_masks(observation, info, over), reward, terminated, truncated, info
+        if not (terminated or truncated):  # nothing is done there, and an environment need not say what could be
+            info = self._with_masks(observation, info)
+        return observation, reward, terminated, truncated, info
+
+    def last_masks(self) -> Nested:
+        """Return the masks of the present observation."""
+        return self.masks
 
     def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
-        source = self._masks
-        return info[source.name] if source.kind == "info" else self.env.get_wrapper_attr(source.name)()
+        name = self._source.name
+        return info[name] if self._source.kind == "info" else self.env.get_wrapper_attr(name)()
 
-    def _with_masks(self, observation: Nested, info: dict[str, Any], over: bool = False) -> Nested:
-        source = self._masks
-        if source.kind == "observation":
-            masks, observation = source.observed(observation)
-        elif over:  # nothing is done there, and an environment need not say what could be
-            masks = source.everything()
-            observation = source.beside(observation, masks)
+    def _with_masks(self, observation: Nested, info: dict[str, Any]) -> dict[str, Any]:
+        source = self._source
+        if is_observed := source.kind == "observation":
+            self.masks = source.observed(observation)[0]
         else:
-            masks = source.read(source.by_name(self._find(info)))
-            observation = source.beside(observation, masks)
-        if not over and (found := source.layout.nothing_allowed(masks)) is not None:
+            self.masks = source.read(source.by_name(self._find(info)))
+        if (found := source.layout.nothing_allowed(self.masks)) is not None:
             raise ValueError(source.complaint(found[0]))
-        return observation
+        return info if is_observed else {**info, MASKS: self.masks}
 
 
 def first_info(env: Any) -> dict[str, Any]:  # noqa: ANN401 - of either kind
@@ -265,14 +277,12 @@ def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> Configu
     )
 
 
-Array = np.ndarray[Any, Any]
-
-
-class MaskedVectorEnvironment(VectorWrapper):
-    """`MaskedEnvironment` for environments that come vectorised; masks are arrays `[B, ...]`, or one object for each.
+class MaskedActions(VectorHistory):
+    """Observations with the masks that environments say in `info`, by a method, or in the observation already.
 
     Args:
-        env: A vector environment, or EnvPool's; it is reset once, to see its masks.
+        env: A vector environment, or EnvPool's; unless `ReadMasks` is around each of its environments, it is reset
+            once, to see its masks: arrays `[B, ...]`, or one object for each.
         source: `info.<key>`, `observation.<path>` or `method.<name>`.
 
     Raises:
@@ -281,96 +291,79 @@ class MaskedVectorEnvironment(VectorWrapper):
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], source: str) -> None:
-        super().__init__(env)
-        # EnvPool keeps the spaces of one environment where Gymnasium keeps those of the batch.
-        single = getattr(env, "single_observation_space", env.observation_space)
-        self._masks = MaskSource(source, single, getattr(env, "single_action_space", env.action_space))
-        if self._masks.kind != "observation":
+        self._source = MaskSource(source, env.single_observation_space, env.single_action_space)
+        self._are_read = MASKS in (env.metadata or {})
+        if self._are_read:
+            self._source.take_space(env.metadata[MASKS])
+        elif self._source.kind != "observation":
             infos = first_info(env)
             try:
-                masks = self._find(infos)
+                masks = infos[self._source.name] if self._source.kind == "info" else getattr(env, self._source.name)()
             except (LookupError, AttributeError) as error:
                 raise not_found(source, error, infos) from error
-            self._masks.learn(_first(masks))
-        self._last: Nested = self._masks.everything(self.num_envs)
-        self._over = np.zeros(self.num_envs, bool)
-        self._same_step = autoreset_mode(env) is AutoresetMode.SAME_STEP
-        self.single_observation_space = self._masks.space
-        self.observation_space = batch_space(self._masks.space, self.num_envs)
+            self._source.learn(_first(masks))
+        super().__init__(env, self._source.space)
+        self.memory = self._source.everything(self.num_envs)
 
-    def reset(
-        self,
-        *,
-        seed: Any = None,  # noqa: ANN401 - as the environment takes it
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset all environments, or those of `options["reset_mask"]`."""
-        given = {"seed": seed, "options": options}
-        which = (options or {}).get("reset_mask")  # environments take it out
-        observations, infos = self.env.reset(**{name: value for name, value in given.items() if value is not None})
-        began = np.ones(self.num_envs, bool) if which is None else which
-        return self._with_masks(observations, infos, self._over & ~began, began), infos
+    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
+        """Read the masks of first observations."""
+        self._take(which, observations, infos)
 
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step every environment."""
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        ended = terminated | truncated
-        over = ended & (not self._same_step)
-        if self._same_step and "final_obs" in infos and self._masks.kind != "observation":
-            infos = {**infos, "final_obs": self._final(infos["final_obs"])}
-        present = np.ones(self.num_envs, bool)
-        return self._with_masks(observations, infos, over, present), rewards, terminated, truncated, infos
+    def advance(
+        self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
+    ) -> None:
+        """Read the masks of the observations; where an episode is over, nothing is done and everything is allowed."""
 
-    def _find(self, infos: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
-        source = self._masks
-        return infos[source.name] if source.kind == "info" else getattr(self.env, source.name)()
+        def allow(masks: Array) -> None:
+            masks[ended] = 1
 
-    def _with_masks(self, observations: Nested, infos: dict[str, Any], over: Array, new: Array) -> Nested:
-        """Return observations with masks.
+        map_leaves(allow, self.memory)
+        self._take(~ended, observations, infos)
 
-        Args:
-            observations: `[B, ...]`.
-            infos: What came with them.
-            over: Environments whose episode is over, so that nothing is done before they are reset, `[B]`.
-            new: Those that said something, `[B]`.
-        """
-        source = self._masks
-        everything = source.everything(self.num_envs)
-        self._over = over
+    def show(self, observations: Nested) -> Nested:
+        """Return the observations with their masks."""
+        if self._source.kind == "observation":
+            return self._source.observed(observations)[1]
+        # A copy: what is shown may be kept as what an episode reached.
+        return self._source.beside(observations, map_leaves(np.copy, self.memory))
+
+    def _take(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
+        """Read the masks of some environments, a mask `[B]`."""
+        source = self._source
+        if not which.any():
+            return
         if source.kind == "observation":
-            masks, observations = source.observed(observations)
-            self._check(map_leaves(lambda x, one: _where(over, one, x), masks, everything))
-            return observations
-        masks = everything if over.all() else self._read(self._find(infos))
-        taken = new & ~over
-        if source.kind == "info" and (present := infos.get(f"_{source.name}")) is not None:
-            for index in np.flatnonzero(taken & ~present).tolist():
-                raise WorkerFailure([index], f"returned no info {source.name!r}, where its action mask should be")
-        # What others said before holds on; where an episode is over it does not matter.
-        kept = map_leaves(lambda x, last: _where(new, x, last), masks, self._last)
-        self._last = map_leaves(lambda x, one: _where(over, one, x), kept, everything)
-        self._check(self._last)
-        return source.beside(observations, self._last)
+            masks = source.observed(observations)[0]
+        else:
+            masks = self._read(self._find(which, infos))
+
+        def put(own: Array, new: Array) -> None:
+            own[which] = new[which]
+
+        map_leaves(put, self.memory, masks)
+        if (found := source.layout.nothing_allowed(self.memory)) is not None:
+            raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot go on: {source.complaint(found[0])}")
+
+    def _find(self, which: Array, infos: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
+        source = self._source
+        if self._are_read and MASKS not in infos:  # episodes that were begun when a run was resumed
+            everything = source.everything()  # of a worker that is lost
+            pool: Any = self.env.unwrapped
+            return map_stacked(np.stack, [everything if x is None else x for x in pool.call("last_masks")])
+        name = MASKS if self._are_read else source.name
+        if source.kind == "method" and not self._are_read:
+            return getattr(self.env, name)()
+        if (present := infos.get(f"_{name}")) is not None:
+            for index in np.flatnonzero(which & ~present).tolist():
+                raise WorkerFailure([index], f"returned no info {name!r}, where its action mask should be")
+        return infos[name]
 
     def _read(self, masks: Any) -> Nested:  # noqa: ANN401
         if not isinstance(masks, np.ndarray) or masks.dtype.kind != "O":
-            return self._masks.read(self._masks.by_name(masks, leading=1))
-        everything = self._masks.everything()
-        rows = [everything if one is None else self._masks.read(self._masks.by_name(one)) for one in masks]
+            return self._source.read(self._source.by_name(masks, leading=1))
+        everything = self._source.everything()
+        rows = [everything if one is None else self._source.read(self._source.by_name(one)) for one in masks]
         return map_stacked(np.stack, rows)
-
-    def _final(self, reached: Any) -> Any:  # noqa: ANN401 - a batch, or an array of one observation for each
-        source = self._masks
-        if not isinstance(reached, np.ndarray) or reached.dtype != object:
-            return source.beside(reached, source.everything(self.num_envs))
-        found = np.empty_like(reached)
-        for index, one in enumerate(reached):
-            found[index] = None if one is None else source.beside(one, source.everything())
-        return found
-
-    def _check(self, masks: Nested) -> None:
-        if (found := self._masks.layout.nothing_allowed(masks)) is not None:
-            raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot go on: {self._masks.complaint(found[0])}")
 
 
 def _first(masks: Any) -> Any:  # noqa: ANN401 - whatever a vector environment gives
@@ -378,7 +371,3 @@ def _first(masks: Any) -> Any:  # noqa: ANN401 - whatever a vector environment g
     if isinstance(masks, dict):
         return {key: _first(part) for key, part in masks.items() if not str(key).startswith("_")}
     return masks[0]
-
-
-def _where(which: Array, x: Array, other: Array) -> Array:
-    return np.where(which.reshape(-1, *(1,) * (x.ndim - 1)), x, other)

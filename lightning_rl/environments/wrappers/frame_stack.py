@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium import spaces, wrappers
+from gymnasium import spaces
 from gymnasium.vector import VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, replace_leaves
@@ -17,25 +14,10 @@ from lightning_rl.policies.networks import is_image
 from lightning_rl.spaces import image_layout
 
 
-def stack_frames(env: gymnasium.Env[Any, Any], size: int) -> gymnasium.Env[Any, Any]:
-    """Give one environment observations of its last `size` steps, oldest first; an episode begins with copies.
+class FrameStack(VectorHistory):
+    """Observations of the last `size` steps, oldest first; an episode begins with copies of its first.
 
     Every leaf gets a first dimension of that size, but for images, which get more channels and stay images.
-    """
-    inner = env.observation_space
-    # The wrapper keeps what it is given, and some environments write into the same array in each step.
-    env = wrappers.TransformObservation(env, copy.deepcopy, inner)
-    env = wrappers.FrameStackObservation(env, size)
-    leaf_spaces = map_space(lambda leaf: leaf, inner)
-    return wrappers.TransformObservation(
-        env,
-        lambda stacked: map_leaves(_fold, leaf_spaces, stacked),
-        stacked_space(inner, size),
-    )
-
-
-class VectorFrameStack(VectorHistory):
-    """The same of environments that come vectorised.
 
     Args:
         env: The environments.
@@ -43,34 +25,33 @@ class VectorFrameStack(VectorHistory):
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], size: int) -> None:
-        super().__init__(env)
-        self.single_observation_space = stacked_space(self._inner, size)
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self._leaf_spaces = map_space(lambda leaf: leaf, self._inner)
-        self._frames = map_space(
-            lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), self._inner
-        )
+        inner = env.single_observation_space
+        super().__init__(env, stacked_space(inner, size))
+        self._leaf_spaces = map_space(lambda leaf: leaf, inner)
+        self.memory = map_space(lambda leaf: np.zeros((self.num_envs, size, *(leaf.shape or ())), leaf.dtype), inner)
 
-    def start_episodes(self, which: Array, observations: Nested) -> None:
+    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         """Fill the stacks of new episodes with their first observation."""
 
         def fill(frames: Array, x: Array) -> None:
             frames[which] = np.asarray(x)[which][:, None]
 
-        map_leaves(fill, self._frames, observations)
+        map_leaves(fill, self.memory, observations)
 
-    def advance(self, observations: Nested, actions: Nested, rewards: Array) -> None:
+    def advance(
+        self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
+    ) -> None:
         """Put the observations in the place of the oldest ones."""
 
         def push(frames: Array, x: Array) -> None:
             frames[:, :-1] = frames[:, 1:]
             frames[:, -1] = x
 
-        map_leaves(push, self._frames, observations)
+        map_leaves(push, self.memory, observations)
 
     def show(self, observations: Nested) -> Nested:
         """Return the stacks."""
-        return map_leaves(_fold, self._leaf_spaces, self._frames)
+        return map_leaves(_fold, self._leaf_spaces, self.memory)
 
 
 def stacked_space(space: spaces.Space[Any], size: int) -> spaces.Space[Any]:

@@ -6,16 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from lightning_rl.environments.atari import LIFE_LOST
 from lightning_rl.environments.wrappers.action_repeat import EARNED
 from lightning_rl.environments.wrappers.rewards import RewardTransform
-from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
+from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory, told
 from lightning_rl.masks import MAX_INTEGER_CHOICES, num_choices
 from lightning_rl.nested import Nested, map_leaves, map_space
 from lightning_rl.validation import ConfigurationError, check
@@ -25,7 +23,7 @@ ACTION, REWARD, REST = "previous_action", "previous_reward", "observation"
 
 
 class PreviousFields:
-    """What is added to the observations of one environment or of many.
+    """What is added to observations.
 
     Args:
         observation_space: Of one environment, without it.
@@ -61,18 +59,18 @@ class PreviousFields:
         self.space = spaces.Dict(parts | added)
         self._zeros = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), spaces.Dict(added))
 
-    def nothing(self, *lead: int) -> dict[str, Nested]:
-        """Return what is added at the beginning of an episode: zeros, `[*lead, ...]`."""
-        return map_leaves(lambda x: np.zeros((*lead, *x.shape), x.dtype), self._zeros)  # type: ignore[no-any-return]
+    def nothing(self, num_envs: int) -> dict[str, Nested]:
+        """Return what is added at the beginning of an episode: zeros, `[B, ...]`."""
+        return map_leaves(lambda x: np.zeros((num_envs, *x.shape), x.dtype), self._zeros)  # type: ignore[no-any-return]
 
-    def of_step(self, actions: Nested, rewards: Any) -> dict[str, Nested]:  # noqa: ANN401
-        """Return what is added after a step of one environment, or of `B` of them."""
+    def of_step(self, actions: Nested, rewards: Array) -> dict[str, Nested]:
+        """Return what is added after a step, `[B, ...]`."""
         added: dict[str, Nested] = {}
         if self._describers is not None:
             added[ACTION] = map_leaves(lambda describe, x: describe(x), self._describers, actions)
         if self._reward:
             rewards = rewards if self._transform is None else self._transform(rewards)
-            added[REWARD] = np.asarray(rewards, np.float32)[..., None]
+            added[REWARD] = np.array(rewards, np.float32)[..., None]
         return added
 
     def join(self, observations: Nested, added: dict[str, Nested]) -> dict[str, Nested]:
@@ -80,51 +78,17 @@ class PreviousFields:
         return {**(observations if self._is_dict else {REST: observations}), **added}
 
 
-class PreviousStep(gymnasium.Wrapper[Any, Any, Any, Any]):
+class PreviousStep(VectorHistory):
     """Add the previous action and reward to observations: zeros where an episode has just begun.
 
     Discrete actions become one-hot vectors, so that zeros are no action; continuous ones are as the environment took
     them, within its bounds.
 
     Args:
-        env: The environment.
-        action: Whether to add the action.
-        reward: Whether to add the reward.
-        transform: Applied to rewards before they are shown; the environment's own reward is left alone.
-
-    Raises:
-        ConfigurationError: See `PreviousFields`.
-    """
-
-    def __init__(
-        self, env: gymnasium.Env[Any, Any], action: bool, reward: bool, transform: RewardTransform | None = None
-    ) -> None:
-        super().__init__(env)
-        self._fields = PreviousFields(env.observation_space, env.action_space, action, reward, transform)
-        self.observation_space = self._fields.space
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
-        observation, info = self.env.reset(seed=seed, options=options)
-        return self._fields.join(observation, self._fields.nothing()), info
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, and add what was done."""
-        observation, reward, terminated, truncated, info = self.env.step(action)
-        # In evaluation the lives of a game are one episode; the policy learned from them as episodes of their own.
-        earned = float(info.get(EARNED, reward))
-        fields = self._fields.nothing() if LIFE_LOST in info else self._fields.of_step(action, earned)
-        return self._fields.join(observation, fields), reward, terminated, truncated, info
-
-
-class VectorPreviousStep(VectorHistory):
-    """The same of environments that come vectorised.
-
-    Args:
         env: The environments.
         action: Whether to add the action.
         reward: Whether to add the reward.
-        transform: Applied to rewards before they are shown.
+        transform: Applied to rewards before they are shown; the environments' own rewards are left alone.
 
     Raises:
         ConfigurationError: See `PreviousFields`.
@@ -133,27 +97,33 @@ class VectorPreviousStep(VectorHistory):
     def __init__(
         self, env: VectorEnv[Any, Any, Any], action: bool, reward: bool, transform: RewardTransform | None = None
     ) -> None:
-        super().__init__(env)
-        self._fields = PreviousFields(self._inner, env.single_action_space, action, reward, transform)
-        self.single_observation_space = self._fields.space
-        self.observation_space = batch_space(self._fields.space, self.num_envs)
-        self._added = self._fields.nothing(self.num_envs)
+        spaces_ = env.single_observation_space, env.single_action_space
+        self._fields = PreviousFields(*spaces_, action, reward, transform)
+        super().__init__(env, self._fields.space)
+        self.memory = self._fields.nothing(self.num_envs)
 
-    def start_episodes(self, which: Array, observations: Nested) -> None:
+    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         """Forget what was done."""
 
         def clear(x: Array) -> None:
             x[which] = 0
 
-        map_leaves(clear, self._added)
+        map_leaves(clear, self.memory)
 
-    def advance(self, observations: Nested, actions: Nested, rewards: Array) -> None:
+    def advance(
+        self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
+    ) -> None:
         """Keep what was done."""
-        self._added = self._fields.of_step(actions, rewards)
+        for which, earned in told(infos, EARNED):
+            rewards = np.where(which, earned, rewards)
+        self.memory = self._fields.of_step(actions, rewards)
+        # In evaluation the lives of a game are one episode; the policy learned from them as episodes of their own.
+        for which, _ in told(infos, LIFE_LOST):
+            self.start_episodes(which, observations, infos)
 
     def show(self, observations: Nested) -> Nested:
         """Return the observations with what was done beside them."""
-        return self._fields.join(observations, self._added)
+        return self._fields.join(observations, self.memory)
 
 
 def _describe(space: spaces.Space[Any]) -> spaces.Space[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
@@ -74,15 +74,15 @@ def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_si
     game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
-    env = WrapperOptions(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5}).wrap(
-        repeating, True, sign
-    )
+    options = WrapperOptions(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5})
+    env = options.wrap_vector(SyncVectorEnv([lambda: repeating]), True, sign)
     env.reset(seed=0)
-    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    action = {"action": np.array([1]), "repeat": np.array([4])}
+    observation, reward, terminated, _, info = env.step(action)
     # The third step loses a life, and the no-op after it scores unseen.
     assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (3, False, 0)
     assert reward == 3 + 0 + 5 + 9
-    observation, reward, terminated, _, info = env.step({"action": 1, "repeat": 4})
+    observation, reward, terminated, _, info = env.step(action)
     assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
     assert reward == -2 + 7
 

@@ -1,0 +1,66 @@
+"""Wrappers that keep the episode so far: a run goes on with what they kept, on every backend that gives its state."""
+
+import gymnasium
+import pytest
+import torch
+
+from lightning_rl.nested import leaves
+from lightning_rl.policies.actor_critic import ActorCritic
+from tests.mask_probes import kwargs_of, source_of
+from tests.probes import make_batch, make_collector
+
+EVERYTHING = {"frame_stack": 3, "previous_action": True, "previous_reward": True, "reward_scale": 0.5}
+
+
+def assert_goes_on(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -> None:
+    """A second collector, with the state of the first, collects the same rollout."""
+    collectors = [make_collector(make_batch(env_id, count, **options), 9) for count in num_envs]
+    environments = collectors[0].environments
+    torch.manual_seed(0)
+    spaces = environments.single_observation_space, environments.single_action_space
+    policy = ActorCritic(*spaces, hidden_sizes=(8,))
+    policy.act = lambda x, *_, act=policy.act: act(x, deterministic=True)  # type: ignore[method-assign]
+    for _ in range(3):
+        collectors[0].collect(policy)
+    assert collectors[1].load_state_dict(collectors[0].state_dict()) == list(range(num_envs[0], num_envs[1]))
+    expected, found = (collector.collect(policy) for collector in collectors)
+    both = slice(min(num_envs))
+    for name in ("observations", "rewards", "actions", "terminated", "truncated"):
+        for x, y in zip(leaves(getattr(expected, name)), leaves(getattr(found, name)), strict=True):
+            assert torch.equal(x[:, both], y[:, both]), name
+    assert expected.dones.any() or num_envs[0] == 1
+    for collector in collectors:
+        collector.environments.close()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("backend", ["sync", "async", "native"])
+def test_stacks_and_previous_steps_are_restored(backend, flatten):
+    assert_goes_on("CartPole-v1", backend=backend, flatten_observations=flatten, **EVERYTHING)
+
+
+@pytest.mark.parametrize("where", ["info", "method", "observation"])
+def test_masks_are_restored(where):
+    options = {"action_mask": source_of(where), "previous_action": True}
+    if where != "observation":
+        options["frame_stack"] = 2
+    assert_goes_on("Probe/Invalid-v0", **options, **kwargs_of("discrete", where=where))
+
+
+@pytest.mark.parametrize("num_envs", [(2, 4), (4, 2)])
+def test_other_numbers_of_environments_begin_new_episodes(num_envs):
+    options = {"action_mask": "info.action_mask", "previous_action": True, "frame_stack": 2}
+    assert_goes_on("Probe/Invalid-v0", num_envs, **options, **kwargs_of("discrete"))
+
+
+@pytest.mark.parametrize("backend", ["sync", "native"])
+def test_environments_with_a_vector_wrapper_of_another_kind_are_not_restored(backend):
+    """It may have a state of its own."""
+    wrapper = {"class_path": "tests.environments.wrappers.test_vector_history.Counting", "init_args": {}}
+    batch = make_batch("CartPole-v1", 2, backend=backend, wrappers=(wrapper,), frame_stack=2)
+    batch.reset()
+    assert batch.state_dict() is None
+
+
+class Counting(gymnasium.vector.VectorWrapper):
+    """May count."""
