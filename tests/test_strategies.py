@@ -129,7 +129,7 @@ def test_the_trainer_is_refused_before_an_environment_is_made():
             make_trainer(strategy=ModelParallelStrategy()).fit(model, data)
     finally:
         torch.distributed.destroy_process_group()
-    assert data._sampler.environments is None
+    assert data._sampler._collector is None
 
 
 def test_every_strategy_that_has_whole_networks_is_accepted():

@@ -26,7 +26,7 @@ from lightning_rl.environments import (
     TensorEnvironments,
     make_environments,
 )
-from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import tensor_conversion, to_environment

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -11,7 +11,7 @@ from gymnasium import spaces, wrappers
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
-from lightning_rl.environments.contract import autoreset_mode
+from lightning_rl.environments.contract import LIFE_LOST, autoreset_mode
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
 
@@ -61,10 +61,6 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(self._action)
 
 
-LIFE_LOST = "lightning_rl/life_lost"
-"""Key of the `info` of a step in which a game that is played as one episode lost a life and went on."""
-
-
 class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Put the score and length of a finished game into `info` as `game_return` and `game_length`.
 
@@ -104,6 +100,9 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     `reset` after a lost life takes one no-op step instead, whatever the seed; `options={"new_game": True}` forces a new
     game.
     """
+
+    first_options: ClassVar = {"new_game": True}
+    """Options of a reset that does not go on with the game before it."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)

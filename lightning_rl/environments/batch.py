@@ -12,6 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import TransformReward
 
+from lightning_rl.environments.adapters import VectorState
 from lightning_rl.environments.contract import (
     EPISODE,
     FAILURE,
@@ -27,7 +28,6 @@ from lightning_rl.environments.contract import (
     summary,
     surely_finite,
 )
-from lightning_rl.environments.native import VectorState
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
 from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
 from lightning_rl.environments.wrappers.vector_history import VectorHistory, told

@@ -127,6 +127,9 @@ OWN_STATE = "own"
 IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action since they wait for others, `[B]`."""
 
+LIFE_LOST = "lightning_rl/life_lost"
+"""Key of the `info` of a step in which a game that is played as one episode lost a life and went on."""
+
 
 class WorkerFailure(Exception):
     """Workers died, hung or raised: which, and what happened; `EnvironmentBatch` adds episode, seed and step."""

@@ -18,6 +18,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
+from lightning_rl.environments.adapters import remembers_episodes
 from lightning_rl.environments.contract import (
     EPISODE,
     FAILURE,
@@ -216,7 +217,6 @@ def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
 T = TypeVar("T")
 MAX_LOGGED_ACTIONS = 1_000_000
 """An episode that is longer cannot be played again: its actions would fill the memory, and take minutes."""
-_WORLD_SURVIVES = ("BipedalWalker",)  # Box2D's solver remembers contacts of earlier episodes
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
 _NUMBERS = frozenset((int, np.int64, np.int32))
 _FLAGS = frozenset((bool, np.bool_))
@@ -247,7 +247,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     Args:
         env: The environment.
         index: Its place among the environments of this process, for error messages.
-        first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
         evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
@@ -262,12 +261,10 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self,
         env: gymnasium.Env[Any, Any],
         index: int = 0,
-        first_options: dict[str, Any] | None = None,
         evaluation: bool = False,
     ) -> None:
         super().__init__(env)
         self.index = index
-        self.first_options = first_options
         self.evaluation = evaluation
         self.stream_seed = 0
         self.episode = 0
@@ -281,6 +278,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._observation: Any = None
         self._begin_log()
         self._may_go_on = env.has_wrapper_attr("went_on")
+        # Of the reset that begins a stream, where a plain one would go on with what went before.
+        self.first_options = env.get_wrapper_attr("first_options") if self._may_go_on else None
         self._has_own_state = self._owns_all_state(env)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -398,7 +397,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _depends_on_the_past(self, record: dict[str, Any]) -> bool:
         """Whether episodes before the recorded one may matter, although the same actions give the same observations."""
-        return type(self.env.unwrapped).__name__ in _WORLD_SURVIVES and record["first_episode"] > 0
+        return remembers_episodes(self.env) and record["first_episode"] > 0
 
     def _replay(self, record: dict[str, Any]) -> bool:
         """Play an episode again, and return whether it went as it did."""
@@ -488,7 +487,6 @@ class RestartingEpisodes(SeededEpisodes):
     Args:
         make: Makes the environment.
         index: Its place among the environments of this process, for error messages.
-        first_options: Options of the reset that begins a stream, where a plain one would go on with what went before.
         evaluation: Whether it is one of evaluation, for error messages.
 
     Raises:
@@ -500,10 +498,9 @@ class RestartingEpisodes(SeededEpisodes):
         self,
         make: Callable[[], gymnasium.Env[Any, Any]],
         index: int = 0,
-        first_options: dict[str, Any] | None = None,
         evaluation: bool = False,
     ) -> None:
-        super().__init__(make(), index, first_options, evaluation)
+        super().__init__(make(), index, evaluation)
         self._make = make
         self._restarts_in_a_row = 0
 

@@ -15,12 +15,12 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
+from lightning_rl.environments.adapters import with_state
 from lightning_rl.environments.atari import AtariPreprocessing, NativeLives, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
 from lightning_rl.environments.description import Described, DescribedVector, describe
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
-from lightning_rl.environments.native import with_state
 from lightning_rl.environments.registry import (
     check_envpool,
     find_spec,
@@ -267,12 +267,10 @@ def make_single(
             check(
                 name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead"
             )
-    # A stream of episodes does not begin in the middle of a game.
-    first_options = {"new_game": True} if atari and atari.episodic_life else None
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
     if spec.on_env_failure == "restart":
-        return RestartingEpisodes(make, index, first_options, spec.evaluation)
-    return SeededEpisodes(make(), index, first_options, spec.evaluation)
+        return RestartingEpisodes(make, index, spec.evaluation)
+    return SeededEpisodes(make(), index, spec.evaluation)
 
 
 def _make_wrapped(

@@ -193,7 +193,7 @@ def test_what_cannot_be_filmed_is_said_before_training(env_id, options, message)
     data = make_data(env_id, **options)
     with pytest.raises(ConfigurationError, match=message):
         make_trainer(callbacks=[VideoRecorder(1)]).fit(make_model(data), data)
-    assert data._sampler.environments is None
+    assert data._sampler._collector is None
 
 
 def test_environments_in_processes_and_native_ones_are_filmed_by_their_single_version():

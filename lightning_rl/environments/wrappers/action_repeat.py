@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium import spaces
 
-from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 

@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
-from lightning_rl.environments.atari import LIFE_LOST
+from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.wrappers.action_repeat import EARNED
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory, told

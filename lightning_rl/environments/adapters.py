@@ -1,10 +1,11 @@
-"""Environments that come vectorised, and what their classes do not say themselves."""
+"""What environments of other packages do not say of themselves."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import VectorEnv, VectorWrapper
@@ -44,6 +45,11 @@ class CartPoleState(VectorState):
         for name in self._ARRAYS:
             setattr(env, name, state[name].copy())
         return state["state"].T.astype(np.float32)
+
+
+def remembers_episodes(env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether a reset leaves something of earlier episodes that the same actions would show."""
+    return type(env.unwrapped).__name__ == "BipedalWalker"  # Box2D's solver remembers contacts
 
 
 def with_state(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
