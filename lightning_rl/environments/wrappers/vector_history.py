@@ -42,11 +42,9 @@ class VectorHistory(VectorWrapper, ABC):
         self._paths = nested_paths(env.single_observation_space)
         self._resets_next = np.zeros(env.num_envs, bool)
 
-    @abstractmethod
     def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
         """Forget the episodes of some environments, `which` being a mask `[B]`; `observations` are first ones there."""
 
-    @abstractmethod
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
@@ -137,14 +135,6 @@ class FlatObservations(VectorHistory):
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(env, spaces.flatten_space(env.single_observation_space))
         self._inner = env.single_observation_space
-
-    def start_episodes(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def advance(
-        self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
-    ) -> None:
-        """Do nothing."""
 
     def show(self, observations: Nested) -> Nested:
         """Return the vectors `[B, n]`."""
