@@ -271,10 +271,10 @@ def test_hooks_before_a_step_are_called_where_somebody_has_any_and_steps_are_cou
             assert all(p.grad is not None for p in pl_module.policy.parameters())
 
     class Own(PPO):
-        steps = 0
+        stepped = 0
 
         def on_before_optimizer_step(self, optimizer):
-            self.steps += 1
+            self.stepped += 1
 
     watch = Watch()
     watching, watched, _ = fit(callbacks=[watch])
@@ -285,7 +285,7 @@ def test_hooks_before_a_step_are_called_where_somebody_has_any_and_steps_are_cou
     data = make_data()
     own, trainer = Own(data.observation_space, data.action_space), make_trainer()
     trainer.fit(own, data)
-    assert own.steps == trainer.global_step == 2 * own.num_epochs * own.num_minibatches
+    assert own.stepped == trainer.global_step == 2 * own.num_epochs * own.num_minibatches
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from lightning_rl.training.gradient_steps import step_where
 from torch import nn
 
 from lightning_rl import EnvStepLimit, LastCheckpoint
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
+from lightning_rl.training.gradient_steps import step_where
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,

@@ -199,7 +199,10 @@ class Loss:
         self.metrics[name] = value.detach() if known is None else known + value.detach()
 
     def _sum(self, value: Tensor, weight: Tensor | float) -> None:
-        self.terms.append(self.scale * (weight * value) if self.scale != 1 else weight * value)
+        for factor in (weight, self.scale):
+            if isinstance(factor, Tensor) or factor != 1:  # a factor of 1 is a kernel for nothing
+                value = factor * value
+        self.terms.append(value)
 
 
 def _value_rows(

@@ -383,11 +383,11 @@ class RolloutMetrics(LogWindow):
     def end_step(self, model: Any) -> None:  # noqa: ANN401
         """Set `step`, which names checkpoints, and which loggers take as their x-axis, to the environment steps."""
         self._clock_will_move = False
-        metrics = model.trainer.callback_metrics
         # An integer of 64 bits, which Lightning casts to one of 32: larger numbers then wrap, and names still differ.
-        metrics["step"] = torch.tensor(model.env_steps)
-        # Values that were logged earlier in the epoch come with the `step` of then, which takes precedence.
-        if self._logs_steps or int(metrics["step"]) != model.env_steps:
+        model.trainer.callback_metrics["step"] = torch.tensor(model.env_steps)
+        # Values that were logged earlier in the epoch come with the `step` of then, which takes precedence: Lightning
+        # puts these metrics together anew whenever it is asked for them.
+        if self._logs_steps or int(model.trainer.callback_metrics["step"]) != model.env_steps:
             _log_clock(model)
         self._logs_steps = False
 

@@ -132,7 +132,7 @@ def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resum
     model, (message,) = resume(TWO, model={"learning_rate": LINE})
     assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
     assert message.endswith(", a function of the environment steps from the beginning of the run on")
-    assert model.optimizers().param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
+    assert model.steps.optimizers[0].param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
 
 
 def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):

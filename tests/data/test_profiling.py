@@ -79,13 +79,13 @@ class Poison(Callback):
     """Has a gradient that is no number, of a loss that is one."""
 
     def on_train_batch_start(self, trainer, module, *_):
-        evaluate = module.evaluate
+        actor_critic = module.actor_critic
 
         def poisoned(batch):
-            distribution, value = evaluate(batch)
+            distribution, value = actor_critic(batch)
             return distribution, value + (0 * value).sqrt() * 0
 
-        module.evaluate = poisoned
+        module.actor_critic = poisoned
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lightning_rl import A2C, PPO
 from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
 from lightning_rl.policies.normalization import PopArt, ValueNormalizer, make_value_normalizer
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     CONTINUOUS,
@@ -116,7 +116,7 @@ def test_targets_are_the_returns_that_were_learned_from():
     model, _ = learn(PPO, 1, value_normalization="popart", num_epochs=1)
     rollout = random_rollout(make_policy(None).double(), seed=0)
     rollout.rewards = 10 * rollout.rewards
-    returns = (model.estimator.gae(rollout, model.gae_lambda) + rollout.values).flatten()
+    returns = (model.estimator.gae(rollout, model.estimator.gae_lambda) + rollout.values).flatten()
     moments = model.policy.value_normalizer.moments
     assert float(moments.mean) == pytest.approx(float(returns.mean()))
     assert float(moments.variance) == pytest.approx(float(returns.var(correction=0)))
@@ -136,17 +136,17 @@ def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
     assert "policy.value_normalizer.moments.mean" in model.state_dict()
 
 
-def test_a_loss_of_ones_own_without_returns_is_told():
+def test_a_loss_without_values_is_told():
     class Silent(PPO):
-        def targets(self, rollout: Rollout, **_: Any) -> Batch:
-            advantages = self.estimator.gae(rollout, self.gae_lambda)
-            return rollout.flatten(advantages=advantages, returns=advantages + rollout.values)
+        def loss(self, batch: Batch) -> Loss:
+            distribution, _ = self.actor_critic(batch)
+            loss = self.new_loss(batch)
+            self.add_policy_terms(loss, distribution)
+            return loss
 
     torch.manual_seed(0)
     model = Silent(VECTOR, DISCRETE, hidden_sizes=(8,), value_normalization="popart")
-    with pytest.raises(
-        RuntimeError, match=r"value_normalization needs the returns that are learned: call self\.targets"
-    ):
+    with pytest.raises(RuntimeError, match=r"value_normalization needs a loss of values: call loss\.add_value"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 

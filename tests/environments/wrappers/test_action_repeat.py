@@ -129,7 +129,9 @@ def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algori
                 k = batch.repeats.float()
                 expected = (1 - 0.5**k) / 0.5 + 0.5**k * batch.next_values - batch.values
                 if hasattr(pl_module, "vtrace"):
-                    found = pl_module.evaluated(pl_module.unroll(batch)).batch.advantages
+                    steps = pl_module.batch(batch)
+                    pl_module.loss(steps)
+                    found = steps.estimates.advantages
                 else:
                     found = pl_module.batch(batch).advantages
                 seen.append((found, expected.flatten()))  # noqa: B023 - called in this turn of the loop
