@@ -24,6 +24,7 @@ from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
 from lightning_rl.checkpointing.run_state import restore_own_replays, restore_rank, run_state
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
+from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.distributed import world_size
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
@@ -699,7 +700,7 @@ class OnPolicyAlgorithm(LightningModule):
             refuse_automatic_optimization(self.trainer)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         # The guard may save in its hook, with `step` in the name.
-        wanted: list[type[Callback]] = [SaturationCheck, StepMetric, InterruptionGuard]
+        wanted: list[type[Callback]] = [BottleneckHint, SaturationCheck, StepMetric, InterruptionGuard]
         wanted += [HistogramLogger] if self.histograms else []
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 

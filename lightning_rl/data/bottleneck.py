@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.spec import EnvironmentSpec
@@ -10,6 +15,27 @@ from lightning_rl.environments.spec import EnvironmentSpec
 # Of a run, seconds after which it is judged, and the share of them above which environments are its bottleneck.
 _JUDGED_AFTER = 60.0
 _SHARE = 0.5
+
+
+class BottleneckHint(Callback):
+    """Says once what might be quicker, where a run waits for its environments; `OnPolicyAlgorithm` adds it."""
+
+    def __init__(self) -> None:
+        self._watch: BottleneckWatch | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to watch the environments of a run."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        spec = getattr(data, "spec", None)
+        self._watch = None if spec is None else BottleneckWatch(spec, data.num_envs)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
+        """Look at the time that a rollout took."""
+        seconds = getattr(batch, "parts_of_seconds", {}).get("env")
+        if self._watch is None or seconds is None or batch.actor is not None:
+            return
+        if (hint := self._watch.check(seconds, time.perf_counter())) is not None:
+            rank_zero_info(hint)
 
 
 class BottleneckWatch:

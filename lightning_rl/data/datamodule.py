@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -29,7 +28,6 @@ from lightning_rl.data.actors import (
     RolloutSource,
     StartMethod,
 )
-from lightning_rl.data.bottleneck import BottleneckWatch
 from lightning_rl.data.collector import Sampler
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.environments import (
@@ -504,7 +502,6 @@ class RolloutDataModule(EpisodesDataModule):
         self.info_keys = list(info_keys)
         self._spaces: tuple[spaces.Space[Any], spaces.Space[Any]] | None = None
         self._sampler = Sampler(self.spec, num_envs, rollout_length, self.info_keys)
-        self._bottleneck = BottleneckWatch(self.spec, num_envs)
         self._source: BoundedLag | None = None
         self._seed_given = seed is not None
         self._missing_infos: set[str] | None = set(self.info_keys) or None
@@ -636,9 +633,6 @@ class RolloutDataModule(EpisodesDataModule):
             profile = None if isinstance(profiler, PassThroughProfiler) else profiler.profile
             with profiler.profile("rollout"), self.trainer.precision_plugin.forward_context():
                 rollout = self._sampler.collect(policy, version, profile)
-            hint = self._bottleneck.check(rollout.parts_of_seconds["env"], time.perf_counter())
-            if hint is not None:
-                rank_zero_info(hint)
         return rollout
 
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:

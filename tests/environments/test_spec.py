@@ -258,7 +258,7 @@ def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     again = make_model(make_data(COUNTER, env_kwargs=ONE, action_repeat=3))
     again.on_load_checkpoint(torch.load(tmp_path / "end.ckpt", weights_only=True))
-    assert (again.env_steps, again.frames) == (16, 32)
+    assert (again.env_steps, again.clock.frames) == (16, 32)
 
 
 def test_without_repetition_frames_are_environment_steps_and_not_logged():
