@@ -61,6 +61,8 @@ _CKPT_PATH_HELP = {
     "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
     "validate": "Checkpoint to load: a file, or 'last' or 'best' of the newest run of this algorithm and environment.",
 }
+DEFAULT_ENV_STEPS = 1_000_000
+"""Where a run ends to which nothing else sets an end."""
 _OF_THE_NEWEST = (None, "step")
 """What callbacks monitor that keep the newest checkpoints, not the best."""
 
@@ -104,7 +106,9 @@ class OnPolicyCLI(LightningCLI):
             "--max_env_steps",
             type=EnvSteps | None,
             default=None,
-            help="Stop with the first rollout that reaches this number of environment steps of all ranks.",
+            help="Stop with the first rollout that reaches this number of environment steps of all ranks. Without a "
+            f"limit here or of the Trainer (max_epochs, max_steps, max_time) this is {DEFAULT_ENV_STEPS}; "
+            "trainer.max_epochs=-1 trains until it is stopped.",
         )
         parser.add_argument(
             "--num_threads",
@@ -221,8 +225,14 @@ class OnPolicyCLI(LightningCLI):
         if config.strategy is not None:
             check_strategy(config.strategy)
         fitting = self.subcommand == "fit"
-        if fitting and (limit := self._get(self.config_init, "max_env_steps")) is not None:
-            added.append(EnvStepLimit(limit))
+        if fitting:
+            limit = self._get(self.config_init, "max_env_steps")
+            if limit is None and not (config.fast_dev_run or _has_end(config) or has(given, EnvStepLimit)):
+                limit = DEFAULT_ENV_STEPS
+            if limit is not None:
+                added.append(EnvStepLimit(limit))
+            if config.max_epochs is None:
+                kwargs["max_epochs"] = -1  # or Lightning would take 1,000
         if config.enable_progress_bar is not False and not has(given, ProgressBar):
             added.append(EnvStepProgressBar())
         if self.subcommand == "predict":
@@ -264,7 +274,10 @@ class OnPolicyCLI(LightningCLI):
             raise
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
-        """Train; say how to go on if that is interrupted."""
+        """Train; say where and how long before, and how to resume if training is interrupted."""
+        where = "" if self.run_dir is None else f" in {relative(self.run_dir)}"
+        end = _end_of(self.trainer, self._get(self.config_init, "trainer").max_time)
+        say(f"Training {type(self.model).__name__} on {self.datamodule.spec.env_id}{where} {end}")
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of an interrupt
@@ -300,6 +313,21 @@ class OnPolicyCLI(LightningCLI):
         # One that keeps the newest, as `EnvStepCheckpoint` does, has a best one too: the newest.
         saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in _OF_THE_NEWEST))
         return saved[0] if saved else None
+
+
+def _has_end(config: Namespace) -> bool:
+    """Whether options of the Trainer say when training ends; `max_epochs=-1` says that it never does."""
+    return config.max_epochs is not None or config.max_steps != -1 or config.max_time is not None
+
+
+def _end_of(trainer: Trainer, max_time: object) -> str:
+    """Say when training ends."""
+    limits = [c.max_env_steps for c in trainer.callbacks if isinstance(c, EnvStepLimit)]  # type: ignore[attr-defined]
+    ends = [f"{min(limits)} environment steps"] if limits else []
+    ends += [f"{trainer.max_epochs} epochs"] if trainer.max_epochs not in (None, -1) else []
+    ends += [f"{trainer.max_steps} optimizer steps"] if trainer.max_steps != -1 else []
+    ends += [f"max_time={max_time}"] if max_time is not None else []
+    return f"until {' or '.join(ends)}" if ends else "without an end; stop it with Ctrl-C, or set --max_env_steps"
 
 
 def _why_best(callback: ModelCheckpoint) -> str:
@@ -349,7 +377,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},
                 # A validation before training says nothing here; an epoch of rollouts is short.
-                trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
+                trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10},
                 seed_everything_default=0,
                 auto_configure_optimizers=False,  # the algorithms make their own
                 args=args,

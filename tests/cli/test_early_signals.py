@@ -102,5 +102,5 @@ def test_sigterm_before_training_ends_the_command_line_with_its_message_and_stat
     status, out, err = interrupted(lambda: Program("-m", "lightning_rl", *command), signal.SIGTERM)
     assert status == 143
     assert "SIGTERM: stopping; a second signal stops at once" in err and "Traceback" not in err
-    assert out == ""
+    assert out == "" or out.startswith("Training PPO on CartPole-v1 in runs/")
     assert bool(list(Path("runs").rglob("version_*"))) == ("SlowFitStart" in slow)

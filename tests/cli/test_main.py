@@ -1,5 +1,6 @@
 """The command line, as it is typed: help, configurations, what a run says, and errors."""
 
+import functools
 import importlib
 import re
 import shlex
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from gymnasium import spaces
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -29,7 +31,7 @@ from lightning_rl import (
     RolloutDataModule,
 )
 from lightning_rl.__main__ import run
-from lightning_rl.cli.main import link_spaces, main
+from lightning_rl.cli.main import OnPolicyCLI, link_spaces, main
 from lightning_rl.cli.parser import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
 from lightning_rl.spaces import space_to_dict
@@ -448,6 +450,26 @@ def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
     assert all(re.fullmatch(r"episode \d: return (\d+), \1 steps, (terminated|truncated)", line) for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end", "limit", "epochs"),
+    [
+        ([], "until 1000000 environment steps", [1_000_000], -1),
+        (["--max_env_steps=32"], "until 32 environment steps", [32], -1),
+        (["--trainer.max_epochs=2"], "until 2 epochs", [], 2),
+        (["--trainer.max_time=00:00:01:00"], "until max_time=00:00:01:00", [], -1),
+        (["--trainer.max_epochs=-1"], "without an end; stop it with Ctrl-C, or set --max_env_steps", [], -1),
+    ],
+    ids=["default", "steps", "epochs", "time", "endless"],
+)
+def test_a_run_says_first_where_and_how_long_it_trains(capsys, monkeypatch, arguments, end, limit, epochs):
+    monkeypatch.setattr(Trainer, "fit", functools.wraps(Trainer.fit)(lambda *_, **__: None))
+    monkeypatch.setattr(OnPolicyCLI, "after_fit", lambda _: None)
+    cli = main(["fit", *SMALL, *arguments])
+    assert f"Training PPO on CartPole-v1 in runs/ppo/CartPole-v1/version_0 {end}\n" in capsys.readouterr().out
+    assert [c.max_env_steps for c in cli.trainer.callbacks if isinstance(c, EnvStepLimit)] == limit
+    assert cli.trainer.max_epochs == epochs
+
+
 def test_an_untrained_policy_is_evaluated_with_a_warning(capsys):
     main(["validate", *SMALL])
     assert "WARNING: no --ckpt_path was given: this plays with an UNTRAINED policy." in capsys.readouterr().out
@@ -487,7 +509,10 @@ def test_a_missing_info_key_is_one_warning():
         ),
         (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
         (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
-        (["--model.anneal_learning_rate=true"], "anneal_learning_rate=True is not valid: .* with an end"),
+        (
+            ["--model.anneal_learning_rate=true", "--trainer.max_epochs=-1"],
+            "anneal_learning_rate=True is not valid: .* with an end",
+        ),
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
         (["--model=A2C", "--data.num_actors=2"], "num_actors=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
