@@ -36,6 +36,8 @@ _TO_SAY, _TO_NOTICE = 10.0, 2.0
 # Of a rank that another one started, that one.
 _PARENT = os.getppid()
 _CLAIM = "lightning_rl/failed"
+DEBUG = "LIGHTNING_RL_DEBUG"
+"""Environment variable that has errors shown with their whole traceback."""
 _CONNECTION_LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|gloo/transport|NCCL|TCPStore")
 
 
@@ -261,8 +263,8 @@ def error_message(error: BaseException) -> str | None:
 
 
 def end_with_message(error: BaseException) -> None:
-    """End the process with one message and status 1; return where only a traceback would help."""
-    if (message := error_message(error)) is not None:
+    """End the process with one message and status 1; return where only a traceback would help, or one is wanted."""
+    if not os.environ.get(DEBUG) and (message := error_message(error)) is not None:
         print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 

@@ -774,6 +774,16 @@ def test_an_error_in_a_process_leaves_no_traceback_but_the_line_that_raised(monk
     assert "Traceback" not in done.stderr
 
 
+def test_an_environment_variable_shows_the_whole_traceback(monkeypatch, as_typed):
+    Path("broken_package.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{as_typed}:{ROOT}")
+    monkeypatch.setenv("LIGHTNING_RL_DEBUG", "1")
+    done = run_process("fit", *SMALL, "--data.env_id=broken_package:Broken-v0")
+    assert done.returncode == 1
+    assert f'File "{as_typed}/broken_package.py", line 9, in step' in done.stderr
+    assert done.stderr.count("Traceback") >= 2  # of the environment, and of what came of it
+
+
 def test_a_logger_that_cannot_write_is_named_without_a_traceback(capsys, as_typed):
     Path("file").touch()
     logger = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=file/logs"]
