@@ -25,6 +25,8 @@ except ImportError:  # Windows
 RUNS = Path("runs")
 """Where runs are that nothing else was said of, by algorithm and environment."""
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+"""Configuration of the first start of a run; a resumed run with other settings adds `config-2.yaml`, and so on."""
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -103,6 +105,23 @@ def new_run_dir(root: Path) -> Path:
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir
+
+
+def configurations(run_dir: Path) -> list[Path]:
+    """Return the configurations of a run, from its first start to its last."""
+    further = [path for path in run_dir.glob("config-*.yaml") if _number_of(path) > 1]
+    return [path for path in (run_dir / CONFIG,) if path.is_file()] + sorted(further, key=_number_of)
+
+
+def next_configuration(run_dir: Path) -> Path:
+    """Return where a run keeps its next configuration."""
+    existing = configurations(run_dir)
+    return run_dir / (f"config-{_number_of(existing[-1]) + 1}.yaml" if existing else CONFIG)
+
+
+def _number_of(config: Path) -> int:
+    number = config.stem.partition("-")[2]
+    return int(number) if number.isdecimal() else 1
 
 
 def remove_empty(run_dir: Path) -> None:

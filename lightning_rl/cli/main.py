@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
@@ -27,7 +28,9 @@ from lightning_rl.checkpointing.interruption import EarlyTermination, early_term
 from lightning_rl.checkpointing.resuming import check_fits, check_resumable
 from lightning_rl.checkpointing.run_folders import (
     CHECKPOINTS,
+    CONFIG,
     RunLock,
+    configurations,
     find_checkpoint,
     new_run_dir,
     remove_empty,
@@ -37,20 +40,21 @@ from lightning_rl.checkpointing.run_folders import (
 from lightning_rl.cli.commands import COMMANDS, overview
 from lightning_rl.cli.errors import OneErrorParser, end_all_ranks, end_with_message
 from lightning_rl.cli.parser import (
-    CONFIG,
     EnvSteps,
     EpisodeLines,
     SaveConfig,
     as_class_spec,
     as_list,
     chooses_data_class,
+    configuration,
     default_checkpoints,
     has,
     relative,
     say,
 )
 from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.files import check_intact
+from lightning_rl.files import check_intact, read_yaml
+from lightning_rl.tools.curves import changes
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.parameter_groups import Part
@@ -131,6 +135,12 @@ class OnPolicyCLI(LightningCLI):
             help="What to take from it: policy, critic or normalizers, or several as [policy, critic]; null takes all "
             "of them, as far as they are there.",
         )
+        parser.add_argument(
+            "--resume_changes",
+            type=Literal["refuse", "allow"],
+            default="refuse",
+            help="Whether a resumed run may have other settings of model and data than its last start.",
+        )
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
@@ -174,6 +184,7 @@ class OnPolicyCLI(LightningCLI):
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer will read it whole
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps)
+            self._run_configurations = configurations(Path(path).parent.parent)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""
             say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
         self._root = root
@@ -198,10 +209,22 @@ class OnPolicyCLI(LightningCLI):
                     check_resumable(self.checkpoint, self.model)
                     self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
                 check_fits(self.checkpoint, self.model)
+                if self.subcommand == "fit":
+                    self._check_changes()
                 self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
             elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
                 parts = self._get(self.config_init, "init_parts")
                 self.model.init_from(path, None if parts is None else as_list(parts))
+
+    def _check_changes(self) -> None:
+        """Refuse to resume with other settings than those of the run's last start, unless they are confirmed."""
+        last = self._run_configurations
+        if not last or self._get(self.config, "resume_changes") == "allow":
+            return
+        now = yaml.safe_load(configuration(self._parser("fit"), self.config.fit))
+        if changed := changes(read_yaml(last[-1], "config") or {}, now):
+            expected = "\n  ".join(["expected the same, or --resume_changes allow", *changed])
+            raise ConfigurationError(f"ckpt_path: the settings differ from {relative(last[-1])}: {expected}")
 
     @contextlib.contextmanager
     def _no_empty_run_dir(self) -> Iterator[None]:
@@ -305,7 +328,8 @@ class OnPolicyCLI(LightningCLI):
         say("\n".join(lines))
 
     def _config_path(self) -> str:
-        return relative(Path(self.trainer.default_root_dir) / CONFIG)
+        folder = Path(self.trainer.default_root_dir)
+        return relative((configurations(folder) or [folder / CONFIG])[-1])
 
     def _checkpoint(self, last: bool) -> ModelCheckpoint | None:
         """Return what has saved the best checkpoint, or the last one, as far as there is such a one."""

@@ -20,18 +20,18 @@ from jsonargparse import Namespace
 from jsonargparse.typing import register_type
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 from lightning_rl.checkpointing.atomic import LastCheckpoint
+from lightning_rl.checkpointing.run_folders import configurations, next_configuration
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.tools.curves import RUN_FOLDER
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import is_int
 
-CONFIG = "config.yaml"
 _Word = TypeVar("_Word", bound=str)
 # A null that was given in place of another default must be in the file.
 _RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
@@ -64,18 +64,29 @@ class SaveConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it where the run keeps its files; a log that is elsewhere says which folder that is."""
-        config = self.config.clone()
-        config["ckpt_path"] = None
+        """Save it where the run keeps its files, beside those of earlier starts unless it equals the last of them.
+
+        A log that is elsewhere gets a file with the path of the folder.
+        """
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(config, folder / CONFIG, overwrite=True, multifile=False, **_KEEP_NULL)
+        text, earlier = configuration(self.parser, self.config), configurations(folder)
+        if not earlier or earlier[-1].read_text() != text:
+            next_configuration(folder).write_text(text)
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger | TensorBoardLogger):
                 logger.experiment  # noqa: B018 - makes its folder, and warns where there are files in it
                 log = Path(logger.log_dir)
                 if log.resolve() != folder.resolve():
                     (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
+
+
+def configuration(parser: LightningArgumentParser, config: Namespace) -> str:
+    """Return the YAML of a run's configuration; used again, it starts a new run."""
+    kept = config.clone()
+    kept["ckpt_path"] = None
+    kept["resume_changes"] = "refuse"
+    return str(parser.dump(kept, **_KEEP_NULL))
 
 
 class EpisodeLines(Callback):

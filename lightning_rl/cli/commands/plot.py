@@ -27,6 +27,7 @@ def plot(args: list[str]) -> None:
     paths = _files(options.out)  # before logs are read, which takes a while
     experiments = _experiments(options.runs)
     _warn_of_same_seeds(experiments)
+    _warn_of_changes(experiments)
     panels = [panel for metric in options.metric or [_METRIC] for panel in _panels(experiments, metric)]
     draw(panels, paths, statistic=options.statistic, confidence=options.confidence, columns=options.columns)
     print("\n".join(map(str, paths)), flush=True)
@@ -103,6 +104,13 @@ def _warn_of_same_seeds(experiments: dict[str, list[Log]]) -> None:
                     f"curve: {folders}; name the folders of the runs that are to be drawn",
                     file=sys.stderr,
                 )
+
+
+def _warn_of_changes(experiments: dict[str, list[Log]]) -> None:
+    """Say which runs were resumed with other settings."""
+    for log in (log for logs in experiments.values() for log in logs if log.changes):
+        text = f"WARNING: {log.folder}: resumed with other settings: {'; '.join(log.changes)}"
+        print(text, file=sys.stderr)
 
 
 def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
