@@ -25,6 +25,7 @@ from lightning_rl.callbacks import (
     PolicyExport,
     VideoRecorder,
 )
+from lightning_rl.callbacks.policy_summary import PolicySummary
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.failed_update import FailedUpdate
@@ -63,6 +64,7 @@ __all__ = [
     "PPOKLPenalty",
     "PolicyExport",
     "PolicyOutput",
+    "PolicySummary",
     "RecordedEpisodes",
     "Rollout",
     "RolloutDataModule",

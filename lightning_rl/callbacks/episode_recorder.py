@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -21,6 +22,16 @@ RecordAs: TypeAlias = Literal["video", "minari"]
 _CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari": check_can_write}
 
 
+@contextmanager
+def _naming_the_other(chosen: RecordAs) -> Iterator[None]:
+    """Add to an error about one format which option records without what is missing."""
+    try:
+        yield
+    except ConfigurationError as error:
+        (other,) = (one for one in _CHECKS if one != chosen)
+        raise ConfigurationError(f"{error}; --record_as {other} does without") from error
+
+
 def _installed() -> tuple[RecordAs, ...]:
     """Return the formats that everything is installed for; say what the others need.
 
@@ -34,7 +45,7 @@ def _installed() -> tuple[RecordAs, ...]:
         except ConfigurationError as error:
             missing[one] = error
     if len(missing) == len(_CHECKS):
-        raise missing["video"]
+        raise ConfigurationError(f"{missing['video']}; {missing['minari']}; without --record episodes are only printed")
     for why in missing.values():
         rank_zero_info(f"Left out: {why}")
     return tuple(one for one in _CHECKS if one not in missing)
@@ -83,11 +94,13 @@ class EpisodeRecorder(Callback):
             return
         data = data_of(trainer)
         for one in self.formats:
-            _CHECKS[one]()
+            with _naming_the_other(one):
+                _CHECKS[one]()
         if not self.formats:
             self.formats = _installed()
         if "video" in self.formats:
-            data.check_filmable(self.env_kwargs)
+            with _naming_the_other("video"):
+                data.check_filmable(self.env_kwargs)
         make_folder("folder", self.folder)
         if "video" in self.formats:
             data.film_predictions(Films(self.folder), self.env_kwargs)

@@ -14,13 +14,14 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
 from lightning_rl.callbacks.episode_recorder import RecordAs
+from lightning_rl.callbacks.policy_summary import PolicySummary
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
@@ -258,6 +259,9 @@ class OnPolicyCLI(LightningCLI):
                 kwargs["max_epochs"] = -1  # or Lightning would take 1,000
         if config.enable_progress_bar is not False and not has(given, ProgressBar):
             added.append(EnvStepProgressBar())
+        if config.enable_model_summary is not False and not has(given, ModelSummary):
+            added.append(PolicySummary())
+            kwargs["enable_model_summary"] = False  # of Lightning's own
         if self.subcommand == "predict":
             if (folder := self._get(self.config_init, "record")) is not None:
                 formats = self._get(self.config_init, "record_as")

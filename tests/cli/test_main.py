@@ -85,8 +85,7 @@ def refused(capsys, *arguments: str, status: int = 1) -> str:
 EXPECTED = (
     r"Seed set to \d+|[GTH]PU available: |Restor(ing|ed) |Loaded model weights |`Trainer.fit` stopped: |Resuming with "
     r"|\w+ updates by "
-    # The table of the model, which Lightning writes to another place before 2.6.
-    r"|  \| Name  |-+$|\d+ \| |[\d.]+ +([MKB] +)?(Trainable|Non-trainable|Total|Modules) "
+    r"|\w+ has [\d,]+ parameters:$|  [\w.]+ +\w+ +[\d,]+$"
 )
 
 
@@ -373,6 +372,19 @@ def test_a_run_says_where_it_is_and_the_next_command_works():
     # Nothing of the run was touched, and no other one begun.
     assert Path(run, "config.yaml").read_bytes() == saved
     assert [path.name for path in Path(run).parent.iterdir()] == ["version_0"]
+
+
+def test_the_model_summary_lists_the_parts_of_the_policy(caplog):
+    arguments = [argument for argument in SMALL if "model_summary" not in argument]
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        cli = main(["fit", *arguments, "--max_env_steps=32"])
+    (summary,) = (message for message in caplog.messages if "parameters" in message)
+    title, *rows = summary.splitlines()
+    total = sum(x.numel() for x in cli.model.parameters())
+    assert title == f"PPO has {total:,} parameters:"
+    counts = {row.split()[0]: int(row.split()[-1].replace(",", "")) for row in rows}
+    assert {"policy.actor_encoder", "policy.critic_encoder", "policy.action_head", "policy.value_head"} <= set(counts)
+    assert sum(counts.values()) == total and 0 not in counts.values()
 
 
 def test_the_return_at_the_end_and_that_of_the_checkpoint_are_told_apart(capsys, monkeypatch):
