@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.data.minari import check_can_write, write_minari
-from lightning_rl.distributed import gather_on_rank_zero
+from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.tools.video_files import Films, check_imageio
 from lightning_rl.validation import ConfigurationError, check, make_folder
@@ -146,3 +146,32 @@ class EpisodeRecorder(Callback):
         dataset_id = write_minari(episodes, root, name, spaces, env_id, algorithm)
         self.dataset = root / dataset_id
         rank_zero_info(f"Minari data set: {self.dataset} (MINARI_DATASETS_PATH={root}, id {dataset_id})")
+
+
+class EpisodeLines(Callback):
+    """Print what became of the episodes of `predict`, on all ranks.
+
+    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    """
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no episode."""
+        self.lines: list[str] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Episode],
+        *args: Any,  # noqa: ANN401
+    ) -> None:
+        """Take in the episodes of this rank."""
+        for episode in outputs:
+            ending = "terminated" if episode.terminated else "truncated"
+            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print those of all ranks, in their order."""
+        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
+            if trainer.is_global_zero:
+                print(f"episode {number}: {line}", flush=True)

@@ -22,8 +22,8 @@ class PolicySummary(ModelSummary):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the table."""
         rows = list(parts(pl_module))
-        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        lines = [f"  {name:<{widths[0]}}  {kind:<{widths[1]}}  {count:>11,}" for name, kind, count in rows]
+        first, second = (max(map(len, names), default=0) for names in ([x[0] for x in rows], [x[1] for x in rows]))
+        lines = [f"  {name:<{first}}  {kind:<{second}}  {count:>11,}" for name, kind, count in rows]
         total = sum(x.numel() for x in pl_module.parameters())
         trainable = sum(x.numel() for x in pl_module.parameters() if x.requires_grad)
         frozen = "" if trainable == total else f", {total - trainable:,} of them frozen"
