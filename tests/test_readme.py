@@ -241,6 +241,7 @@ def test_loss_gradient_from_outside_is_the_step_of_an_update():
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {' '.join(c)}" for page, c in COMMANDS])
 def test_every_command_is_understood(page, command, capsys):
+    write_own_package()
     if command[0] not in TRAINER_COMMANDS and not command[0].startswith("-"):
         assert make_parser(command[0]).parse_args(command[1:])
         return

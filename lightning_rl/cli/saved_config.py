@@ -50,4 +50,4 @@ def configuration(parser: LightningArgumentParser, config: Namespace) -> str:
     kept = config.clone()
     kept["ckpt_path"] = None
     kept["resume_changes"] = "refuse"
-    return str(parser.dump(kept, **_KEEP_NULL))
+    return str(parser.dump(kept, skip_validation=True, **_KEEP_NULL))
