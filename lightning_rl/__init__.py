@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_rl.__about__ import __version__
@@ -107,15 +108,19 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modu
     """
     if name in __all__ and name != "functional":
         for home in _HOMES:
-            try:
-                found = vars(import_module(f"{__name__}.{home}"))
-            except AttributeError as error:  # would mean that this module has no such attribute
-                raise ImportError(f"{__name__}.{home} cannot be imported: {error}") from error
+            found = vars(_imported(home))
             globals().update({public: found[public] for public in __all__ if public in found})
         return globals()[name]
     if not name.startswith("__") and find_spec(f"{__name__}.{name}") is not None:
-        return import_module(f"{__name__}.{name}")
+        return _imported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return import_module(f"{__name__}.{name}")
+    except AttributeError as error:  # would mean that this module has no such attribute, and be tried again
+        raise ImportError(f"{__name__}.{name} cannot be imported: {error}") from error
 
 
 def __dir__() -> list[str]:
