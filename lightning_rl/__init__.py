@@ -1,40 +1,49 @@
 """On-policy reinforcement learning for PyTorch Lightning."""
 
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from lightning_rl.__about__ import __version__
-from lightning_rl.algorithms import (
-    A2C,
-    CLEAR,
-    IMPALA,
-    PPG,
-    PPO,
-    VMPO,
-    BehaviourCloning,
-    CriticPretraining,
-    OffPolicyPPG,
-    OnPolicyAlgorithm,
-    OverlappedPPO,
-    PPOKLPenalty,
-    TFAgentsPPO,
-)
-from lightning_rl.callbacks import (
-    EnvStepCheckpoint,
-    EnvStepInterval,
-    EnvStepLimit,
-    EnvStepValidation,
-    EpisodeRecorder,
-    PolicyExport,
-    VideoRecorder,
-)
-from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
-from lightning_rl.checkpointing.atomic import LastCheckpoint
-from lightning_rl.checkpointing.failed_update import FailedUpdate
-from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
-from lightning_rl.environments import AtariPreprocessing
-from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.rollout import Rollout
+
+if TYPE_CHECKING:
+    from lightning_rl import functional
+    from lightning_rl.algorithms import (
+        A2C,
+        CLEAR,
+        IMPALA,
+        PPG,
+        PPO,
+        VMPO,
+        BehaviourCloning,
+        CriticPretraining,
+        OffPolicyPPG,
+        OnPolicyAlgorithm,
+        OverlappedPPO,
+        PPOKLPenalty,
+        TFAgentsPPO,
+    )
+    from lightning_rl.callbacks import (
+        EnvStepCheckpoint,
+        EnvStepInterval,
+        EnvStepLimit,
+        EnvStepValidation,
+        EpisodeRecorder,
+        PolicyExport,
+        VideoRecorder,
+    )
+    from lightning_rl.callbacks.policy_summary import PolicySummary
+    from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
+    from lightning_rl.checkpointing.atomic import LastCheckpoint
+    from lightning_rl.checkpointing.failed_update import FailedUpdate
+    from lightning_rl.data.datamodule import RolloutDataModule
+    from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
+    from lightning_rl.environments import AtariPreprocessing
+    from lightning_rl.policies.actor_critic import ActorCritic
+    from lightning_rl.policies.interface import PolicyOutput
+    from lightning_rl.rollouts.batch import Batch
+    from lightning_rl.rollouts.rollout import Rollout
 
 __all__ = [
     "A2C",
@@ -63,6 +72,7 @@ __all__ = [
     "PPOKLPenalty",
     "PolicyExport",
     "PolicyOutput",
+    "PolicySummary",
     "RecordedEpisodes",
     "Rollout",
     "RolloutDataModule",
@@ -73,3 +83,45 @@ __all__ = [
     "load_episodes",
     "save_episodes",
 ]
+
+_HOMES = (
+    "algorithms",
+    "data.datamodule",
+    "callbacks",
+    "callbacks.policy_summary",
+    "callbacks.progress_bars",
+    "checkpointing.atomic",
+    "checkpointing.failed_update",
+    "data.recorded_episodes",
+    "environments",
+    "policies.actor_critic",
+    "policies.interface",
+    "rollouts.batch",
+    "rollouts.rollout",
+)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modules
+    """Import what is asked for: the command line answers typos and `--version` without PyTorch and Lightning.
+
+    The first class or function imports all, so that `LightningCLI` knows their short names.
+    """
+    if name in __all__ and name != "functional":
+        for home in _HOMES:
+            found = vars(_imported(home))
+            globals().update({public: found[public] for public in __all__ if public in found})
+        return globals()[name]
+    if not name.startswith("__") and find_spec(f"{__name__}.{name}") is not None:
+        return _imported(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return import_module(f"{__name__}.{name}")
+    except AttributeError as error:  # would mean that this module has no such attribute, and be tried again
+        raise ImportError(f"{__name__}.{name} cannot be imported: {error}") from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,8 +1,13 @@
-"""Communication between the ranks of a run."""
+"""Communication between the ranks of a run, and their common end where one of them fails."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -10,6 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+# Seconds that the ranks started by this one get before they are ended by force: to say what happened to them; and to
+# notice on their own that this one is about to end, which those that wait for it in a collective call do not.
+_TO_SAY, _TO_NOTICE = 10.0, 2.0
+# Of a rank that another one started, that one.
+_PARENT = os.getppid()
+_CLAIM = "lightning_rl/failed"
 _ON_THE_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Of each group of all ranks the one of the same ranks that has nothing to do with devices."""
 
@@ -132,3 +143,63 @@ def _identity(x: Tensor) -> Tensor:
 def exact_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype to keep statistics in: float64, or float32 where a device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that led to it, each once: one that is raised twice may be its own cause."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+class RankFailure(RuntimeError):
+    """Another rank is gone and did not say why."""
+
+
+def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> None:
+    """End this rank and those it started because of an error; return on the one rank that reports it.
+
+    The first rank to fail reports. What fails on every rank, such as a gradient that is not finite, is reported once,
+    and a lost connection only if the other rank was killed.
+
+    Args:
+        error: What was raised on this rank.
+        children: Processes of the ranks that this one started; none where something else did.
+
+    Raises:
+        SystemExit: Another rank reports.
+        RankFailure: Another rank is gone without a report.
+    """
+    lost = "the connection to another rank was lost: it was killed, or its own error says more"
+    # Held until the others have ended: the first rank serves it.
+    store = torch.distributed.distributed_c10d._get_default_store()
+    started = list(children)
+    children.clear()  # or Lightning's observer would kill this process as soon as it sees one of them end
+    if torch.distributed.get_rank() > 0 and os.getppid() != _PARENT:
+        raise RankFailure(lost) from error  # calling the store of a rank that was killed prints pages
+    try:
+        is_first = store.add(_CLAIM, 1) == 1
+    except RuntimeError:  # the first rank, which serves the store, is gone
+        raise RankFailure(lost) from error
+    codes = _wait(started, _TO_NOTICE if is_first else _TO_SAY)
+    if not is_first:
+        sys.exit(1)
+    for rank, code in enumerate(codes, start=1):
+        if code < 0:
+            raise RankFailure(f"rank {rank} was killed by {signal.Signals(-code).name}") from error
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
+    """Return the exit codes of processes once they have ended; kill those that take too long."""
+    deadline = time.monotonic() + seconds
+    codes = []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            codes.append(0)  # it did not fail, it was made to end
+    return codes

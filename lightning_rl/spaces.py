@@ -23,6 +23,14 @@ def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists
     return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
 
 
+# What helps with spaces of other kinds, by the name of their class.
+_WRAPPERS = {
+    "MissionSpace": "; the wrapper minigrid.wrappers.ImgObsWrapper keeps the image alone",
+    "Text": "; the wrapper gymnasium.wrappers.FilterObservation keeps chosen keys of a Dict",
+}
+_OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.wrappers can convert it"
+
+
 def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
@@ -55,9 +63,10 @@ def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") ->
     if isinstance(space, spaces.MultiBinary):
         # One number and a shape of one dimension are different spaces to Gymnasium.
         return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
+    helps = _WRAPPERS.get(type(space).__name__, _OTHER_WRAPPER) if field.startswith("observation_space") else ""
     raise ConfigurationError(
         f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
-        "or a Dict or Tuple of these"
+        f"or a Dict or Tuple of these{helps}"
     )
 
 

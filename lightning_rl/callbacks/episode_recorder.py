@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -12,13 +13,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore
 
 from lightning_rl.callbacks.video import data_of
 from lightning_rl.data.minari import check_can_write, write_minari
-from lightning_rl.distributed import gather_on_rank_zero
+from lightning_rl.distributed import gather_on_rank_zero, gather_ranks
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.tools.video_files import Films, check_imageio
 from lightning_rl.validation import ConfigurationError, check, make_folder
 
 RecordAs: TypeAlias = Literal["video", "minari"]
 _CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari": check_can_write}
+
+
+@contextmanager
+def _naming_the_other(chosen: RecordAs) -> Iterator[None]:
+    """Add to an error about one format which option records without what is missing."""
+    try:
+        yield
+    except ConfigurationError as error:
+        (other,) = (one for one in _CHECKS if one != chosen)
+        raise ConfigurationError(f"{error}; --record_as {other} does without") from error
 
 
 def _installed() -> tuple[RecordAs, ...]:
@@ -34,7 +45,7 @@ def _installed() -> tuple[RecordAs, ...]:
         except ConfigurationError as error:
             missing[one] = error
     if len(missing) == len(_CHECKS):
-        raise missing["video"]
+        raise ConfigurationError(f"{missing['video']}; {missing['minari']}; without --record episodes are only printed")
     for why in missing.values():
         rank_zero_info(f"Left out: {why}")
     return tuple(one for one in _CHECKS if one not in missing)
@@ -83,11 +94,13 @@ class EpisodeRecorder(Callback):
             return
         data = data_of(trainer)
         for one in self.formats:
-            _CHECKS[one]()
+            with _naming_the_other(one):
+                _CHECKS[one]()
         if not self.formats:
             self.formats = _installed()
         if "video" in self.formats:
-            data.check_filmable(self.env_kwargs)
+            with _naming_the_other("video"):
+                data.check_filmable(self.env_kwargs)
         make_folder("folder", self.folder)
         if "video" in self.formats:
             data.film_predictions(Films(self.folder), self.env_kwargs)
@@ -133,3 +146,32 @@ class EpisodeRecorder(Callback):
         dataset_id = write_minari(episodes, root, name, spaces, env_id, algorithm)
         self.dataset = root / dataset_id
         rank_zero_info(f"Minari data set: {self.dataset} (MINARI_DATASETS_PATH={root}, id {dataset_id})")
+
+
+class EpisodeLines(Callback):
+    """Print what became of the episodes of `predict`, on all ranks.
+
+    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    """
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no episode."""
+        self.lines: list[str] = []
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: list[Episode],
+        *args: Any,  # noqa: ANN401
+    ) -> None:
+        """Take in the episodes of this rank."""
+        for episode in outputs:
+            ending = "terminated" if episode.terminated else "truncated"
+            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print those of all ranks, in their order."""
+        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
+            if trainer.is_global_zero:
+                print(f"episode {number}: {line}", flush=True)

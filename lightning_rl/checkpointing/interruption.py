@@ -162,6 +162,8 @@ class InterruptionGuard(Callback):
         keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
         for keeper in keepers:
             keeper.save(trainer)
+            if keeper.best_model_path:
+                rank_zero_info(f"Stopped by a signal. Resume from {keeper.best_model_path}")
         if self._requeue_signal in received and self._requeue is not None:
             self._requeue(self._requeue_signal, None)
         elif not keepers:
@@ -274,7 +276,7 @@ def _save_beside_others(trainer: Trainer) -> None:
         return
     path = os.path.join(folders[0], "interrupted.ckpt")
     trainer.save_checkpoint(path)
-    rank_zero_info(f"Stopped by a signal. Go on from {path}")
+    rank_zero_info(f"Stopped by a signal. Resume from {path}")
 
 
 def _is_between(trainer: Trainer) -> bool:

@@ -10,8 +10,11 @@ import os
 import re
 from pathlib import Path
 
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
+from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only, read_checkpoint
 from lightning_rl.files import DamagedFileError, check_intact
 from lightning_rl.validation import ConfigurationError, make_folder
@@ -25,6 +28,8 @@ except ImportError:  # Windows
 RUNS = Path("runs")
 """Where runs are that nothing else was said of, by algorithm and environment."""
 CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+"""Configuration of the first start of a run; a resumed run with other settings adds `config-2.yaml`, and so on."""
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
@@ -103,6 +108,23 @@ def new_run_dir(root: Path) -> Path:
         else:
             os.environ[_SHARED] = str(run_dir)
             return run_dir
+
+
+def configurations(run_dir: Path) -> list[Path]:
+    """Return the configurations of a run, from its first start to its last."""
+    further = [path for path in run_dir.glob("config-*.yaml") if _number_of(path) > 1]
+    return [path for path in (run_dir / CONFIG,) if path.is_file()] + sorted(further, key=_number_of)
+
+
+def next_configuration(run_dir: Path) -> Path:
+    """Return where a run keeps its next configuration."""
+    existing = configurations(run_dir)
+    return run_dir / (f"config-{_number_of(existing[-1]) + 1}.yaml" if existing else CONFIG)
+
+
+def _number_of(config: Path) -> int:
+    number = config.stem.partition("-")[2]
+    return int(number) if number.isdecimal() else 1
 
 
 def remove_empty(run_dir: Path) -> None:
@@ -198,3 +220,26 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     except ConfigurationError:  # it was damaged, which is why another one was chosen
         later = True
     return None if later else run_dir
+
+
+def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
+    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one.
+
+    A `LastCheckpoint` of the configuration saves in the same folder unless it has its own: `--ckpt_path last` looks
+    there, wherever the logger writes.
+    """
+    added: list[Callback] = []
+    for callback in given:
+        if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
+            callback.dirpath = str(folder)
+    chooses = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
+    if validates and not chooses:
+        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
+    if not has_any(given, LastCheckpoint):
+        added.append(LastCheckpoint(folder))
+    return added
+
+
+def has_any(callbacks: list[Callback], kind: type[Callback]) -> bool:
+    """Whether one of the callbacks is of a kind."""
+    return any(isinstance(callback, kind) for callback in callbacks)

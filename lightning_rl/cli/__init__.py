@@ -1,1 +1,14 @@
-"""The command line."""
+"""The command line. This module imports nothing, so that misspelled commands are answered at once."""
+
+COMMANDS = {
+    "fit": "Train.",
+    "validate": "Play validation episodes with the policy of a checkpoint.",
+    "test": "Play test episodes with the policy of a checkpoint.",
+    "predict": "Play episodes with the policy of a checkpoint, and print or record each.",
+    "export": "Write the policy of a checkpoint as programs that act without this package.",
+    "plot": "Draw learning curves of runs from their TensorBoard or CSV logs.",
+    "pull": "Fetch a checkpoint from the Hugging Face Hub.",
+    "push": "Put a checkpoint, its configuration, score and model card on the Hugging Face Hub.",
+}
+"""Summary of each command. The first four run a Trainer, the others are functions of `lightning_rl.cli.commands`."""
+TRAINER_COMMANDS = ("fit", "validate", "test", "predict")

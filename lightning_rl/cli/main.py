@@ -8,18 +8,20 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_rl.algorithms import OnPolicyAlgorithm
+from lightning_rl import OnPolicyAlgorithm, RolloutDataModule  # with all classes, whose short names are known then
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
-from lightning_rl.callbacks.episode_recorder import RecordAs
+from lightning_rl.callbacks.episode_recorder import EpisodeLines, RecordAs
+from lightning_rl.callbacks.policy_summary import PolicySummary
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
@@ -27,30 +29,24 @@ from lightning_rl.checkpointing.interruption import EarlyTermination, early_term
 from lightning_rl.checkpointing.resuming import check_fits, check_resumable
 from lightning_rl.checkpointing.run_folders import (
     CHECKPOINTS,
+    CONFIG,
     RunLock,
+    configurations,
+    default_checkpoints,
     find_checkpoint,
+    has_any,
     new_run_dir,
     remove_empty,
     run_dir_of,
     run_root,
 )
-from lightning_rl.cli.commands import COMMANDS, overview
-from lightning_rl.cli.errors import OneErrorParser, end_all_ranks, end_with_message
-from lightning_rl.cli.parser import (
-    CONFIG,
-    EnvSteps,
-    EpisodeLines,
-    SaveConfig,
-    as_class_spec,
-    as_list,
-    chooses_data_class,
-    default_checkpoints,
-    has,
-    relative,
-    say,
-)
-from lightning_rl.data.datamodule import RolloutDataModule
-from lightning_rl.files import check_intact
+from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
+from lightning_rl.cli.errors import end_with_message
+from lightning_rl.cli.parser import CommandParser, HelpAll, as_list, chooses_data_class, relative, say
+from lightning_rl.cli.saved_config import SaveConfig, configuration
+from lightning_rl.distributed import end_all_ranks
+from lightning_rl.files import check_intact, read_yaml
+from lightning_rl.tools.curves import changes
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
 from lightning_rl.training.parameter_groups import Part
@@ -61,21 +57,49 @@ _CKPT_PATH_HELP = {
     "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
     "validate": "Checkpoint to load: a file, or 'last' or 'best' of the newest run of this algorithm and environment.",
 }
+_FIRST_OPTIONS = {
+    *("help", "help_all", "print_config", "config", "seed_everything", "max_env_steps", "num_threads", "ckpt_path"),
+    *("init_from", "record", "record_as", "model", "model.help", "data", "data.help"),
+    *(f"data.{name}" for name in ("env_id", "num_envs", "rollout_length", "rollouts_per_epoch", "backend")),
+    *("data.env_kwargs", "data.eval_episodes"),
+}
+"""Options that `--help` lists."""
+DEFAULT_ENV_STEPS = 1_000_000
+"""Where a run ends to which nothing else sets an end."""
 _OF_THE_NEWEST = (None, "step")
 """What callbacks monitor that keep the newest checkpoints, not the best."""
 
 
-class CommandParser(OneErrorParser):
-    """The parser of the whole program, which has more commands than those of the Trainer."""
+def _run_options(
+    max_env_steps: int | float | None = None,
+    num_threads: int | None = None,
+    init_from: str | None = None,
+    init_parts: Part | list[Part] | None = None,
+    resume_changes: Literal["refuse", "allow"] = "refuse",
+) -> None:
+    """Options of a run.
 
-    further_commands = tuple(COMMANDS)
+    Args:
+        max_env_steps: Stop with the first rollout that reaches this number of environment steps of all ranks. Without
+            a limit here or of the Trainer (max_epochs, max_steps, max_time) this is 1000000; trainer.max_epochs=-1
+            trains until it is stopped.
+        num_threads: Number of threads that PyTorch computes with on the CPU; 1 is fastest for small networks.
+        init_from: Checkpoint of any algorithm and environment whose parameters a new run begins with, as far as they
+            fit, at step 0 and with a fresh optimizer. Ignored when resuming.
+        init_parts: What to take from it: policy, critic or normalizers, or several as [policy, critic]; null takes all
+            of them, as far as they are there.
+        resume_changes: Whether a resumed run may have other settings of model and data than its last start.
+    """
 
-    def parse_args(self, args: Any = None, namespace: Namespace | None = None, **kwargs: Any) -> Namespace:  # type: ignore[override] # noqa: ANN401 - those of the parser
-        """Parse arguments; `--network.init_args.width=64`, which sets a part of the class spec of an option, too."""
-        if args is not None:  # also those of a class, which the parser hands on one at a time
-            namespace = None if namespace is None else namespace.clone()
-            args = [as_class_spec(argument, self._actions, namespace) for argument in args]
-        return super().parse_args(args, namespace, **kwargs)
+
+def _record_options(record: str | None = None, record_as: RecordAs | list[RecordAs] | None = None) -> None:
+    """Options of predict.
+
+    Args:
+        record: Folder to write the episodes to.
+        record_as: As what: video (one file for each), minari (a data set), or both: [video, minari]. By default both,
+            as far as their extras are installed.
+    """
 
 
 class OnPolicyCLI(LightningCLI):
@@ -90,6 +114,13 @@ class OnPolicyCLI(LightningCLI):
         self._lock = RunLock()
         super().__init__(*args, **kwargs)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands; where the arguments begin with one, that one alone: a parser takes 0.1 s to make."""
+        known = LightningCLI.subcommands()
+        command = next(iter(CommandParser.given), None)
+        return {command: known[command]} if command in known else known
+
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401 - those of the parser
         """Return a parser whose option `--config` takes the names of the shipped configurations too."""
         parser = self.parser_class(**{"dump_header": [f"lightning=={version('lightning')}"], **kwargs})
@@ -100,48 +131,13 @@ class OnPolicyCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
         link_spaces(parser)
-        parser.add_argument(
-            "--max_env_steps",
-            type=EnvSteps | None,
-            default=None,
-            help="Stop with the first rollout that reaches this number of environment steps of all ranks.",
-        )
-        parser.add_argument(
-            "--num_threads",
-            type=int | None,
-            default=None,
-            help="Number of threads that PyTorch computes with on the CPU; 1 is fastest for small networks.",
-        )
-
-        parser.add_argument(
-            "--init_from",
-            type=str | None,
-            default=None,
-            help="Checkpoint of any algorithm and environment whose parameters a new run begins with, as far as they "
-            "fit, at step 0 and with a fresh optimiser. A run that is resumed takes no notice of it.",
-        )
-        parser.add_argument(
-            "--init_parts",
-            type=Part | list[Part] | None,
-            default=None,
-            help="What to take from it: policy, critic or normalizers, or several as [policy, critic]; null takes all "
-            "of them, as far as they are there.",
-        )
+        parser.add_function_arguments(_run_options)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        for action in parser._actions:
-            if action.dest == "ckpt_path":
-                action.help = _CKPT_PATH_HELP.get(subcommand, _CKPT_PATH_HELP["validate"])
         if subcommand == "predict":
-            parser.add_argument("--record", type=str | None, default=None, help="Folder to write the episodes to.")
-            parser.add_argument(
-                "--record_as",
-                type=RecordAs | list[RecordAs] | None,
-                default=None,
-                help="As what: video (one file for each), minari (a data set), or both: [video, minari]. By default "
-                "both, as far as their extras are installed.",
-            )
+            parser.add_function_arguments(_record_options)
+        describe_options(parser, subcommand)
         return parser
 
     def _parse_ckpt_path(self) -> None:
@@ -170,6 +166,7 @@ class OnPolicyCLI(LightningCLI):
             self.checkpoint = read_checkpoint(path, mapped=True)  # the Trainer will read it whole
             steps = self.checkpoint[CHECKPOINT_KEY]["env_steps"]
             self.run_dir = run_dir_of(Path(path), steps)
+            self._run_configurations = configurations(Path(path).parent.parent)
             where = " in a NEW run folder" if fitting and self.run_dir is None else ""
             say(f"{'Resuming' if fitting else 'Policy'} from {path}, at {steps} environment steps{where}")
         self._root = root
@@ -194,10 +191,22 @@ class OnPolicyCLI(LightningCLI):
                     check_resumable(self.checkpoint, self.model)
                     self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
                 check_fits(self.checkpoint, self.model)
+                if self.subcommand == "fit":
+                    self._check_changes()
                 self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
             elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
                 parts = self._get(self.config_init, "init_parts")
                 self.model.init_from(path, None if parts is None else as_list(parts))
+
+    def _check_changes(self) -> None:
+        """Refuse to resume with other settings than those of the run's last start, unless they are confirmed."""
+        last = self._run_configurations
+        if not last or self._get(self.config, "resume_changes") == "allow":
+            return
+        now = yaml.safe_load(configuration(self._parser("fit"), self.config.fit))
+        if changed := changes(read_yaml(last[-1], "config") or {}, now):
+            expected = "\n  ".join(["expected the same, or --resume_changes allow", *changed])
+            raise ConfigurationError(f"ckpt_path: the settings differ from {relative(last[-1])}: {expected}")
 
     @contextlib.contextmanager
     def _no_empty_run_dir(self) -> Iterator[None]:
@@ -221,10 +230,19 @@ class OnPolicyCLI(LightningCLI):
         if config.strategy is not None:
             check_strategy(config.strategy)
         fitting = self.subcommand == "fit"
-        if fitting and (limit := self._get(self.config_init, "max_env_steps")) is not None:
-            added.append(EnvStepLimit(limit))
-        if config.enable_progress_bar is not False and not has(given, ProgressBar):
+        if fitting:
+            limit = _whole(self._get(self.config_init, "max_env_steps"))
+            if limit is None and not (config.fast_dev_run or _has_end(config) or has_any(given, EnvStepLimit)):
+                limit = DEFAULT_ENV_STEPS
+            if limit is not None:
+                added.append(EnvStepLimit(limit))
+            if config.max_epochs is None:
+                kwargs["max_epochs"] = -1  # or Lightning would take 1,000
+        if config.enable_progress_bar is not False and not has_any(given, ProgressBar):
             added.append(EnvStepProgressBar())
+        if config.enable_model_summary is not False and not has_any(given, ModelSummary):
+            added.append(PolicySummary())
+            kwargs["enable_model_summary"] = False  # of Lightning's own
         if self.subcommand == "predict":
             if (folder := self._get(self.config_init, "record")) is not None:
                 formats = self._get(self.config_init, "record_as")
@@ -264,7 +282,10 @@ class OnPolicyCLI(LightningCLI):
             raise
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
-        """Train; say how to go on if that is interrupted."""
+        """Train; say where and how long before, and how to resume if training is interrupted."""
+        where = "" if self.run_dir is None else f" in {relative(self.run_dir)}"
+        end = _end_of(self.trainer, self._get(self.config_init, "trainer").max_time)
+        say(f"Training {type(self.model).__name__} on {self.datamodule.spec.env_id}{where} {end}")
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:  # what Lightning makes of an interrupt
@@ -292,7 +313,8 @@ class OnPolicyCLI(LightningCLI):
         say("\n".join(lines))
 
     def _config_path(self) -> str:
-        return relative(Path(self.trainer.default_root_dir) / CONFIG)
+        folder = Path(self.trainer.default_root_dir)
+        return relative((configurations(folder) or [folder / CONFIG])[-1])
 
     def _checkpoint(self, last: bool) -> ModelCheckpoint | None:
         """Return what has saved the best checkpoint, or the last one, as far as there is such a one."""
@@ -300,6 +322,28 @@ class OnPolicyCLI(LightningCLI):
         # One that keeps the newest, as `EnvStepCheckpoint` does, has a best one too: the newest.
         saved.sort(key=lambda c: (isinstance(c, LastCheckpoint) != last, c.monitor in _OF_THE_NEWEST))
         return saved[0] if saved else None
+
+
+def _whole(steps: float | None) -> int | None:
+    """Return environment steps as an integer: `1e5`, as other libraries have it, is 100000."""
+    whole = steps is None or float(steps).is_integer()
+    check(whole, "max_env_steps", steps, "a whole number such as 100000 or 1e5")
+    return None if steps is None else int(steps)
+
+
+def _has_end(config: Namespace) -> bool:
+    """Whether options of the Trainer say when training ends; `max_epochs=-1` says that it never does."""
+    return config.max_epochs is not None or config.max_steps != -1 or config.max_time is not None
+
+
+def _end_of(trainer: Trainer, max_time: object) -> str:
+    """Say when training ends."""
+    limits = [c.max_env_steps for c in trainer.callbacks if isinstance(c, EnvStepLimit)]  # type: ignore[attr-defined]
+    ends = [f"{min(limits)} environment steps"] if limits else []
+    ends += [f"{trainer.max_epochs} epochs"] if trainer.max_epochs not in (None, -1) else []
+    ends += [f"{trainer.max_steps} optimizer steps"] if trainer.max_steps != -1 else []
+    ends += [f"max_time={max_time}"] if max_time is not None else []
+    return f"until {' or '.join(ends)}" if ends else "without an end; stop it with Ctrl-C, or set --max_env_steps"
 
 
 def _why_best(callback: ModelCheckpoint) -> str:
@@ -314,10 +358,32 @@ def link_spaces(parser: LightningArgumentParser) -> None:
     Args:
         parser: Of a command, with or without the subclass modes of `LightningCLI`.
     """
-    options = {action.dest for action in parser._actions}
-    for space in ("observation_space", "action_space"):
+    spaces = ("observation_space", "action_space")
+    options: dict[str, Any] = {action.dest: action for action in parser._actions}
+    for space in spaces:
         model = "model" if f"model.{space}" in options else "model.init_args"
         parser.link_arguments(f"data.{space}", f"{model}.{space}", apply_on="instantiate")
+    if "model.help" in options:  # which would list the spaces as required
+        options["model.help"].sub_add_kwargs = {**options["model.help"].sub_add_kwargs, "skip": set(spaces)}
+
+
+def describe_options(parser: Any, command: str) -> None:  # noqa: ANN401 - Lightning's annotation is wider
+    """Have `--help` list the options of a first run, and `--help_all` all of them.
+
+    Args:
+        parser: The `CommandParser` of a command.
+        command: Its name.
+    """
+    parser.add_argument("--help_all", action=HelpAll, help="Show all options and exit.")
+    parser.listed = _FIRST_OPTIONS
+    parser.usage = f"lightning-rl {command} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]"
+    parser.description = (
+        f"{COMMANDS[command]} Options of an algorithm: lightning-rl {command} --model.help PPO. All options, also of "
+        f"the Trainer (--trainer.accelerator cpu) and the data: lightning-rl {command} --help_all."
+    )
+    for action in parser._actions:
+        if action.dest == "ckpt_path":
+            action.help = _CKPT_PATH_HELP.get(command, _CKPT_PATH_HELP["validate"])
 
 
 def _rounded(score: float) -> str:
@@ -335,21 +401,22 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
             with 1 where a setting or an environment is at fault.
     """
     filter_command_line_warnings()
-    about = f"On-policy reinforcement learning for PyTorch Lightning. {overview()}"
-    parser_options = {"prog": "lightning-rl", "description": about}
+    CommandParser.given = arguments = sys.argv[1:] if args is None else args
+    others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
+    about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, each with a --help of its own: "
     try:
         with early_termination():
             return OnPolicyCLI(
                 OnPolicyAlgorithm,
                 RolloutDataModule,
                 subclass_mode_model=True,
-                subclass_mode_data=chooses_data_class(sys.argv[1:] if args is None else args),
+                subclass_mode_data=chooses_data_class(arguments),
                 parser_class=CommandParser,
-                parser_kwargs=parser_options,
+                parser_kwargs={"prog": "lightning-rl", "description": about + others},
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},
                 # A validation before training says nothing here; an epoch of rollouts is short.
-                trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10, "max_epochs": -1},
+                trainer_defaults={"num_sanity_val_steps": 0, "log_every_n_steps": 10},
                 seed_everything_default=0,
                 auto_configure_optimizers=False,  # the algorithms make their own
                 args=args,

@@ -1,232 +1,189 @@
-"""What the command line gives every Trainer, and how it talks."""
+"""The parser of the command line: one message for each error, with what was probably meant."""
 
 from __future__ import annotations
 
-import ast
-import json
-import math
-import os
-import re
 import shlex
-from argparse import Action
-from collections.abc import Callable, Sequence
-from itertools import chain, pairwise
+import sys
+from argparse import SUPPRESS, Action
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar
 
-import jsonargparse
 import yaml
-from jsonargparse import Namespace
-from jsonargparse.typing import register_type
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import loggers
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
-from lightning_rl.checkpointing.atomic import LastCheckpoint
-from lightning_rl.distributed import gather_ranks
-from lightning_rl.rollouts.episode import Episode
-from lightning_rl.tools.curves import RUN_FOLDER
+import lightning_rl
+from lightning_rl.cli import TRAINER_COMMANDS
+from lightning_rl.cli.class_specs import as_class_spec
+from lightning_rl.cli.errors import error_message
 from lightning_rl.tools.shipped_configs import resolve
-from lightning_rl.validation import is_int
 
-CONFIG = "config.yaml"
 _Word = TypeVar("_Word", bound=str)
-# A null that was given in place of another default must be in the file.
-_RENAMED = tuple(map(int, jsonargparse.__version__.split(".")[:2])) >= (4, 49)
-_KEEP_NULL = {"skip_unset" if _RENAMED else "skip_none": False}
+_CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger")
+"""Options whose values are classes; those of classes are options below them."""
 
 
-class EnvSteps(int):
-    """The type of options that are environment steps: `1e5`, as other libraries have it, is 100000."""
+class CommandParser(LightningArgumentParser):
+    """A parser that says what is wrong, and where to look, but does not list every option.
 
-
-def _env_steps(given: object) -> int:
-    try:
-        steps = float(str(given))  # which a bool has none of
-    except ValueError:
-        steps = math.nan
-    if not steps.is_integer():
-        raise ValueError("expected a whole number such as 100000 or 1e5")
-    return int(steps)
-
-
-register_type(EnvSteps, int, _env_steps, type_check=lambda value, _: is_int(value))
-
-
-class SaveConfig(SaveConfigCallback):
-    """Save the configuration of a training run in its folder, such that using it again starts a run of its own."""
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it, but not when a run is evaluated."""
-        if stage == "fit":
-            super().setup(trainer, pl_module, stage)
-
-    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it where the run keeps its files; a log that is elsewhere says which folder that is."""
-        config = self.config.clone()
-        config["ckpt_path"] = None
-        folder = Path(trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(config, folder / CONFIG, overwrite=True, multifile=False, **_KEEP_NULL)
-        for logger in trainer.loggers:
-            if isinstance(logger, CSVLogger | TensorBoardLogger):
-                logger.experiment  # noqa: B018 - makes its folder, and warns where there are files in it
-                log = Path(logger.log_dir)
-                if log.resolve() != folder.resolve():
-                    (log / RUN_FOLDER).write_text(f"{os.path.relpath(folder, log)}\n")
-
-
-class EpisodeLines(Callback):
-    """Print what became of the episodes of `predict`, on all ranks.
-
-    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    Attributes:
+        given: The arguments of the program.
+        listed: Options that `--help` lists; None: all.
     """
 
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with no episode."""
-        self.lines: list[str] = []
+    given: Sequence[str] = ()
+    listed: Collection[str] | None = None
 
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: list[Episode],
-        *args: Any,  # noqa: ANN401
-    ) -> None:
-        """Take in the episodes of this rank."""
-        for episode in outputs:
-            ending = "terminated" if episode.terminated else "truncated"
-            self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+        # An option that lacks its end is misspelled, on the command line as in a file.
+        super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print those of all ranks, in their order."""
-        for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
-            say(f"episode {number}: {line}")
+    def parse_args(self, args: Any = None, namespace: Namespace | None = None, **kwargs: Any) -> Namespace:  # type: ignore[override] # noqa: ANN401 - those of the parser
+        """Parse arguments; see `as_class_spec`."""
+        if args is not None:  # also those of a class, which the parser hands on one at a time
+            namespace = None if namespace is None else namespace.clone()
+            args = [as_class_spec(argument, self._actions, namespace) for argument in args]
+        return super().parse_args(args, namespace, **kwargs)
 
+    def format_help(self, *args: Any) -> str:  # noqa: ANN401 - those of the parser
+        """Return the help, with the listed options only."""
+        listed = [action.dest for action in self._actions] if self.listed is None else self.listed
+        hidden = {action: action.help for action in self._actions if action.dest not in listed}
+        for action in hidden:
+            action.help = SUPPRESS  # for now: what is hidden for good is not in configurations either
+        try:
+            return str(super().format_help(*args))
+        finally:
+            for action, text in hidden.items():
+                action.help = text
 
-def as_class_spec(argument: str, actions: Sequence[Action], namespace: Namespace | None) -> str:
-    """Return an argument that sets a part of a class spec as one that sets the whole of it; others as they are.
-
-    For the parser a class spec is a dict like any other, and it takes `init_args` for a word of its own.
-
-    Args:
-        argument: `--optimizer.class_path=…`, `--optimizer.init_args.momentum=0.9`, or of one leaf of an observation
-            `--network.camera.init_args.width=64`.
-        actions: Of the parser.
-        namespace: What was set before; a class spec that the argument replaces is taken out of it, since the parser
-            fails where one takes the place of another.
-    """
-    option, _, text = argument.partition("=")
-    part = re.fullmatch(r"--(\w+)(?:\.(?:(.+?)\.)?(class_path|init_args\.(.+)))?", option)
-    if part is None or not any(action.dest == part[1] and _takes_dict(action) for action in actions):
-        return argument
-    name, leaf, which, key = part.groups()
-    before = _plain(namespace.get(name)) if namespace else None
-    if namespace and isinstance(before, dict) and "class_path" in before:
-        namespace[name] = None
-    if which is None:
-        return argument
-    leaves = before if leaf is not None and isinstance(before, dict) and "class_path" not in before else {}
-    spec = before if leaf is None else leaves.get(leaf)
-    spec = {"class_path": spec} if isinstance(spec, str) else dict(spec or {})
-    if key is not None:
-        *outer, last = key.split(".")
-        arguments = spec["init_args"] = dict(spec.get("init_args") or {})
-        for one in outer:
-            arguments[one] = arguments = dict(arguments.get(one) or {})
-        arguments[last] = _value(text)
-    elif "class_path" in spec:  # what was an argument of another class
-        spec = {"class_path": text}
-    else:
-        spec = {"class_path": text, **spec}
-    return f"--{name}={json.dumps(spec if leaf is None else {**leaves, leaf: spec})}"
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one message and exit with status 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        parser = getattr(ex, "subcommand_parser", None) or self
+        program = parser.prog.replace(" [options]", "")
+        text = (None if ex is None else error_message(ex)) or message
+        hints, helps = suggestions(parser, self.given)
+        lines = [f"lightning-rl: error: {text}", *hints, f"All options: {', '.join([f'{program} --help', *helps])}"]
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.exit(2)
 
 
-def _takes_dict(action: Action) -> bool:
-    """Whether an option can be a dict."""
-    kind = getattr(action, "_typehint", None)
-    return any((get_origin(one) or one) is dict for one in (kind, *get_args(kind)))
+class HelpAll(Action):
+    """The option that shows the help of all options."""
+
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - those of argparse
+        super().__init__(nargs=0, default=SUPPRESS, **kwargs)
+
+    def __call__(self, parser: Any, *_: object) -> None:  # noqa: ANN401 - a `CommandParser`
+        """Show it and exit."""
+        parser.listed = None
+        parser.print_help()
+        parser.exit()
 
 
-def _plain(value: Any) -> Any:  # noqa: ANN401 - what a parser made of an option
-    """Return a class as its path, and a namespace as a dict."""
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    return value.as_dict() if isinstance(value, Namespace) else value
+def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that arguments, and configurations that they name, set: `("data.num_envs", 8)`."""
+    for argument, following in pairwise([*arguments, ""]):
+        option, equals, value = argument.partition("=")
+        content = _content(value if equals else following)
+        if option in ("-c", "--config"):
+            for name, setting in _flat(content, ""):  # of a command, or of the whole program
+                command, _, rest = name.partition(".")
+                yield (rest if command in TRAINER_COMMANDS else name), setting
+        elif option.startswith("--"):
+            name = option.removeprefix("--").rstrip("+")
+            yield from _flat(content, name) if name in ("model", "data", "trainer") else [(name, content)]
 
 
-def _value(text: str) -> Any:  # noqa: ANN401 - of any argument
-    """Return what an argument stands for; the parser has made Python of some already: `None`."""
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return yaml.safe_load(text)
+def _flat(content: Any, name: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, list) and name in _CLASS_OPTIONS:
+        for entry in content:
+            yield from _flat(entry, name)
+    elif name:
+        yield name, content
 
 
-def chooses_data_class(args: Sequence[str]) -> bool:
-    """Whether arguments, or a configuration that they name, say by a `class_path` which class the data are of.
-
-    Where none does, the options of `RolloutDataModule` are those of `data` itself.
-    """
-    for argument, following in pairwise([*args, ""]):
-        name, given, value = argument.partition("=")
-        value = value if given else following
-        if name == "--data.class_path" or name.startswith("--data.init_args"):
-            return True
-        if name == "--data" and _chooses(_content(value)):
-            return True
-        if name in ("-c", "--config") and any(_chooses(x.get("data")) for x in _parts(_content(value, resolve))):
-            return True
-    return False
-
-
-def _chooses(data: Any) -> bool:  # noqa: ANN401
-    """Whether what is given for `data` is the name of a class, or has one."""
-    return isinstance(data, str) or (isinstance(data, dict) and "class_path" in data)
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-    """Return a configuration, of a command or of the whole program, and those of commands in it."""
-    return [x for x in (content, *content.values()) if isinstance(x, dict)] if isinstance(content, dict) else []
-
-
-def _content(value: str, name: Callable[[str], str] = str) -> Any:  # noqa: ANN401 - whatever is in it
+def _content(value: str) -> Any:  # noqa: ANN401 - whatever is in it
     """Return what a file has, or an argument itself; nothing where the parser will say what is wrong with it."""
     try:
-        value = name(value)
+        value = resolve(value)
         return yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value)
     except (OSError, ValueError, yaml.YAMLError):
         return None
 
 
-def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one.
+def chooses_data_class(arguments: Sequence[str]) -> bool:
+    """Whether arguments, or a configuration that they name, say which class the data are of.
 
-    A `LastCheckpoint` of the configuration saves in the same folder unless it has its own: `--ckpt_path last` looks
-    there, wherever the logger writes.
+    Where none does, the options of `RolloutDataModule` are those of `data` itself.
     """
-    added: list[Callback] = []
-    for callback in given:
-        if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
-            callback.dirpath = str(folder)
-    chooses = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
-    if validates and not chooses:
-        added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
-    if not has(given, LastCheckpoint):
-        added.append(LastCheckpoint(folder))
-    return added
+    chosen = ("data.class_path", "data.init_args")
+    return any(
+        name.startswith(chosen) or (name == "data" and isinstance(value, str)) for name, value in settings(arguments)
+    )
 
 
-def as_list(given: _Word | list[_Word]) -> list[_Word]:
+def suggestions(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a line for each option and class that does not exist, and where the options of classes are listed.
+
+    Args:
+        parser: Of the command.
+        arguments: Of the program.
+    """
+    options = {action.dest for action in parser._actions if not action.dest.endswith("help")}
+    homes = (loggers, lightning_callbacks, lightning_rl)
+    classes = {name: getattr(home, name) for home in homes for name in home.__all__}
+    by_lower = {name.lower(): name for name in classes}
+    lines: list[str] = []
+    helps: list[str] = []
+    given = [(name.replace(".init_args", "").replace(".dict_kwargs", ""), value) for name, value in settings(arguments)]
+    for name, value in given:
+        option = name.removesuffix(".class_path")
+        if option not in _CLASS_OPTIONS or option not in options or not isinstance(value, str):
+            continue
+        if (cls := classes.get(value.removeprefix("lightning_rl."))) is not None:
+            of_class = ArgumentParser()
+            of_class.add_class_arguments(cls, option, fail_untyped=False)
+            options |= {action.dest for action in of_class._actions if not action.dest.endswith("help")}
+            helps += [] if (text := f"--{option}.help {value}") in helps else [text]
+        elif near := get_close_matches(value.lower(), by_lower):
+            lines.append(f"--{option} {value}: did you mean {' or '.join(by_lower[name] for name in near)}?")
+    groups = {option.rpartition(".")[0] for option in options}
+    for name, _ in given:
+        is_known = name in options or any(name.startswith(f"{option}.") for option in options - groups)
+        if not is_known and not name.endswith(".class_path") and (near := _near(name, sorted(options - groups))):
+            lines.append(f"--{name}: did you mean {' or '.join(f'--{option}' for option in near)}?")
+    if any(action.dest == "subcommand" for action in parser._actions) and "model" not in dict(given):
+        lines.append("To start: lightning-rl fit --config ppo/cartpole, or --model PPO --data.env_id CartPole-v1")
+    return lines, helps
+
+
+def _near(name: str, options: list[str]) -> list[str]:
+    """Return options that end like a name (`gamma`), have its letters as initials (`lr`), or are spelled similarly."""
+    end = name.rpartition(".")[2]
+    ends = {option: option.rpartition(".")[2] for option in options}
+    same = [
+        option for option in options if end in (ends[option], "".join(word[:1] for word in ends[option].split("_")))
+    ]
+    similar = get_close_matches(name, options, cutoff=0.8)
+    alike = [option for option in options if get_close_matches(end, [ends[option]], cutoff=0.8)]
+    return same or similar or alike or [option for option in options if option.startswith(name)]
+
+
+def as_list(given: _Word | list[_Word] | None) -> list[_Word]:
     """Return a list, of one word where no list was given: `--record_as video` needs no brackets."""
-    return given if isinstance(given, list) else [given]
-
-
-def has(callbacks: list[Callback], kind: type[Callback]) -> bool:
-    """Whether one of the callbacks is of a kind."""
-    return any(isinstance(callback, kind) for callback in callbacks)
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def relative(path: str | Path) -> str:

@@ -40,6 +40,15 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def place(error: BaseException) -> str:
+    """Return where an exception was raised, with the statement if the exception has no text; nothing if unknown."""
+    if not (frames := traceback.extract_tb(error.__traceback__)):
+        return ""
+    frame = frames[-1]
+    statement = "" if str(error) or not frame.line else f": {frame.line}"
+    return f" (at {frame.filename}:{frame.lineno} in {frame.name}{statement})"
+
+
 def _comes_from_signal(error: BaseException) -> bool:
     """Whether a signal handler of this process raised an exception."""
     if threading.current_thread() is not threading.main_thread():  # Python runs signal handlers in the main thread

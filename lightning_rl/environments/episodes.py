@@ -85,7 +85,8 @@ def to_number(reward: Any) -> float:  # noqa: ANN401 - whatever an environment r
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
             return float(reward)
-    raise Unexpected(f"returned reward {reward!r}: expected a number")
+    several = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+    raise Unexpected(f"returned reward {reward!r}: expected a number{several if np.ndim(reward) else ''}")
 
 
 def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
@@ -161,7 +162,10 @@ class ObservationForm:
         try:
             return stored(given, wanted)
         except Unexpected as error:
-            raise Unexpected(f"returned {name} {error}") from None
+            helps = (
+                "; the wrapper gymnasium.wrappers.DtypeObservation changes the dtype of observations and their space"
+            )
+            raise Unexpected(f"returned {name} {error}{helps}") from None
 
 
 def stored(given: Array, dtype: np.dtype[Any]) -> Array:

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 from lightning_rl.environments.adapters import with_state
 from lightning_rl.environments.atari import AtariPreprocessing, NativeLives, VectorGameScore, sign
 from lightning_rl.environments.batch import EnvironmentBatch
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, place, summary
 from lightning_rl.environments.description import Described, DescribedVector, describe
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
@@ -28,6 +28,7 @@ from lightning_rl.environments.registry import (
     is_atari,
     missing_package,
     unknown_id,
+    working_versions,
 )
 from lightning_rl.environments.rendering import Camera, check_renders, prepare_rendering, steps_per_second
 from lightning_rl.environments.seeding import role_prefix
@@ -130,7 +131,8 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
         if not is_failure(error):
             raise
         raise ConfigurationError(
-            f"env_id={spec.env_id!r} cannot be made with env_kwargs={spec.env_kwargs!r}: {summary(error)}"
+            f"env_id={spec.env_id!r} cannot be made with env_kwargs={spec.env_kwargs!r}: "
+            f"{summary(error)}{place(error)}{working_versions(error)}"
         ) from error
 
 
@@ -174,6 +176,7 @@ def make_environments(
         env, reset_seed = make_native(spec, gym_spec, atari, num_envs, seeds)
         return _vectorised(spec, env, atari, seeds, reset_seed)
     assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
+    _check_single(spec, gym_spec)
     if spec.filmed:
         prepare_rendering()
     env_wrappers, vector_wrappers = _split_wrappers(spec)
@@ -192,6 +195,11 @@ def make_environments(
     repeats = spec.options.learned_action_repeat is not None
     env = _wrap_vector(spec.options.wrap_vector(env, spec.evaluation, _clips(atari)), vector_wrappers)
     return EnvironmentBatch(env, seeds, seeds, _frames_per_step(spec, atari), repeats, spec.evaluation)
+
+
+def _check_single(spec: EnvironmentSpec, gym_spec: EnvSpec) -> None:
+    expected = f"native or torch: {spec.env_id} registers vectorized environments only"
+    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
 
 
 def _vectorised(
@@ -225,7 +233,9 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
         import_modules(spec.imports)
         env_wrappers, vector_wrappers = _split_wrappers(spec)
         if not vector_wrappers:
-            described = _describe(spec, functools.partial(make_single, spec, find_spec(spec.env_id), env_wrappers))
+            gym_spec = find_spec(spec.env_id)
+            _check_single(spec, gym_spec)
+            described = _describe(spec, functools.partial(make_single, spec, gym_spec, env_wrappers))
             env = spec.options.wrap_vector(DescribedVector(described), spec.evaluation)
             return env.single_observation_space, env.single_action_space
     environment = make_environments(spec, 1, [0])

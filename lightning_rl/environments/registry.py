@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
+from traceback import walk_tb
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec
@@ -47,7 +48,8 @@ def find_spec(env_id: str) -> EnvSpec:
     for package, its_extra in _PLUGINS.items():
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
-    raise unknown_id(env_id, _worth_naming(gymnasium.registry))
+    imports = f"; a package that registers it is imported by package:{name}, or by --data.imports [package]"
+    raise unknown_id(env_id, _worth_naming(gymnasium.registry), "" if module else imports)
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -93,11 +95,17 @@ def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
     return str(spec.entry_point).startswith("ale_py") and (obs_type or spec.kwargs.get("obs_type", "rgb")) != "ram"
 
 
-def unknown_id(env_id: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for an id that is not among the known ones: it names the nearest."""
+def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> ConfigurationError:
+    """Return the error for an id that is not among the known ones: it names the nearest.
+
+    Args:
+        env_id: What is unknown.
+        known: The known ids.
+        otherwise: End of the message where no known id is near.
+    """
     by_lower = {name.lower(): name for name in known}
-    near = difflib.get_close_matches(env_id.rpartition(":")[2].lower(), by_lower, n=3, cutoff=0.5)
-    hint = f"; did you mean {', '.join(by_lower[name] for name in near)}?" if near else ""
+    near = difflib.get_close_matches(env_id.rpartition(":")[2].lower(), by_lower, n=3, cutoff=0.75)
+    hint = f"; did you mean {', '.join(by_lower[name] for name in near)}?" if near else otherwise
     return ConfigurationError(f"env_id={env_id!r} is unknown: expected a registered environment id{hint}")
 
 
@@ -106,6 +114,18 @@ def missing_package(spec: EnvSpec, error: object) -> ConfigurationError:
     entry_point = str(spec.entry_point)
     extra = next((e for prefix, e in _EXTRA_BY_ENTRY_POINT.items() if entry_point.startswith(prefix)), None)
     return _needs(f"env_id={spec.id!r}", extra, str(error))
+
+
+def working_versions(error: BaseException) -> str:
+    """Return which versions work together, to end a message with, where the simulation of another package failed.
+
+    Args:
+        error: What the environment raised.
+    """
+    modules = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    if not modules & {"gymnasium_robotics", "dm_control"}:
+        return ""
+    return "; these versions work together: pip install 'lightning-rl[robotics]'"
 
 
 def check_envpool() -> None:

@@ -9,11 +9,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from lightning_rl.checkpointing.run_folders import configurations
 from lightning_rl.files import read_yaml
 from lightning_rl.training.warning_filters import DropMessages
 from lightning_rl.validation import ConfigurationError, check
@@ -21,7 +23,6 @@ from lightning_rl.validation import ConfigurationError, check
 Array = np.ndarray[Any, Any]
 Statistic = Literal["iqm", "mean"]
 EVENTS, ROWS = "events.out.tfevents*", "metrics.csv"
-_CONFIG = "config.yaml"
 RUN_FOLDER = "run_folder.txt"
 """Beside a log that is not in the folder of its run: where that is, from there."""
 _SEEDS = ("seed_everything", "data.seed", "data.init_args.seed")
@@ -67,6 +68,7 @@ class Log:
         scalars: Everything that was logged, by key, less what was not finite.
         seed: What it was seeded with; None where that is not known.
         run: Folder of the run, where that is another one.
+        changes: Settings that a restart changed, as `changes` returns them.
     """
 
     folder: Path
@@ -74,6 +76,7 @@ class Log:
     scalars: dict[str, Series] = field(default_factory=dict)
     seed: str | None = None
     run: Path | None = None
+    changes: list[str] = field(default_factory=list)
 
     @property
     def algorithm(self) -> str:
@@ -120,7 +123,8 @@ def _as_one(parts: list[Log]) -> Log:
             before = scalars.get(key, Series(*np.zeros((2, 0))))
             scalars[key] = Series(*(np.concatenate(pair) for pair in zip(before, series, strict=True)))
     scalars = {key: series for key, series in scalars.items() if len(series.steps)}
-    return Log(parts[0].folder, parts[-1].settings, scalars, parts[-1].seed, parts[0].run)
+    changed = list(dict.fromkeys(change for log in parts for change in log.changes))
+    return Log(parts[0].folder, parts[-1].settings, scalars, parts[-1].seed, parts[0].run, changed)
 
 
 def _first_step(log: Log) -> float:
@@ -206,10 +210,12 @@ def _common_steps(runs: Sequence[Series]) -> Array:
 def _log(folder: Path, root: Path) -> Log:
     named = folder / RUN_FOLDER
     run = (folder / named.read_text().strip()).resolve() if named.is_file() else None
-    settings = _settings(folder, root) if run is None else _settings(run, run)
+    starts = _starts(folder, root) if run is None else _starts(run, run)
+    settings = dict(_flat(starts[-1])) if starts else {}
+    changed = [change for before, after in pairwise(starts) for change in changes(before, after)]
     seeds = {key: seed for key in _SEEDS if (seed := settings.get(key)) is not None and seed is not False}
     others = {key: value for key, value in settings.items() if not key.startswith(_NOT_SETTINGS)}
-    return Log(folder, others, _read(folder), json.dumps(seeds, sort_keys=True) if seeds else None, run)
+    return Log(folder, others, _read(folder), json.dumps(seeds, sort_keys=True) if seeds else None, run, changed)
 
 
 def _read(folder: Path) -> dict[str, Series]:
@@ -257,14 +263,27 @@ def _number(where: str, column: str, text: str | list[str] | None) -> float:
         raise ConfigurationError(f"{where}: {column}={shown} is not valid: expected a number") from None
 
 
-def _settings(folder: Path, root: Path) -> dict[str, Any]:
-    """Return all settings in the configuration beside a log or in a folder around it, down from `root`."""
+def _starts(folder: Path, root: Path) -> list[dict[str, Any]]:
+    """Return the configurations of a run, one of each start, beside a log or in a folder around it, below `root`."""
     for place in (folder, *folder.parents):
-        if (path := place / _CONFIG).is_file():
-            return dict(_flat(read_yaml(path, "config") or {}))
+        if found := configurations(place):
+            return [read_yaml(path, "config") or {} for path in found]
         if place == root:
             break
-    return {}
+    return []
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], of: tuple[str, ...] = ("model", "data")) -> list[str]:
+    """Return the settings that differ between two configurations, one text each: `data.num_envs: 8 -> 16`.
+
+    Args:
+        before: The earlier configuration.
+        after: The later configuration.
+        of: Sections to compare.
+    """
+    old, new = dict(_flat(before)), dict(_flat(after))
+    keys = [key for key in {**old, **new} if key.partition(".")[0] in of]
+    return [f"{key}: {old.get(key)} -> {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
 
 
 def _flat(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - YAML

@@ -20,8 +20,8 @@ from typing import Any
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
+from lightning_rl.checkpointing.run_folders import CONFIG
 from lightning_rl.tools.trained import (
-    CONFIG,
     Score,
     config_file,
     config_of,

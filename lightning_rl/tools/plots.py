@@ -1,18 +1,22 @@
-"""Figures of learning curves, drawn with matplotlib."""
+"""Figures of learning curves, drawn with matplotlib, and the logs of runs as such figures."""
 
 from __future__ import annotations
 
+import re
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.tools.curves import Series, Statistic, summarize
-from lightning_rl.validation import ConfigurationError, check_positive_int, how_to_install
+from lightning_rl.tools.curves import Log, Series, Statistic, by_experiment, find_logs, joined, same_seed, summarize
+from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
 
 # Of Okabe and Ito: told apart by readers who do not see all colours.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_STAGES = {"rollout": "training", "val": "validation", "test": "test"}
+_SUFFIXES = (".png", ".svg")
 _GOAL = "#555555"
 _MOST_SINGLE_RUNS = 10
 # Characters of a line of a legend.
@@ -154,3 +158,112 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
 def _thousands(steps: float, _: object) -> str:
     """Write a number of steps as 500, 20k or 1.5M."""
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
+
+
+def draw_runs(
+    runs: Sequence[str],
+    metrics: Sequence[str],
+    out: str,
+    *,
+    statistic: Statistic = "iqm",
+    confidence: float = 0.95,
+    columns: int = 3,
+) -> list[Path]:
+    """Draw the logs of runs, one panel for each metric and environment; warn of runs that are not what they seem.
+
+    Args:
+        runs: Folders, or `name=folder`.
+        metrics: Keys of the log.
+        out: File to write; without an ending both `.png` and `.svg`.
+        statistic: Over seeds.
+        confidence: Of the interval over seeds.
+        columns: Maximum number of panels side by side.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigurationError: There are no such logs, they do not have a metric, or matplotlib is not installed.
+    """
+    paths = _files(out)  # before logs are read, which takes a while
+    experiments = _experiments(runs)
+    _warn_of_same_seeds(experiments)
+    _warn_of_changes(experiments)
+    panels = [panel for metric in metrics for panel in _panels(experiments, metric)]
+    draw(panels, paths, statistic=statistic, confidence=confidence, columns=columns)
+    return paths
+
+
+def _files(out: str) -> list[Path]:
+    """Return what is written: one file, or where the name has no ending one of each usual kind.
+
+    Raises:
+        ConfigurationError: It has an ending that means nothing here.
+    """
+    path = Path(out)
+    if path.suffix in (*_SUFFIXES, ".pdf"):
+        return [path]
+    # What follows the point of `v1.5` is no ending.
+    known = f"{', '.join(_SUFFIXES)} or .pdf, or none, which writes {' and '.join(_SUFFIXES)}"
+    check(not re.fullmatch(r"\.[a-zA-Z]\w*", path.suffix), "out", out, f"a file that ends in {known}")
+    return [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
+
+
+def _experiments(runs: Sequence[str]) -> dict[str, list[Log]]:
+    """Return the runs of each curve by its name."""
+    named: dict[str, list[Log]] = {}
+    unnamed: list[Log] = []
+    for argument in runs:
+        name, equals, path = argument.partition("=")
+        if equals and not Path(argument).exists():
+            named.setdefault(name, []).extend(find_logs(path))
+        else:
+            unnamed += find_logs(argument)
+    # Folders that overlap name the same run twice.
+    once = {log.folder.resolve(): log for log in unnamed}
+    return {name: joined(logs) for name, logs in named.items()} | by_experiment(joined(once.values()))
+
+
+def _warn_of_same_seeds(experiments: dict[str, list[Log]]) -> None:
+    """Say which runs a curve takes for seeds of their own, and are not."""
+    for name, logs in experiments.items():
+        for environment in dict.fromkeys(log.environment for log in logs):
+            if again := same_seed(log for log in logs if log.environment == environment):
+                folders = ", ".join(str(log.folder) for log in again)
+                print(
+                    f"WARNING: {name}: counted as further seeds, with the settings and the seed of another run of this "
+                    f"curve: {folders}; name the folders of the runs that are to be drawn",
+                    file=sys.stderr,
+                )
+
+
+def _warn_of_changes(experiments: dict[str, list[Log]]) -> None:
+    """Say which runs were resumed with other settings."""
+    for log in (log for logs in experiments.values() for log in logs if log.changes):
+        text = f"WARNING: {log.folder}: resumed with other settings: {'; '.join(log.changes)}"
+        print(text, file=sys.stderr)
+
+
+def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
+    """Return a panel for each environment in which the value was logged.
+
+    Raises:
+        ConfigurationError: It was logged nowhere.
+    """
+    panels: dict[str, list[Curve]] = {}
+    for name, logs in experiments.items():
+        for environment in dict.fromkeys(log.environment for log in logs):
+            found = [log.scalars[metric] for log in logs if log.environment == environment and metric in log.scalars]
+            if found:
+                panels.setdefault(environment, []).append(Curve(name.removesuffix(f" ({environment})"), found))
+    if not panels:
+        known = sorted({key for logs in experiments.values() for log in logs for key in log.scalars})
+        raise ConfigurationError(f"metric={metric!r} is in no log: expected one of {', '.join(known)}")
+    return [Panel(environment, curves, _axis_label(metric)) for environment, curves in panels.items()]
+
+
+def _axis_label(metric: str) -> str:
+    """Return `rollout/episode_return` as words."""
+    stage, _, name = metric.partition("/")
+    words = name.replace("_", " ") if name else stage
+    return f"{words} ({_STAGES[stage]})" if name and stage in _STAGES else words

@@ -16,7 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning_rl import algorithms
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, read_checkpoint
-from lightning_rl.checkpointing.run_folders import RUNS, find_checkpoint, run_root
+from lightning_rl.checkpointing.run_folders import RUNS, configurations, find_checkpoint, run_root
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
@@ -27,7 +27,6 @@ from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
 
-CONFIG = "config.yaml"
 _MOST_STEPS = 8
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -120,10 +119,9 @@ def _root_of(config: Path) -> Path:
 
 
 def config_of(path: str | Path) -> Path | None:
-    """Return the configuration in the run folder of a checkpoint, or beside it; None where there is none."""
+    """Return the newest configuration in the run folder of a checkpoint, or beside it; None where there is none."""
     folder = Path(path).absolute().parent
-    candidates = (folder.parent / CONFIG, folder / CONFIG)
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
+    return next((found[-1] for place in (folder.parent, folder) if (found := configurations(place))), None)
 
 
 def config_file(given: str | Path) -> Path:

@@ -340,7 +340,7 @@ def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="rgb_array"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match=r"needs Minari: pip install 'lightning-rl\[minari\]'"):
+    with pytest.raises(ConfigurationError, match=r"needs Minari: .*\[minari\]'.*; --record_as video does without$"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video", "minari"])]).predict(make_model(data), data)
 
 
@@ -355,8 +355,12 @@ def test_recording_leaves_out_what_is_not_installed_unless_it_was_asked_for(tmp_
     (said,) = (message for message in caplog.messages if message.startswith("Left out"))
     assert said.startswith("Left out: recording as 'minari' needs h5py: pip install 'lightning-rl[minari]'")
     missing.add("imageio")
-    with pytest.raises(ConfigurationError, match=r"video needs imageio, .*lightning-rl\[video\]"):
-        make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
+    for formats, without in (
+        (None, "without --record episodes are only printed"),
+        (["video"], "--record_as minari does"),
+    ):
+        with pytest.raises(ConfigurationError, match=rf"video needs imageio, .*lightning-rl\[video\].*; {without}"):
+            make_trainer(callbacks=[EpisodeRecorder(tmp_path, formats)]).predict(make_model(data), data)
 
 
 def test_a_logger_that_shows_no_videos_gets_none(tmp_path):

@@ -148,10 +148,11 @@ def stored(path: Path) -> int:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("place", "done"), [("collection", 5), ("update", 5), ("validation", 3)])
 def test_the_first_signal_stops_after_the_update_and_the_resumed_run_is_exact(
-    place, done, signum, interrupt, whole, tmp_path, capfd
+    place, done, signum, interrupt, whole, tmp_path, capfd, caplog
 ):
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) as exit_, caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         run(tmp_path, *interrupt(place, send(signum)))
+    assert f"Stopped by a signal. Resume from {tmp_path}/last.ckpt" in caplog.messages
     assert exit_.value.code == 128 + signum
     assert f"{signal.Signals(signum).name}: stopping after the update from this rollout" in capfd.readouterr().err
     assert stored(tmp_path / "last.ckpt") == done

@@ -131,8 +131,9 @@ def test_the_command_line_begins_a_new_run_with_them_and_a_resumed_one_does_not(
     before = stored(last)
     for name, x in cli.model.state_dict().items():
         assert torch.equal(x, before[name]) == name.startswith(("policy.actor_encoder.", "policy.action_head.")), name
-    # The same line resumes that run: its own parameters count, not those it began with.
+    # A resumed run: its own parameters count, not those it began with.
     capsys.readouterr()
-    cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", "--ckpt_path=last"])
+    resumed = ["--ckpt_path=last", "--resume_changes=allow"]
+    cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", *resumed])
     assert cli.model.env_steps == 64
     assert "Beginning with parameters" not in capsys.readouterr().err

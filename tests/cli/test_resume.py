@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rl import validation
+from lightning_rl.checkpointing.run_folders import configurations
 from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
+from lightning_rl.tools.trained import config_of
 from tests import programs
 from tests.cli.test_main import CARTPOLE, SMALL, unexpected
 from tests.helpers import flip_a_bit
@@ -232,11 +235,53 @@ def test_what_a_checkpoint_holds_is_read_once(monkeypatch):
 
 def test_the_learning_rate_of_the_command_line_wins_over_that_of_the_checkpoint():
     main(["fit", *SMALL, "--model.learning_rate=1e-3", "--max_env_steps=64"])
-    cli = main(["fit", *SMALL, "--model.learning_rate=5e-4", "--max_env_steps=128", "--ckpt_path=last"])
+    changed = ["--model.learning_rate=5e-4", "--resume_changes=allow"]
+    cli = main(["fit", *SMALL, *changed, "--max_env_steps=128", "--ckpt_path=last"])
     assert cli.model.hparams["learning_rate"] == 5e-4
     assert cli.trainer.optimizers[0].param_groups[0]["lr"] == 5e-4
     group = stored()["optimizer_states"][0]["param_groups"][0]
     assert (group["lr"], group["eps"]) == (5e-4, 1e-5)
+
+
+def test_other_settings_of_a_resumed_run_need_to_be_confirmed(capsys):
+    main(["fit", *SMALL, "--max_env_steps=64"])
+    before = files(Path("runs"))
+    changed = ["--model.gamma=0.9", "--data.num_envs=4", "--max_env_steps=128", "--ckpt_path=last"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["fit", *SMALL, *changed])
+    assert exit_.value.code == 1
+    *_, message, first, second = capsys.readouterr().err.splitlines()
+    expected = f"the settings differ from {RUN}/config.yaml: expected the same, or --resume_changes allow"
+    assert message == f"lightning-rl: error: ckpt_path: {expected}"
+    assert {first, second} == {"  model.init_args.gamma: 0.99 -> 0.9", "  data.num_envs: 2 -> 4"}
+    assert files(Path("runs")) == before
+    main(["fit", *SMALL, *changed, "--resume_changes=allow"])
+    assert stored()["lightning_rl"]["env_steps"] == 128
+
+
+def test_each_start_keeps_its_configuration_and_plot_says_that_a_run_changed(capsys):
+    first = ["fit", *SMALL, "--max_env_steps=64"]
+    main(first)
+    kept = (RUN / "config.yaml").read_bytes()
+    main([*first, "--ckpt_path=last"])  # the same once more
+    main([*first, "--max_env_steps=128", "--ckpt_path=last"])
+    resumed = ["--max_env_steps=192", "--ckpt_path=last", "--resume_changes=allow"]
+    main([*first, "--model.gamma=0.9", *resumed])
+    assert "--config runs/ppo/CartPole-v1/version_0/config-3.yaml --ckpt_path" in capsys.readouterr().out
+    assert sorted(path.name for path in RUN.glob("config*.yaml")) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+    assert (RUN / "config.yaml").read_bytes() == kept
+    settings = [yaml.safe_load(path.read_text()) for path in configurations(RUN)]
+    assert [(x["max_env_steps"], x["model"]["init_args"]["gamma"]) for x in settings] == [
+        (64, 0.99),
+        (128, 0.99),
+        (192, 0.9),
+    ]
+    assert {(x["ckpt_path"], x["resume_changes"]) for x in settings} == {(None, "refuse")}
+    assert config_of(RUN / "checkpoints/last.ckpt") == (RUN / "config-3.yaml").absolute()
+    pytest.importorskip("matplotlib")
+    assert run_command(["plot", str(RUN), "--metric=train/entropy"])
+    warning = f"WARNING: {RUN}: resumed with other settings: model.init_args.gamma: 0.99 -> 0.9"
+    assert capsys.readouterr().err.splitlines() == [warning]
 
 
 def test_a_run_goes_on_from_its_saved_configuration_alone():
@@ -244,7 +289,7 @@ def test_a_run_goes_on_from_its_saved_configuration_alone():
     main(["fit", "--config", f"{RUN}/config.yaml", "--max_env_steps=128", "--ckpt_path=last"])
     assert stored()["lightning_rl"]["env_steps"] == 128
     # The saved configuration does not go on by itself: it begins a run of its own.
-    cli = main(["fit", "--config", f"{RUN}/config.yaml"])
+    cli = main(["fit", "--config", f"{RUN}/config-2.yaml"])
     assert cli.run_dir == RUN.parent / "version_1"
     assert cli.model.env_steps == 128
 

@@ -1,9 +1,14 @@
 """What starts with the command line: as little as it can, counted in modules."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from lightning_rl import __version__
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -38,6 +43,40 @@ def test_help_imports_little_more_than_lightning():
     assert not [name for name in more if name.startswith("gymnasium.envs.") and "mujoco" in name]
     # 140 with Gymnasium 1.4 and jsonargparse 4.53; any large package more would have hundreds.
     assert len(more) < 250, more
+
+
+AT_ONCE = """
+import sys, time
+from lightning_rl.__main__ import run
+sys.argv[1:] = {arguments}
+try:
+    run()
+except SystemExit as end:
+    heavy = {{"torch", "lightning", "numpy", "jsonargparse", "gymnasium"}} & set(sys.modules)
+    print(end.code, time.process_time() < 0.5, heavy)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--version"], 0, ""),
+        (["fti"], 2, "'fti' is no command: expected one of fit, .*, push; did you mean fit\\?"),
+        (["exprt"], 2, "'exprt' is no command: .*; did you mean export\\?"),
+        (["xyzzy"], 2, "'xyzzy' is no command: expected one of fit, .*, push"),
+        ([], 2, "expected one of fit, validate, test, predict, export, plot, pull, push"),
+    ],
+    ids=["version", "typo", "own_typo", "unknown", "nothing"],
+)
+def test_the_version_and_typos_of_commands_are_answered_before_anything_is_imported(arguments, status, message):
+    command = [sys.executable, "-c", AT_ONCE.format(arguments=arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=100)
+    *printed, last = done.stdout.splitlines()
+    assert last == f"{status} True set()"
+    assert printed == ([f"lightning-rl {__version__}"] if status == 0 else [])
+    lines = [rf"lightning-rl: error: {message}", r"All options: lightning-rl --help"] if message else []
+    assert len(lines) == len(done.stderr.splitlines())
+    assert all(re.fullmatch(*pair) for pair in zip(lines, done.stderr.splitlines(), strict=True))
 
 
 SIDE_EFFECTS = """

@@ -369,14 +369,17 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     assert ended
 
 
+SEVERAL = "; rewards of several objectives need a wrapper like mo_gymnasium.wrappers.LinearReward"
+
+
 @pytest.mark.parametrize("backend", ["sync", "async"])
 @pytest.mark.parametrize(
     ("how", "what"),
     [
         ("none reward", "reward None: expected a number"),
         ("text reward", "reward '1.0': expected a number"),
-        ("few reward", "reward array([1.], dtype=float32): expected a number"),
-        ("many reward", "reward array([1., 1., 1.], dtype=float32): expected a number"),
+        ("few reward", "reward array([1.], dtype=float32): expected a number" + SEVERAL),
+        ("many reward", "reward array([1., 1., 1.], dtype=float32): expected a number" + SEVERAL),
         ("few observation", "an observation of shape (1,): expected (2,)"),  # which shared memory would take
         ("many observation", "an observation of shape (3,): expected (2,)"),
         ("none observation", "an observation of shape (): expected (2,)"),

@@ -6,8 +6,9 @@ import sys
 
 import gymnasium
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl import RolloutDataModule
+from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentSpec, make_environments
 from lightning_rl.validation import ConfigurationError
 
@@ -54,10 +55,64 @@ def test_unknown_id_is_refused_with_the_nearest_names(env_id, nearest):
         make(env_id)
 
 
-def test_unknown_id_that_is_near_to_nothing_has_no_hint():
+def test_unknown_id_that_is_near_to_nothing_is_refused_with_how_to_import_a_package():
     with pytest.raises(ConfigurationError) as caught:
-        make("xyzzy")
-    assert str(caught.value) == "env_id='xyzzy' is unknown: expected a registered environment id"
+        make("FlappyBird-v0")
+    assert str(caught.value) == (
+        "env_id='FlappyBird-v0' is unknown: expected a registered environment id; a package that registers it is "
+        "imported by package:FlappyBird-v0, or by --data.imports [package]"
+    )
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+def test_environments_that_are_only_vectorized_need_the_native_backend(backend, monkeypatch):
+    spec = EnvSpec("VectorOnly-v0", entry_point=None, vector_entry_point="some.module:Vector")
+    monkeypatch.setitem(gymnasium.registry, "VectorOnly-v0", spec)
+    expected = f"^backend='{backend}' is not valid: expected native or torch: VectorOnly-v0 registers vectorized"
+    with pytest.raises(ConfigurationError, match=expected):
+        make("VectorOnly-v0", backend=backend)
+    with pytest.raises(ConfigurationError, match=expected):
+        _ = RolloutDataModule("VectorOnly-v0", backend=backend).observation_space
+
+
+def test_text_in_minigrid_observations_is_refused_with_the_wrapper_that_helps():
+    pytest.importorskip("minigrid")
+    data = RolloutDataModule("MiniGrid-Empty-5x5-v0")
+    with pytest.raises(ConfigurationError, match=r"mission: MissionSpace is not supported.* minigrid.wrappers.ImgObs"):
+        PPO(data.observation_space, data.action_space)
+    wrapped = RolloutDataModule("MiniGrid-Empty-5x5-v0", wrappers=["minigrid.wrappers.ImgObsWrapper"])
+    assert PPO(wrapped.observation_space, wrapped.action_space).observation_space.shape == (7, 7, 3)
+
+
+def fail(**_):
+    raise AssertionError
+
+
+def fail_with_text(**_):
+    raise AttributeError("'MjModel' object has no attribute 'x'")
+
+
+@pytest.mark.parametrize("backend", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("constructor", "message"),
+    [
+        (fail, rf"AssertionError \(at {__file__}:\d+ in fail: raise AssertionError\)"),
+        (fail_with_text, rf"AttributeError: 'MjModel' object .* 'x' \(at {__file__}:\d+ in fail_with_text\)"),
+    ],
+    ids=["without_text", "with_text"],
+)
+def test_an_error_in_a_constructor_keeps_type_message_and_place(backend, constructor, message, monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Broken-v0", EnvSpec("Broken-v0", entry_point=constructor))
+    with pytest.raises(ConfigurationError, match=f"^env_id='Broken-v0' cannot be made with env_kwargs={{}}: {message}"):
+        _ = RolloutDataModule("Broken-v0", backend=backend).observation_space
+
+
+def test_failing_simulations_of_robotics_packages_are_refused_with_versions_that_work(monkeypatch):
+    scope = {"__name__": "gymnasium_robotics.utils"}
+    exec("def fail(**_):\n    raise AssertionError", scope)
+    monkeypatch.setitem(gymnasium.registry, "Fetch-v4", EnvSpec("Fetch-v4", entry_point=scope["fail"]))
+    with pytest.raises(ConfigurationError, match=r"; these versions work .* pip install 'lightning-rl\[robotics\]'$"):
+        make("Fetch-v4")
 
 
 def test_unknown_envpool_task_is_refused_with_the_nearest_names():
