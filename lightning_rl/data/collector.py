@@ -182,7 +182,8 @@ class Collector:
         repeats: list[Tensor] = []
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
-        self.start(fast.actor(policy) or acts, profile)
+        acts = fast.actor(policy) or acts
+        self.start(acts, profile)
         if recurrent is not None:
             self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # The tensors of environments are their own, and may not be those of inference.
