@@ -29,6 +29,9 @@ from lightning_rl.fast import Actor, FastEngine, FlatAdam, PPOLoss
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.numpy_mlp import NumpyMLP
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.gradient_steps import GradientSteps
+from lightning_rl.training.metrics import RolloutMetrics
 
 Part: TypeAlias = tuple[type[Any], str, str]
 """Class, method, and what it is called in the report: a part is charged for what the others inside it are not."""
@@ -41,24 +44,23 @@ PARTS: list[Part] = [
     (ActorCritic, "value", "collect: values of the rollout"),
     (ActorCritic, "log_prob", "collect: log-probabilities of the rollout"),
     (PPO, "training_step", "update: diagnostics, cutting minibatches, the rest"),
-    (PPO, "gae", "update: advantages"),
+    (AdvantageEstimator, "gae", "update: advantages"),
     (FastEngine, "step", "update: Lightning around the optimiser"),
     (FlatAdam, "step_alone", "update: optimiser"),
-    (PPO, "_log_rollout", "logging"),
+    (RolloutMetrics, "take_in", "logging"),
 ]
 # Of losses with a graph.
 WITH_GRAPH: list[Part] = [
     (PPO, "loss", "update: loss"),
     (ActorCritic, "forward", "update: forward pass"),
     (FastEngine, "backward", "update: backward pass"),
-    (PPO, "optimize", "update: zeroing, clipping, finiteness"),
+    (GradientSteps, "take", "update: zeroing, clipping, finiteness"),
 ]
 IN_CLOSED_FORM: list[Part] = [
     (PPOLoss, "__call__", "update: loss"),
     (NumpyMLP, "forward", "update: forward pass"),
     (NumpyMLP, "backward", "update: backward pass"),
-    (PPO, "_gradients", "update: zeroing, clipping, finiteness"),
-    (PPO, "_clip_gradients", "update: zeroing, clipping, finiteness"),
+    (GradientSteps, "take", "update: zeroing, clipping, finiteness"),
 ]
 
 

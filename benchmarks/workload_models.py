@@ -20,6 +20,8 @@ from lightning_rl.environments import Backend
 from lightning_rl.fast import FastEngine, FlatAdam
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.rollouts.rollout import Rollout
+from lightning_rl.training.gradient_steps import GradientSteps
+from lightning_rl.training.metrics import RolloutMetrics
 from lightning_rl.validation import ClassSpec
 
 # The other backends want the newer name; no sticky actions makes it the same game.
@@ -132,23 +134,38 @@ class BareEngine(FastEngine):
         (optimizer.step_alone if isinstance(optimizer, FlatAdam) else optimizer.step)()
 
 
+class BareSteps(GradientSteps):
+    """Gradient steps without Lightning."""
+
+    def begin(self) -> None:
+        """Begin the updates from a rollout."""
+        self.reset()
+        form = closed_form_of(self.model)
+        self.engine = BareEngine(None if isinstance(form, str) else form)
+
+
+class BareMetrics(RolloutMetrics):
+    """Logs nothing."""
+
+    def take_in(self, *args: Any) -> None:  # noqa: ANN401
+        """Forget a rollout."""
+
+
 class BarePPO(PPO):
     """PPO cut off from Lightning: the plain optimiser and `backward`, and nothing is logged."""
 
     plain_optimizer: Optimizer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.steps.__class__ = BareSteps
+        self.metrics = BareMetrics()
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:  # noqa: ANN401
         return self.plain_optimizer
 
     def lr_schedulers(self) -> None:
         return None
-
-    def find_engine(self) -> None:
-        form = closed_form_of(self)
-        self.engine = BareEngine(None if isinstance(form, str) else form)
-
-    def _log_rollout(self, rollout: Rollout, means: dict[str, float], update_seconds: float) -> None:
-        pass
 
 
 class BareLoop:

@@ -298,7 +298,7 @@ def test_what_was_shown_to_execute_a_command_does_not(saved, monkeypatch):
     path = write_checkpoint(saved, observation_space=space, network=network)
     for load in (load_algorithm, PPO.load_from_checkpoint):
         assert_refused("network", "subprocess.Popen", message_of(load, path))
-    content = {"number": 0, "algorithm": "subprocess.Popen", "hyper_parameters": {"args": ["touch", "pwned"]}}
+    content = {"minibatch": {}, "algorithm": "subprocess.Popen", "hyper_parameters": {"args": ["touch", "pwned"]}}
     torch.save(content, "f.pt")
     assert_refused("algorithm", "subprocess.Popen", message_of(FailedUpdate.load, "f.pt"))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_rl import EnvStepLimit, LastCheckpoint
@@ -90,9 +91,16 @@ def test_only_full_precision_is_accepted():
         model.on_fit_start()
 
 
-def test_what_is_logged_does_not_go_to_the_device():
+def test_what_is_logged_does_not_go_to_the_device(monkeypatch):
     model, _ = on_xla()
-    assert model._to_log({"a": 1.5})["a"].device == model._clock.device == torch.device("cpu")
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(LightningModule, "log", lambda self, name, value, **_: seen.append(value))
+    model.metrics.logged(model, on_epoch=False)
+    model.metrics.eval_episodes.update([1.5], [3])
+    monkeypatch.setattr(LightningModule, "log_dict", lambda self, values, **_: seen.extend(values.values()))
+    model.metrics.log_evaluation(model, "val")
+    assert len(seen) > 3
+    assert {value.device for value in seen} == {torch.device("cpu")}
 
 
 def test_a_run_goes_on_from_a_checkpoint_of_another_kind_of_device(tmp_path):

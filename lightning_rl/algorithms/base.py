@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import fast
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
-from lightning_rl.checkpointing.failed_update import explained_anomaly, skip_or_raise
+from lightning_rl.checkpointing.failed_update import skip_or_raise
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, read_checkpoint
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
@@ -390,11 +390,17 @@ class OnPolicyAlgorithm(LightningModule):
             loss.add_penalty("l2_penalty", penalty)
         return loss
 
-    def actor_critic(self, batch: Batch) -> tuple[Distribution, Tensor]:
-        """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+    def actor_critic(self, batch: Batch, policy: nn.Module | None = None) -> tuple[Distribution, Tensor]:
+        """Return action distribution and value of every row of a batch, with what the policy remembers there.
+
+        Args:
+            batch: Rows of a rollout.
+            policy: Another policy of the same kind, such as an earlier copy; None: `self.policy`.
+        """
+        policy = self.policy if policy is None else policy
         if batch.sequences is None:
-            return self.policy(batch.observations)  # type: ignore[no-any-return]
-        return self.policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
+            return policy(batch.observations)  # type: ignore[no-any-return]
+        return policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
         """Show a pass over a batch to those callbacks that log histograms.
@@ -516,7 +522,7 @@ class OnPolicyAlgorithm(LightningModule):
         for replay in self.replays.values():
             replay.begin()
         profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
-        with suppress(NotFiniteError), profiled, explained_anomaly():
+        with suppress(NotFiniteError), profiled:
             self.update(rollout)
         means = self.losses = self.steps.means()
         if not_finite := self.steps.not_finite(means):

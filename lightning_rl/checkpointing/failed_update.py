@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,16 @@ from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, CheckpointFail
 from lightning_rl.distributed import gather_ranks
 from lightning_rl.files import load_plain
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.training.gradient_steps import GRADIENT_NORMS, gradients_of, not_finite_throughout, total_norm
+from lightning_rl.training.gradient_steps import (
+    GRADIENT_NORMS,
+    WHAT_TO_TRY,
+    gradients_of,
+    not_finite_throughout,
+    total_norm,
+)
 from lightning_rl.training.minibatches import minibatch_from_state, minibatch_state
 from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.validation import ConfigurationError, constructor_options, import_class, loading
-
-WHAT_TO_TRY = (
-    "Look at the rewards and observations (normalize_rewards, normalize_observations bound them), lower learning_rate, "
-    "or max_grad_norm"
-)
-_ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 
 
 class FailedUpdate:
@@ -107,24 +105,6 @@ class FailedUpdate:
             module.steps.record.add(**dict(zip(GRADIENT_NORMS, norms, strict=False)))
             means: dict[str, float] = module.steps.means()
         return means
-
-
-@contextmanager
-def explained_anomaly() -> Iterator[None]:
-    """Say what to try where `detect_anomaly` has found the operation whose gradient is not a number.
-
-    Raises:
-        FloatingPointError: It has; names the operation.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if (found := _ANOMALY.search(str(error))) is None:
-            raise
-        raise FloatingPointError(
-            f"the gradient of {found[1]} is not a number: detect_anomaly printed above where it was computed. "
-            f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and make it again (FailedUpdate)"
-        ) from error
 
 
 def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> None:  # noqa: ANN401 - an algorithm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -135,7 +136,6 @@ class Collector:
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._has_tensors = isinstance(environments, TensorEnvironments)
         self._device = generator.device if self._has_tensors else torch.device("cpu")
-        self._conversion: Nested | None = None
         shape = (length, environments.num_envs)
 
         def allocate(leaf: spaces.Space[Any]) -> Tensor:
@@ -230,7 +230,15 @@ class Collector:
         self._act = profiled(profile, POLICY, act)
         self._step: Callable[[Nested], Step] = profiled(profile, ENVIRONMENT, self.environments.step)
         self._to_device = profiled(profile, TRANSFER, _to_device)
-        self._convert = self._to_tensors if self._has_tensors else profiled(profile, TRANSFER, self._to_arrays)
+        # No methods of this object: it, and the environments with it, are to go when nobody needs them any more. A
+        # process that is forked would end the threads of forgotten ones, which it does not have.
+        self._convert: Callable[[Nested], Nested]
+        if self._has_tensors:
+            device = first_leaf(cast(TensorEnvironments, self.environments).observations).device
+            conversion = tensor_conversion(self.action_space, device)
+            self._convert = functools.partial(map_leaves, _call, conversion)
+        else:
+            self._convert = profiled(profile, TRANSFER, functools.partial(_to_arrays, self.action_space))
 
     def advance(self, t: int) -> Step:
         """Take step `t` in every environment."""
@@ -335,16 +343,6 @@ class Collector:
     def _on_host(self, name: str) -> np.ndarray[Any, Any]:
         return self._stored[name].cpu().numpy()
 
-    def _to_arrays(self, action: Nested) -> Nested:
-        taken = _to_numpy(action) if isinstance(action, Tensor) else map_leaves(_to_numpy, action)
-        return to_environment(self.action_space, taken)
-
-    def _to_tensors(self, action: Nested) -> Nested:
-        if self._conversion is None:
-            environments = cast(TensorEnvironments, self.environments)
-            self._conversion = tensor_conversion(self.action_space, first_leaf(environments.observations).device)
-        return map_leaves(lambda convert, x: convert(x), self._conversion, action)
-
     def _remember(self, t: int, step: Step, state: Nested) -> None:
         """Take in what a recurrent policy remembers after a step."""
         starts = self._terminated[t] | self._truncated[t] | ~self._valid[t]
@@ -419,6 +417,16 @@ class Collector:
 
 def _to_device(observations: Nested, device: torch.device) -> Nested:
     return map_leaves(lambda x: x.to(device), observations)
+
+
+def _to_arrays(space: spaces.Space[Any], action: Nested) -> Nested:
+    """Return actions as environments with arrays take them."""
+    taken = _to_numpy(action) if isinstance(action, Tensor) else map_leaves(_to_numpy, action)
+    return to_environment(space, taken)
+
+
+def _call(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return convert(x)
 
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from lightning_rl.policies.values import acting_distributions, with_recomputed_v
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.training.normalizers import Normalizers
+from lightning_rl.validation import check
 
 Normalize = Literal["minibatch", "rollout", "none"]
 
@@ -35,7 +36,6 @@ class AdvantageEstimator:
 
     Attributes:
         gae_lambda: λ: 0 is one-step, 1 Monte Carlo.
-        normalize: Over what advantages are normalized, if they are.
         renews: Whether each pass but the first begins with new values, advantages and returns.
     """
 
@@ -58,7 +58,7 @@ class AdvantageEstimator:
         self.value_target = value_target
         self.recompute_values = recompute_values
         self.gae_lambda = 0.95
-        self.normalize: Normalize = "none"
+        self._normalize: Normalize = "none"
         self.renews = False
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
@@ -109,6 +109,16 @@ class AdvantageEstimator:
         return (weights != 0) if rollout.valid is None else rollout.valid & (weights != 0), weights
 
     # ------------------------------------------------------------------ normalizing
+
+    @property
+    def normalize(self) -> Normalize:
+        """Over what advantages are normalized: each `minibatch`, the whole `rollout`, or `none`."""
+        return self._normalize
+
+    @normalize.setter
+    def normalize(self, over: Normalize) -> None:
+        check(over in get_args(Normalize), "normalize", over, f"one of {', '.join(get_args(Normalize))}")
+        self._normalize = over
 
     def normalized(self, batch: Batch) -> Tensor:
         """Return the advantages of a minibatch as the loss of the policy takes them, `[N]`.
@@ -161,8 +171,11 @@ class AdvantageEstimator:
         That of all of them at once takes little longer than of one, and ranks talk to each other once.
         """
         cut = batch.minibatches(order, num_minibatches)
-        if self.normalize != "minibatch" or batch.is_normalized or not batch.is_plain:
+        if self.normalize != "minibatch" or batch.is_normalized:
             yield from cut
+            return
+        if not batch.is_plain:
+            yield from (self._with_normalized(part, self.standardized(part)) for part in cut)
             return
         advantages = batch.advantages.index_select(0, order.to(batch.advantages.device))
         each = self.standardize(advantages.tensor_split(num_minibatches))

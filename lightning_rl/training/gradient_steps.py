@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
@@ -24,6 +25,11 @@ from lightning_rl.training.records import UpdateRecord
 
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
 """What the norms of the gradients of the optimizers are logged by, before they are clipped."""
+WHAT_TO_TRY = (
+    "Look at the rewards and observations (normalize_rewards, normalize_observations bound them), lower learning_rate, "
+    "or max_grad_norm"
+)
+_ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 # Minibatches that have not been checked yet may take so many bytes.
 _MAX_UNCHECKED = 2**28
 
@@ -75,7 +81,8 @@ class EagerEngine:
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
         """Compute the gradient of a loss."""
-        model.manual_backward(total)
+        with explained_anomaly():
+            model.manual_backward(total)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the gradients of all parameters that have one."""
@@ -259,6 +266,8 @@ class GradientSteps:
             optimizer.zero_grad()
         name = getattr(loss_of, "__name__", "loss")
         loss = self.engine.loss(self.model, self._compile(loss_of, name), batch, self.part)
+        if not hasattr(loss, "recorded"):
+            raise TypeError(f"{name} has returned {type(loss).__name__}: expected the Loss that self.new_loss gives")
         self._has_value |= loss.has_value
         total = self.record_loss(loss)
         self._backward(total)
@@ -404,6 +413,24 @@ class GradientSteps:
         self.record.num_updates = self.record.num_updates - taken_back.long()
         self.record.observe(updates_taken_back=taken_back.float())
         self.record.stop_unless(keep)
+
+
+@contextmanager
+def explained_anomaly() -> Iterator[None]:
+    """Say what to try where `detect_anomaly` has found the operation whose gradient is not a number.
+
+    Raises:
+        FloatingPointError: It has; names the operation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (found := _ANOMALY.search(str(error))) is None:
+            raise
+        raise FloatingPointError(
+            f"the gradient of {found[1]} is not a number: detect_anomaly printed above where it was computed. "
+            f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and make it again (FailedUpdate)"
+        ) from error
 
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:

@@ -58,7 +58,13 @@ class Loss:
 
     @functools.cached_property
     def total(self) -> Tensor:
-        """The sum of all terms, a scalar with a graph: what is minimized; no term can be added any more."""
+        """The sum of all terms, a scalar with a graph: what is minimized; no term can be added any more.
+
+        Raises:
+            ValueError: There is no term.
+        """
+        if not self.terms:
+            raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
         return functools.reduce(operator.add, self.terms)
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
@@ -69,9 +75,12 @@ class Loss:
             rows: One number per row, `[N]`.
             weight: Factor of the mean in the sum.
             batch: Whose rows they are; None: those of the minibatch.
+
+        Raises:
+            ValueError: There is not one number per row.
         """
         if self.part != "critic":
-            mean = self._rows(batch).mean(rows)
+            mean = self._mean(name, rows, batch)
             self._record(name, mean)
             self._sum(mean, weight)
 
@@ -169,11 +178,17 @@ class Loss:
         if self.part != "critic":
             with torch.no_grad():
                 for name, x in rows.items():
-                    self.observed[name] = self._rows(batch).mean(x) if x.dim() else x.detach()
+                    self.observed[name] = self._mean(name, x, batch) if x.dim() else x.detach()
 
     def stop_above(self, name: str, limit: float) -> None:
-        """Make no further update from this rollout if an observed mean, over all ranks, is above a limit."""
+        """Make no further update from this rollout if an observed mean, over all ranks, is above a limit.
+
+        Raises:
+            ValueError: Nothing of that name is observed.
+        """
         if self.part != "critic":
+            if name not in self.observed:
+                raise ValueError(f"stop_above: {name!r} is not observed: expected one of {', '.join(self.observed)}")
             self.limits[name] = limit
 
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Collection[str]]:
@@ -190,6 +205,15 @@ class Loss:
                 name = f"entropy.{path}"
                 self.observed[name] = self.observed.get(name, 0) + mean.detach()
         return total
+
+    def _mean(self, name: str, rows: Tensor, batch: Batch | None) -> Tensor:
+        own = self._rows(batch)
+        if rows.shape != (len(own),):
+            raise ValueError(
+                f"{name}: rows have the shape {tuple(rows.shape)}: expected ({len(own)},), one number per row of the "
+                "batch; add_scalar takes what is no mean over rows"
+            )
+        return own.mean(rows)
 
     def _rows(self, batch: Batch | None) -> Batch:
         return self.batch if batch is None else batch
