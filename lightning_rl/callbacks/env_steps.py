@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ class EnvStepInterval(Callback):
     @property
     def state_key(self) -> str:
         """The key of the state in checkpoints, different for each interval."""
-        return self._generate_state_key(every_n_env_steps=self.every_n_env_steps)
+        return f"{type(self).__qualname__}{{'every_n_env_steps': {self.every_n_env_steps}}}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return at which step it last acted."""
@@ -154,7 +155,7 @@ class EnvStepValidation(Callback):
         """Begin counting, with a resumed run from where it was."""
         self._last = _env_steps(pl_module) // self.every_n_env_steps
         for callback in trainer.early_stopping_callbacks:
-            # It decided in its own `setup`, maybe before that of this callback.
+            # Private to Lightning, and decided in `setup`, which may come before the `setup` of this callback.
             if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
                 callback._check_on_train_epoch_end = False
 
@@ -184,7 +185,7 @@ class EnvStepCheckpoint(ModelCheckpoint):
         monitor: Keep the best by this logged value rather than the newest.
         mode: Whether the largest (`max`) or the smallest (`min`) value is the best.
         save_top_k: How many to keep, the best or the newest; -1 keeps all.
-        save_last: Save a `last.ckpt` beside each.
+        save_last: Save a `last.ckpt` beside each checkpoint that is kept.
         save_weights_only: Save the weights alone: smaller, but nothing to resume from.
     """
 
@@ -213,13 +214,14 @@ class EnvStepCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
         )
         self.every_n_env_steps = every_n_env_steps
-        self._last = 0
+        self._last = self._saved_at = 0
         self._due = False
 
     @property
     def state_key(self) -> str:
         """The key of the state in checkpoints, different for each interval."""
-        return self._generate_state_key(monitor=self.monitor, mode=self.mode, every_n_env_steps=self.every_n_env_steps)
+        options = {"monitor": self.monitor, "mode": self.mode, "every_n_env_steps": self.every_n_env_steps}
+        return f"{type(self).__qualname__}{options}"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin counting, with a resumed run from where it was."""
@@ -246,12 +248,12 @@ class EnvStepCheckpoint(ModelCheckpoint):
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
-        if self._due and not self._should_skip_saving_checkpoint(trainer):
-            candidates = self._monitor_candidates(trainer)
-            self._save_topk_checkpoint(trainer, candidates)
-            self._save_last_checkpoint(trainer, candidates)
-            self._due = False
+        if self._due:
+            super().on_validation_end(trainer, trainer.lightning_module)
+            # Lightning saves the same global step only once: a rollout without a finite update is saved with the next.
+            self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        # Lightning casts "step" to 32 bits.
-        return super()._monitor_candidates(trainer) | {"step": torch.tensor(_env_steps(trainer.lightning_module))}
+        # Overrides a private method of Lightning, which casts "step" to 32 bits.
+        clock = {"epoch": trainer.current_epoch, "step": _env_steps(trainer.lightning_module)}
+        return copy.deepcopy(trainer.callback_metrics) | {name: torch.tensor(count) for name, count in clock.items()}

@@ -258,11 +258,12 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
 
     def __init__(self, refresh_rate: int = 1, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         super().__init__(refresh_rate, **kwargs)
+        self.console_options: dict[str, Any] = kwargs.get("console_kwargs") or {}
 
     def _write(self, text: str) -> None:
         import rich  # here, since all else works without Rich
 
-        rich.reconfigure(**self._console_kwargs)
+        rich.reconfigure(**self.console_options)
         rich.get_console().out(text, highlight=False)
 
     def _open(self, status: RunStatus) -> bool:
@@ -270,7 +271,7 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
         from lightning.pytorch.callbacks.progress.rich_progress import CustomBarColumn, CustomProgress
         from rich.progress import ProgressColumn, TextColumn
 
-        rich.reconfigure(**self._console_kwargs)
+        rich.reconfigure(**self.console_options)
         self._console = rich.get_console()
         if not (self._console.is_interactive or self._console.is_jupyter):
             return False

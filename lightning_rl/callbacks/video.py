@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
 from lightning_rl.callbacks.env_steps import EnvStepInterval
+from lightning_rl.checkpointing.atomic import event_files
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.tools.video_files import Films, VideoFile, check_imageio
@@ -126,8 +127,7 @@ def _add_to_tensorboard(logger: TensorBoardLogger, tag: str, video: VideoFile, s
 
     height, width = video.preview.frames[0].shape[:2]
     image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=video.preview.encode())
-    writer = logger.experiment._get_file_writer()
-    writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+    event_files(logger).add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +22,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import check
+
+if TYPE_CHECKING:  # the loggers import TensorBoard, which is slow, only where they are used
+    from torch.utils.tensorboard import FileWriter
 
 # Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
@@ -155,7 +160,7 @@ class LastCheckpoint(ModelCheckpoint):
     def save(self, trainer: Trainer) -> None:
         """Save at once, between two rollouts; a collective call."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+            super().on_train_epoch_end(trainer, trainer.lightning_module)
             self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,46 +189,79 @@ class LogFailure(Exception):
     """A log could not be written: which file, and why."""
 
 
+def event_files(logger: TensorBoardLogger) -> FileWriter:
+    """Return the writer of a logger's events, opened again if an earlier run has closed it."""
+    experiment: Any = logger.experiment
+    if experiment.file_writer is None:
+        from torch.utils.tensorboard import FileWriter
+
+        options = experiment.max_queue, experiment.flush_secs, experiment.filename_suffix
+        experiment.file_writer = FileWriter(experiment.log_dir, *options)
+        experiment.all_writers = {experiment.log_dir: experiment.file_writer}
+    writer: FileWriter = experiment.file_writer
+    return writer
+
+
 @rank_zero_only
 def name_event_files(trainer: Trainer) -> None:
     """Make each `TensorBoardLogger` of a Trainer raise `LogFailure` where it would lose what it logs.
 
-    TensorBoard writes in a thread: its error is printed there, and raised again by every later call of the logger,
+    TensorBoard writes in a thread. Its error is printed there, and raised again by every later call of the logger,
     some of which turn it into errors of another kind.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            # No public way leads to the file. Checked with torch 2.13 and tensorboard 2.21.
-            events = logger.experiment._get_file_writer().event_writer
-            asynchronous: Any = events._async_writer
-            if not isinstance(asynchronous._writer, _NamingWriter):
-                named = _NamingWriter(asynchronous._writer, events._file_name, asynchronous._worker)
-                asynchronous._writer = asynchronous._worker._record_writer = named
+            writer = event_files(logger)
+            if not isinstance(writer.event_writer, _NamingWriter):
+                writer.event_writer = _NamingWriter(writer.event_writer)
+    if not isinstance(threading.excepthook, _QuietWriters):
+        threading.excepthook = _QuietWriters(threading.excepthook)
+
+
+class _QuietWriters:
+    """Handler of exceptions in threads that prints none of TensorBoard's writers: `_NamingWriter` raises them.
+
+    Args:
+        others: Handles all other exceptions.
+    """
+
+    def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._others = others
+
+    def __call__(self, args: threading.ExceptHookArgs) -> None:
+        """Handle an exception that has ended a thread."""
+        is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+        if not (is_writer and isinstance(args.exc_value, OSError)):
+            self._others(args)
 
 
 class _NamingWriter:
-    """Writes records to a file until that fails; the error is raised once, in the thread that logs.
+    """Writes events to a file until that fails; `flush` or `close` then raises the error, once.
 
     Args:
-        writer: A `RecordWriter` of TensorBoard.
-        path: Of its file.
-        worker: TensorBoard's thread.
+        writer: An `EventFileWriter` of TensorBoard.
     """
 
-    def __init__(self, writer: Any, path: str, worker: threading.Thread) -> None:  # noqa: ANN401 - it has no types
-        self._writer, self._path, self._worker = writer, path, worker
+    def __init__(self, writer: Any) -> None:  # noqa: ANN401 - it has no types
+        self._writer, self._folder = writer, writer.get_logdir()
+        files = glob.glob(os.path.join(glob.escape(self._folder), f"events.out.tfevents.*.{os.getpid()}.*"))
+        self._path = max(files, key=os.path.getmtime, default=self._folder)
         self._error: OSError | None = None
         self._is_raised = False
 
-    def write(self, data: bytes) -> None:
-        """Write a record; called in TensorBoard's thread."""
-        self._call(self._writer.write, data)
+    def get_logdir(self) -> str:
+        """Return the folder of the file."""
+        return str(self._folder)
+
+    def add_event(self, event: object) -> None:
+        """Hand an event to TensorBoard's thread."""
+        self._call(self._writer.add_event, event)
 
     def flush(self) -> None:
-        """Flush the file; called in TensorBoard's thread, and in that which logs.
+        """Flush the file.
 
         Raises:
-            LogFailure: A record could not be written.
+            LogFailure: An event could not be written.
         """
         self._call(self._writer.flush)
         self._raise_once()
@@ -233,16 +271,15 @@ class _NamingWriter:
         self._call(self._writer.close)
         self._raise_once()
 
-    def _call(self, method: Any, *args: Any) -> None:  # noqa: ANN401
-        """Call a method of the file, unless it has failed before."""
-        if self._error is None:
-            try:
-                method(*args)
-            except OSError as error:
-                self._error = error
+    def _call(self, method: Callable[..., None], *args: object) -> None:
+        """Call a method of the writer, and keep the first error."""
+        try:
+            method(*args)
+        except OSError as error:
+            self._error = self._error or error
 
     def _raise_once(self) -> None:
-        if self._error is not None and not self._is_raised and threading.current_thread() is not self._worker:
+        if self._error is not None and not self._is_raised:
             self._is_raised = True
             raise LogFailure(
                 f"log {self._path!r} could not be written: {self._error.strerror or self._error}. Make room, or choose "

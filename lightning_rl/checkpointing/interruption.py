@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.plugins.environments import SLURMEnvironment  # type: ignore[attr-defined]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
@@ -62,14 +61,9 @@ class InterruptionGuard(Callback):
         name_event_files(trainer)
         if stage != "fit":
             return
-        environment = trainer._accelerator_connector.cluster_environment
-        self._requeue_signal = None
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            self._requeue_signal = environment.requeue_signal
-        wanted = {signal.SIGINT, signal.SIGTERM} | ({self._requeue_signal} if self._requeue_signal else set())
         is_main = threading.current_thread() is threading.main_thread()
-        self._free = {signum for signum in wanted if _is_free(signal.getsignal(signum))} if is_main else set()
-        self._received, self._leaving = {}, []
+        self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
+        self._received, self._leaving, self._requeue_signal = {}, [], None
         for callback in self._silenced:
             callback.save_on_exception = True
         self._silenced = []
@@ -77,12 +71,16 @@ class InterruptionGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take the signals over from Lightning, which gives them back when the fit is over."""
         if trainer.received_sigterm:  # since the Trainer was set up
-            # Or Lightning ends the run after this rollout: unsaved, and with status 0. No public way; Lightning 2.6.
+            # Private to Lightning, or the run would end after this rollout: unsaved, and with status 0.
             trainer._signal_connector.received_sigterm = False
             self._receive(trainer, signal.SIGTERM, None)
+        # Besides SIGTERM, Lightning handles only the signal that requeues a job of SLURM.
+        of_lightning = type(signal.getsignal(signal.SIGTERM))
         for signum in self._free:
-            if signum == self._requeue_signal and callable(requeue := signal.getsignal(signum)):
-                self._requeue = requeue
+            handler = signal.getsignal(signum)
+            if signum != signal.SIGTERM and callable(handler) and type(handler) is of_lightning:
+                self._requeue_signal, self._requeue = signum, handler
+        for signum in self._free & {signal.SIGINT, signal.SIGTERM, self._requeue_signal}:
             signal.signal(signum, partial(self._receive, trainer))
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if (call_while_waiting := getattr(datamodule, "call_while_waiting", None)) is not None:
@@ -265,7 +263,9 @@ def _is_free(handler: object) -> bool:
 
 def _ends_now(trainer: Trainer) -> bool:
     """Whether the run is over with this rollout anyhow; a resumed one would not know, and go on."""
-    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+    return trainer.should_stop and has_minimum
 
 
 def _save_beside_others(trainer: Trainer) -> None:

@@ -63,7 +63,7 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401
         "format": FORMAT,
         "version": __version__,
         "algorithm": type(module).__name__,
-        "precision": None if module._trainer is None else module._trainer.precision,
+        "precision": _precision(module),
         "planned_env_steps": clock.planned_env_steps,
         "env_steps": clock.env_steps,
         "env_steps_before_epochs": clock.env_steps_before_epochs,
@@ -72,6 +72,14 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401
         "skipped_updates": module.skipped_updates,
         "ranks": gather_on_rank_zero(of_this_rank),
     }
+
+
+def _precision(module: Any) -> str | None:  # noqa: ANN401
+    """Return the precision of the module's Trainer; None without a Trainer."""
+    try:
+        return str(module.trainer.precision)
+    except RuntimeError:  # raised by Lightning for a module without a Trainer
+        return None
 
 
 def replay_states(module: Any) -> dict[str, Any]:  # noqa: ANN401
