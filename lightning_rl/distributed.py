@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 # Seconds that the ranks started by this one get before they are ended by force: to say what happened to them; and to
@@ -154,6 +154,27 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+class ExactStates(nn.Module):
+    """Base of modules without submodules whose statistics keep their precision, whatever that of the network is.
+
+    A float32 count would stop at 2^24, and a bfloat16 count at 256.
+
+    Attributes:
+        stays_off: Types of devices that the statistics are not moved to.
+    """
+
+    stays_off: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+        """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
+
+        def move(state: Tensor) -> Tensor:
+            device = fn(torch.empty(0, device=state.device)).device
+            return state if device.type in self.stays_off else state.to(device, exact_dtype(device))
+
+        return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class RankFailure(RuntimeError):
     """Another rank is gone and did not say why."""
 
@@ -174,7 +195,8 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
     """
     lost = "the connection to another rank was lost: it was killed, or its own error says more"
     # Held until the others have ended: the first rank serves it.
-    store = torch.distributed.distributed_c10d._get_default_store()
+    everyone: Any = torch.distributed.group.WORLD
+    store = everyone.get_group_store()
     started = list(children)
     children.clear()  # or Lightning's observer would kill this process as soon as it sees one of them end
     if torch.distributed.get_rank() > 0 and os.getppid() != _PARENT:

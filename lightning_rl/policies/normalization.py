@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Self, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.distributed import Reduce, _identity, exact_dtype
+from lightning_rl.distributed import ExactStates, Reduce, _identity
 from lightning_rl.nested import Nested, join, module_name, part_at
 from lightning_rl.validation import check, is_one_of
 
@@ -16,24 +16,7 @@ RewardScale = Literal["return_std", "reward_std"]
 """What rewards are divided by: the running deviation of the discounted return, or that of the rewards themselves."""
 
 
-class _Statistics(nn.Module):
-    """A module whose own buffers stay in float64, whatever the precision of the network.
-
-    A float32 count would stop at 2^24.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow moves between devices, but not casts."""
-        own = dict(self._buffers)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in own.items():
-            assert buffer is not None
-            device = fn(torch.empty(0, device=buffer.device)).device
-            self._buffers[name] = buffer.to(device, exact_dtype(device))
-        return self
-
-
-class RunningMoments(_Statistics):
+class RunningMoments(ExactStates):
     """Count, mean and population variance of everything seen, merged by Chan et al. 1983.
 
     Args:

@@ -47,8 +47,10 @@ def _limits(trainer: Trainer) -> list[int]:
 
 def validates_now(trainer: Trainer) -> bool:
     """Whether `trainer` validates when the callbacks of the present batch are done."""
-    loop: Any = trainer.fit_loop
-    return bool(trainer.enable_validation and loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+    loop: Any = trainer.fit_loop.epoch_loop
+    # Private to Lightning, because a copy of its rules would drift. The argument, its fetcher of batches, matters only
+    # to a `training_step` that takes the iterator of the loader.
+    return bool(trainer.enable_validation and loop._should_check_val_fx(None))
 
 
 def ends_epoch(trainer: Trainer) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_rl.distributed import exact_dtype
+from lightning_rl.distributed import ExactStates, exact_dtype
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
 
@@ -22,24 +22,16 @@ def _plus(sums: Tensor, values: Sequence[Sequence[float]]) -> Tensor:
     return sums.new_tensor([functools.reduce(operator.add, v, s) for s, v in zip(sums.tolist(), values, strict=True)])
 
 
-class _Window(Metric):
-    """A metric of what happened since the last log, which a checkpoint can take along.
-
-    Its states keep their precision where the network is cast to bfloat16, which cannot even count beyond 256.
-    """
+class _Window(ExactStates, Metric):
+    """A metric of what happened since the last log, which a checkpoint can take along."""
 
     full_state_update = False
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> Self:
-        """Follow moves between devices, but not casts, nor to XLA, which would compile for each number of values."""
-        device = fn(torch.empty(0, device=self.device)).device
-        if device.type == "xla":
-            return self
-        return super()._apply(lambda state: state.to(device, exact_dtype(device)), exclude_state)  # type: ignore[return-value]
+    # XLA would compile for each number of values.
+    stays_off = ("xla",)
 
     def snapshot(self) -> dict[str, Any]:
         """Return this rank's state as plain data."""
-        states = {name: getattr(self, name).cpu().clone() for name in self._defaults}
+        states = {name: getattr(self, name).cpu().clone() for name in self.metric_state}
         # Not how often: numbers may be taken in one by one or together.
         return {"states": states, "update_called": self.update_called}
 
@@ -164,8 +156,8 @@ class ScalarMeans(_Window):
         for state in ("sums", "counts"):
             old: Tensor = getattr(self, state)
             known = dict(zip(self.names, old.tolist(), strict=True))
+            self.add_state(state, old.new_zeros(len(names)), "sum")
             setattr(self, state, old.new_tensor([known.get(name, 0.0) for name in names]))
-            self._defaults[state] = old.new_zeros(len(names))
         self.names = names
 
     def count(self, name: str) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.distributed import Reduce, _identity
 from lightning_rl.functional import reverse_scan
-from lightning_rl.policies.normalization import RewardScale, RunningMoments, _Statistics
+from lightning_rl.policies.normalization import RewardScale, RunningMoments
 
 
-class RewardNormalizer(_Statistics):
+class RewardNormalizer(nn.Module):
     """Divide rewards by the running deviation of the discounted return, and clip.
 
     As OpenAI Baselines' `VecNormalize`: R[t] = r[t] + gamma · R[t-1], beginning anew with the first step of an episode.
