@@ -63,15 +63,16 @@ class AuxiliaryActorCritic(ActorCritic):
         """Return the action distribution, the auxiliary value and the true value; see `forward`."""
         features, value_features = self._features(observations, sequences)
         auxiliary_value = self._from_head(self.auxiliary_head, features)
-        return self._distribution(features, observations), auxiliary_value, self._value(value_features)
+        return self._distribution(features, observations), auxiliary_value, self.value_of(value_features)
 
     @property
     def value_heads(self) -> list[HeadLinear]:
         """Every head that predicts returns."""
         return [self.value_head, self.auxiliary_head]
 
-    def _value(self, features: Tensor) -> Tensor:
-        return super()._value(features.detach() if self.detached else features)
+    def value_of(self, features: Tensor) -> Tensor:
+        """Return the value, without a gradient for the encoder where the architecture is `detached`."""
+        return super().value_of(features.detach() if self.detached else features)
 
 
 def check_architecture(architecture: str, shared_encoder: bool | None, critic_only: object) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, replace_leaves, space_leaves, without
@@ -374,7 +372,7 @@ class ActorCritic(Trunk):
             ValueError: A policy with memory was not given them.
         """
         features, value_features = self._features(observations, sequences)
-        return self._distribution(features, observations), self._value(value_features)
+        return self._distribution(features, observations), self.value_of(value_features)
 
     def act(
         self,
@@ -399,7 +397,7 @@ class ActorCritic(Trunk):
         action = distribution.mode() if deterministic else distribution.sample(generator)
         output = PolicyOutput(action, environment_action=distribution.to_space(action), memory=after)
         if value_features is not None:
-            output.log_prob, output.value = distribution.log_prob(action), self._value(value_features)
+            output.log_prob, output.value = distribution.log_prob(action), self.value_of(value_features)
         return output
 
     def log_prob(self, observations: Nested, actions: Nested) -> Tensor:
@@ -416,7 +414,7 @@ class ActorCritic(Trunk):
         Raises:
             ValueError: A policy with memory was not given one.
         """
-        return self._value(self._value_features(observations, memory))
+        return self.value_of(self._value_features(observations, memory))
 
     def saturation(self, actions: Nested) -> Tensor | None:
         """Return the share of components of `actions` that are clipped to the bounds; None where none may be."""
@@ -434,13 +432,20 @@ class ActorCritic(Trunk):
         """Every head that predicts returns."""
         return [self.value_head]
 
-    def _value(self, features: Tensor) -> Tensor:
+    def value_of(self, features: Tensor) -> Tensor:
+        """Return the value, in units of return, of features for the critic; a subclass may change the features."""
         return self._from_head(self.value_head, features)
 
     def _from_head(self, head: nn.Module, features: Tensor) -> Tensor:
         """Return what a value head predicts, in units of return."""
         values: Tensor = head(features).squeeze(-1)
         return values if self.value_normalizer is None else self.value_normalizer.denormalize(values)
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAZY_BATCH_NORM = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+_ALWAYS_DIFFERENT = (*_BATCH_NORM, *_LAZY_BATCH_NORM, nn.RReLU)
 
 
 def check_modes_agree(policy: nn.Module) -> None:
@@ -450,7 +455,7 @@ def check_modes_agree(policy: nn.Module) -> None:
         ConfigurationError: It has a layer of dropout or batch normalisation; names it.
     """
     for name, module in policy.named_modules():
-        differs = isinstance(module, _BatchNorm | nn.RReLU) or (isinstance(module, _DropoutNd) and module.p > 0)
+        differs = isinstance(module, _ALWAYS_DIFFERENT) or (isinstance(module, _DROPOUT) and module.p > 0)
         expected = "no dropout or batch normalisation, which act otherwise than they learn; LayerNorm does not"
         check(not differs, f"policy: {name}", module, expected)
 

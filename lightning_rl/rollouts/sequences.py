@@ -63,9 +63,9 @@ class Sequences:
     def split(self, num_parts: int) -> Iterator[tuple[slice, Sequences]]:
         """Cut the sequences, in their order, into parts, and yield the rows of each and its sequences."""
         bounds = [len(self) * part // num_parts for part in range(num_parts + 1)]
-        return (self._between(begin, end) for begin, end in itertools.pairwise(bounds))
+        return (self.between(begin, end) for begin, end in itertools.pairwise(bounds))
 
-    def _between(self, begin: int, end: int) -> tuple[slice, Sequences]:
+    def between(self, begin: int, end: int) -> tuple[slice, Sequences]:
         """Return the rows of the sequences from `begin` to before `end`, and these sequences; nothing is copied."""
         first = int(self.lengths[:begin].sum())
         rows = slice(first, first + int(self.lengths[begin:end].sum()))
@@ -73,7 +73,7 @@ class Sequences:
             self.lengths[begin:end], self.starts[rows], map_leaves(itemgetter(slice(begin, end)), self.memory)
         )
         if self.burn_in is not None:
-            burnt, part.burn_in = self.burn_in._between(begin, end)
+            burnt, part.burn_in = self.burn_in.between(begin, end)
             part.burn_in_observations = map_leaves(itemgetter(burnt), self.burn_in_observations)
         return rows, part
 

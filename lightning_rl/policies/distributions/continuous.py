@@ -252,8 +252,7 @@ class Beta(Distribution):
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw z, the difference of the logarithms of two gamma variables."""
         with torch.no_grad():
-            first = torch._standard_gamma(self.alpha.contiguous(), generator=generator)
-            return first.log() - torch._standard_gamma(self.beta.contiguous(), generator=generator).log()
+            return _log_gamma_sample(self.alpha, generator) - _log_gamma_sample(self.beta, generator)
 
     def mode(self) -> Tensor:
         """Return the logit of (α - 1) / (α + β - 2); the middle where both are 1 and every action is as likely."""
@@ -290,6 +289,12 @@ class Beta(Distribution):
     def to_space(self, action: Tensor) -> Tensor:
         """Return the bounded action."""
         return self.bounds.from_unit((action / 2).tanh())
+
+
+def _log_gamma_sample(concentration: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return the logarithms of samples of gamma distributions with rate 1."""
+    # Private to PyTorch, because `torch.distributions.Gamma` takes no generator.
+    return torch._standard_gamma(concentration.contiguous(), generator=generator).log()
 
 
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:

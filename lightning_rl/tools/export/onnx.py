@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, leaves, map_leaves
 from lightning_rl.tools.export.program import DeployedPolicy, input_names, output_names
 from lightning_rl.validation import ConfigurationError, how_to_install
 
@@ -72,8 +71,8 @@ def save_onnx(
                 dynamo=True,
                 optimize=False,  # what runs it optimises it
                 verbose=False,
-                input_names=tree_leaves(ins),
-                output_names=tree_leaves(outs),
+                input_names=list(leaves(ins)),
+                output_names=list(leaves(outs)),
             )
     except Exception as error:
         raise _refused(program, deployed.policy, error) from error
@@ -106,14 +105,14 @@ class OnnxProgram:
                 f"{type(error).__name__}: {error}"
             ) from error
         self._inputs = input_names(example)
-        names, self._structure = tree_flatten(output_names(output, len(example) > 1))
-        self._outputs: list[str] = names
+        self._outputs = output_names(output, len(example) > 1)
 
     def __call__(self, *inputs: Nested) -> Nested:
         """Return what the model gives, nested as the policy does."""
-        feed = {n: x.numpy() for n, x in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True)}
-        found = self.session.run(self._outputs, feed)
-        return tree_unflatten([torch.from_numpy(np.asarray(x)) for x in found], self._structure)
+        feed = {n: x.numpy() for n, x in zip(leaves(self._inputs), leaves(inputs), strict=True)}
+        names = list(leaves(self._outputs))
+        found = dict(zip(names, self.session.run(names, feed), strict=True))
+        return map_leaves(lambda name: torch.from_numpy(np.asarray(found[name])), self._outputs)
 
 
 def load_onnx(path: Path, deployed: DeployedPolicy, example: tuple[Nested, ...]) -> OnnxProgram:
