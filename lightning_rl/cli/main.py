@@ -102,6 +102,18 @@ def _record_options(record: str | None = None, record_as: RecordAs | list[Record
     """
 
 
+class _RunParser(CommandParser):
+    """The parser of a command of the Trainer, with the options that the command has besides."""
+
+    def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Add the arguments of a method of the Trainer, then the options of this package."""
+        added: list[str] = super().add_method_arguments(theclass, themethod, *args, **kwargs)
+        if themethod == "predict":
+            self.add_function_arguments(_record_options)
+        describe_options(self, themethod)
+        return added
+
+
 class OnPolicyCLI(LightningCLI):
     """`LightningCLI` whose model gets the environment's spaces, and whose runs have a folder that a restart finds."""
 
@@ -112,7 +124,15 @@ class OnPolicyCLI(LightningCLI):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         self._lock = RunLock()
-        super().__init__(*args, **kwargs)
+        try:
+            with self._no_empty_run_dir():
+                super().__init__(*args, **kwargs)
+        except Exception as error:
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
+            raise
+        if self.subcommand is not None:  # the command is over
+            self._lock.release()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -132,13 +152,6 @@ class OnPolicyCLI(LightningCLI):
         """Link the spaces, and add what belongs to a run rather than to one of its parts."""
         link_spaces(parser)
         parser.add_function_arguments(_run_options)
-
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:  # noqa: ANN401
-        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "predict":
-            parser.add_function_arguments(_record_options)
-        describe_options(parser, subcommand)
-        return parser
 
     def _parse_ckpt_path(self) -> None:
         """Resolve `last` and `best`, and choose the folder of the run.
@@ -179,24 +192,23 @@ class OnPolicyCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Refuse what cannot be trained, or does not fit the checkpoint, before anything is written."""
-        with self._no_empty_run_dir():
-            super().instantiate_classes()
-            if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
-                handler.watch(self.trainer)
+        super().instantiate_classes()
+        if isinstance(handler := signal.getsignal(signal.SIGTERM), EarlyTermination):
+            handler.watch(self.trainer)
+        if self.subcommand == "fit":
+            self.model.check_run(self.trainer, self.datamodule.rollout_shape)
+            self.model.check_actors(self.datamodule.num_actors)
+        if self.checkpoint is not None:
             if self.subcommand == "fit":
-                self.model.check_run(self.trainer, self.datamodule.rollout_shape)
-                self.model.check_actors(self.datamodule.num_actors)
-            if self.checkpoint is not None:
-                if self.subcommand == "fit":
-                    check_resumable(self.checkpoint, self.model)
-                    self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
-                check_fits(self.checkpoint, self.model)
-                if self.subcommand == "fit":
-                    self._check_changes()
-                self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
-            elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
-                parts = self._get(self.config_init, "init_parts")
-                self.model.init_from(path, None if parts is None else as_list(parts))
+                check_resumable(self.checkpoint, self.model)
+                self.datamodule.check_resumable(self.checkpoint.get(type(self.datamodule).__qualname__, {}))
+            check_fits(self.checkpoint, self.model)
+            if self.subcommand == "fit":
+                self._check_changes()
+            self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
+        elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
+            parts = self._get(self.config_init, "init_parts")
+            self.model.init_from(path, None if parts is None else as_list(parts))
 
     def _check_changes(self) -> None:
         """Refuse to resume with other settings than those of the run's last start, unless they are confirmed."""
@@ -269,17 +281,6 @@ class OnPolicyCLI(LightningCLI):
         # What an interrupted run logged after its last checkpoint will be logged again.
         purge = {} if self.checkpoint is None else {"purge_step": self.checkpoint[CHECKPOINT_KEY]["env_steps"] + 1}
         return TensorBoardLogger(folder, name="", version="", default_hp_metric=False, **purge)
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run it; where it fails on one of several ranks, end them all."""
-        try:
-            with self._no_empty_run_dir():
-                super()._run_subcommand(subcommand)
-            self._lock.release()
-        except Exception as error:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
-            raise
 
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Train; say where and how long before, and how to resume if training is interrupted."""
@@ -411,7 +412,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 RolloutDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=chooses_data_class(arguments),
-                parser_class=CommandParser,
+                parser_class=_RunParser,
                 parser_kwargs={"prog": "lightning-rl", "description": about + others},
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},

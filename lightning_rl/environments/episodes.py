@@ -370,7 +370,6 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             "reward_sum": self._reward_sum,
             "ends": [list(end) for end in self._ends],
             OWN_STATE: own.state_dict() if self._has_own_state else None,
-            "elapsed": [limit._elapsed_steps for limit in self._time_limits],
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
@@ -388,8 +387,8 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
             own: Any = self.env.unwrapped
             self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
             own.load_state_dict(record[OWN_STATE])
-            for limit, elapsed in zip(self._time_limits, record["elapsed"], strict=True):
-                limit._elapsed_steps = elapsed
+            for limit in self._time_limits:  # all of them count the same steps: nothing in between repeats actions
+                limit._elapsed_steps = record["step_count"]  # private to Gymnasium, which sets it only to 0
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True, self._observation

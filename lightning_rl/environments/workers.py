@@ -143,11 +143,14 @@ class ProcessVectorEnv(AsyncVectorEnv):
             raise
 
     def _check_spaces(self) -> None:
+        # Overrides a private method of Gymnasium, which waits for the workers without a time limit.
+        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
         with self._guarded():
-            # Gymnasium waits here for ever; ask for anything first, with the time limit.
-            self.call_async("index")
-            self.call_wait(self.timeout)
-            super()._check_spaces()  # type: ignore[no-untyped-call]
+            for name, space in expected.items():
+                self.call_async(name)
+                for index, other in enumerate(self.call_wait(self.timeout)):
+                    if other != space:
+                        raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
 
     def _raise_if_errors(self, successes: Iterable[bool]) -> None:
         """Raise what the first worker to fail reported, with its traceback as a note instead of in the log."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import functools
 import multiprocessing
 import pickle
@@ -17,7 +18,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
+from torch.utils.data._utils.signal_handling import _remove_worker_pids, _set_worker_pids  # type: ignore[attr-defined]
 
 from lightning_rl.data.actors.base import ActorOptions, ActorSetup, Failure
 from lightning_rl.data.actors.transport import PackedRollout, SharedWeights, WeightsLocked, pack, unpack
@@ -147,12 +148,14 @@ class ProcessActors:
         self._weights = SharedWeights(policy, context)
         self._weights.publish(policy, version)
         self._signs = Signs(options.count)
+        without_locks: Any = copy.copy(context)
+        without_locks.Event = _Flag
         loader = DataLoader(
             Actors(setup, copy_to_cpu(policy), self._weights, self._signs),
             batch_size=None,
             num_workers=options.count,
             collate_fn=_as_it_is,
-            multiprocessing_context=context,
+            multiprocessing_context=without_locks,
             prefetch_factor=options.rollouts_ahead,
             timeout=_LOOK_EVERY,
             in_order=False,
@@ -181,9 +184,8 @@ class ProcessActors:
 
         PyTorch would raise out of the signal that a child has ended, wherever the learner is: in half an update.
         """
-        iterator: Any = self._iterator
-        _remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
+        _remove_worker_pids(id(self._iterator))
+        _set_worker_pids(id(self._iterator), ())  # for PyTorch to remove when the iterator ends
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Make a policy the one to collect with; see `RolloutSource`."""
@@ -223,9 +225,6 @@ class ProcessActors:
             time.sleep(0.005)
         # Those that are stuck in an environment; the others may hold a lock that they share with this process.
         kill(self._processes[index] for index in self._busy())
-        if not _is_free(iterator._workers_done_event):
-            kill(self._processes)
-            iterator._workers_done_event = threading.Event()  # nobody is left to be told
         # PyTorch gives each process that does not answer five seconds more.
         force = threading.Timer(max(1.0, deadline - time.monotonic()), self._kill_at_once)
         force.start()
@@ -260,12 +259,19 @@ class ProcessActors:
             raise EnvironmentFailure(f"{self._setup.describe(index)} {what}")
 
 
-def _is_free(event: Any) -> bool:  # noqa: ANN401 - multiprocessing has no public name for it
-    """Whether an event can be set: not if a process was ended while it looked at it, which PyTorch would wait for."""
-    free: bool = event._cond.acquire(timeout=_LOOK_EVERY)
-    if free:
-        event._cond.release()
-    return free
+class _Flag:
+    """An event between processes without a lock, which a process that is killed would keep for ever."""
+
+    def __init__(self) -> None:
+        self._flag = torch.zeros(1, dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+
+    def set(self) -> None:
+        """Set the flag in all processes."""
+        self._flag.fill_(True)
+
+    def is_set(self) -> bool:
+        """Whether a process has set the flag."""
+        return bool(self._flag)
 
 
 def _as_it_is(x: object) -> object:

@@ -91,8 +91,8 @@ class RolloutMemory:
         given = _Kept(fields, valid, starts, states, burn_in)
         if self.layout not in (None, given.layout):
             raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
-        copies: Any = [None if x is None else map_leaves(copy_to_memory, x) for x in given.parts]
-        self._kept.append(_Kept(*copies, burn_in))
+        copies = [None if x is None else map_leaves(copy_to_memory, x) for x in given.parts]
+        self._kept.append(_Kept(copies[0], copies[1], copies[2], copies[3], burn_in))
 
     def clear(self) -> None:
         """Remove all rollouts."""

@@ -374,14 +374,20 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
     assert len(begun) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in begun)
 
 
+def hold_locks(event) -> None:
+    """End like an actor that is killed while it looks whether it should end."""
+    for name in ("_cond", "_lock"):
+        if (lock := getattr(event, name, None)) is not None:
+            lock.acquire()
+
+
 def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
-    """An actor that is ended by force may have been about to look whether it should end."""
     data = make_actors(rollouts_per_epoch=1)
 
     class Take(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             event = data._source.source._iterator._workers_done_event
-            dead = multiprocessing.get_context("fork").Process(target=event._cond.acquire)
+            dead = multiprocessing.get_context("fork").Process(target=hold_locks, args=(event,))
             dead.start()
             dead.join()
 
