@@ -319,7 +319,7 @@ CHANGES: dict[str, Callable[[PPO], Any]] = {
         nn.utils.prune.remove(model.policy.action_head.logits, "weight"),
     ],
     "shared layer": lambda model: setattr(model.policy.critic_encoder, "layers", model.policy.actor_encoder.layers),
-    "method of the policy": lambda model: setattr(model.policy, "_value", lambda features: features.sum(-1)),
+    "method of the policy": lambda model: setattr(model.policy, "value_of", lambda features: features.sum(-1)),
     "passes of the critic": lambda model: setattr(
         model, "frozen_parameters", lambda part: [model.policy.value_head.bias]
     ),
