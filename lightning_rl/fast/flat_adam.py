@@ -95,7 +95,10 @@ class FlatAdam(Adam):
         self._laid_out = None  # another state than the one that was laid out
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Give Adam what it steps: nothing of a group that has vectors, whose step is taken here."""
+        """Give Adam what it steps: nothing of a group that has vectors, whose step is taken here.
+
+        Private to PyTorch: an override of `step` that calls Adam's would run the hooks of a step twice.
+        """
         vectors = self._vectors_of(group)
         if vectors is None:
             return super()._init_group(group, *lists)  # type: ignore[no-any-return, no-untyped-call]
