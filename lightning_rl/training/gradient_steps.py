@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,6 +157,7 @@ class GradientSteps:
         self._has_ratios = self._has_value = False
         # Minibatches of which the host does not know yet whether they were finite, with what the device knows.
         self._unchecked: list[tuple[FailedMinibatch, Tensor]] = []
+        self._unchecked_bytes = 0
 
     def begin(self) -> None:
         """Begin the updates from a rollout."""
@@ -307,7 +309,7 @@ class GradientSteps:
         """Return those of the means that no update may come from."""
         failed = self.record.not_finite(means)
         if failed and self.failed_minibatch is None:
-            self.failed_minibatch = next((one for one, finite in self._unchecked if not finite), None)
+            self._check_minibatches()
         return failed
 
     def adapt_learning_rate(self, means: dict[str, float]) -> None:
@@ -337,8 +339,8 @@ class GradientSteps:
             self.record.add_absolute("total_abs_loss", torch.stack([term.detach() for term in loss.terms]))
         if loss.first_log_ratios is not None:
             self.observe_first_ratios(loss.first_log_ratios)
-        for name, limit in loss.limits.items():
-            self.record.stop_unless(average(loss.observed[name]) <= limit)
+        if loss.limits:
+            self.record.stop_unless(_is_within_limits(loss))
         return loss.total
 
     def _backward(self, total: Tensor) -> None:
@@ -358,17 +360,23 @@ class GradientSteps:
             if not _is_known_finite(norm):
                 # Whether it is finite, in fewer kernels than `isfinite`.
                 self.record.stop_all_phases_unless(norm - norm == 0)
-        one = FailedMinibatch(batch, name, self.part)
-        if self.record.finite.is_cpu:
-            if self.failed_minibatch is None and not self.record.finite:
+        if self.failed_minibatch is None:
+            one, finite = FailedMinibatch(batch, name, self.part), self.record.finite
+            if not finite.is_cpu:
+                self._unchecked.append((one, finite))
+                self._unchecked_bytes += batch.num_bytes
+                if self._unchecked_bytes > _MAX_UNCHECKED:
+                    self._check_minibatches()
+            elif not finite:
                 self.failed_minibatch = one
-        else:
-            self._unchecked.append((one, self.record.finite))
-            size = sum(kept.minibatch.num_bytes for kept, _ in self._unchecked)
-            if size > _MAX_UNCHECKED and bool(self.record.finite):
-                self._unchecked.clear()
         if self.check_numerics and self.record.not_finite(self.means()):
             raise NotFiniteError
+
+    def _check_minibatches(self) -> None:
+        """Keep the first unchecked minibatch that was not finite, and no other; the host waits for the device."""
+        if not self.record.finite:
+            self.failed_minibatch = next((one for one, finite in self._unchecked if not finite), None)
+        self._unchecked, self._unchecked_bytes = [], 0
 
     def _clip(self, gradients: list[Tensor], grad_norm: Tensor) -> None:
         if self.max_grad_value is not None:
@@ -403,10 +411,7 @@ class GradientSteps:
         before: OptimizerSnapshot,
     ) -> None:
         """Take a step back after which the minibatch exceeds a limit of its loss; the host waits for that."""
-        loss = loss_of(batch)
-        keep = torch.ones_like(self.record.is_open)
-        for name, limit in loss.limits.items():
-            keep = keep & (average(loss.observed[name]) <= limit)
+        keep = _is_within_limits(loss_of(batch))
         taken_back = self.record.is_open & ~keep
         if taken_back:
             before.restore()
@@ -503,6 +508,12 @@ class OptimizerSnapshot:
 
 def _copy(x: Any) -> Any:  # noqa: ANN401 - whatever an optimiser remembers
     return x.clone() if isinstance(x, Tensor) else x
+
+
+def _is_within_limits(loss: Loss) -> Tensor:
+    """Return whether the means over all ranks are within the limits of a loss, which has some."""
+    within = (average(loss.observed[name]) <= limit for name, limit in loss.limits.items())
+    return functools.reduce(operator.and_, within)
 
 
 def _is_known_finite(x: Tensor) -> bool:
