@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 # Seconds that the ranks started by this one get before they are ended by force: to say what happened to them; and to
@@ -152,27 +152,6 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
-
-
-class ExactStates(nn.Module):
-    """Base of modules without submodules whose statistics keep their precision, whatever that of the network is.
-
-    A float32 count would stop at 2^24, and a bfloat16 count at 256.
-
-    Attributes:
-        stays_off: Types of devices that the statistics are not moved to.
-    """
-
-    stays_off: tuple[str, ...] = ()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
-        """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
-
-        def move(state: Tensor) -> Tensor:
-            device = fn(torch.empty(0, device=state.device)).device
-            return state if device.type in self.stays_off else state.to(device, exact_dtype(device))
-
-        return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class RankFailure(RuntimeError):

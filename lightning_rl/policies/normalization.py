@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.distributed import ExactStates, Reduce, _identity
+from lightning_rl.distributed import Reduce, _identity, exact_dtype
 from lightning_rl.nested import Nested, join, module_name, part_at
 from lightning_rl.validation import check, is_one_of
 
 RewardScale = Literal["return_std", "reward_std"]
 """What rewards are divided by: the running deviation of the discounted return, or that of the rewards themselves."""
+
+
+class ExactStates(nn.Module):
+    """Base of modules without submodules whose statistics keep their precision, whatever that of the network is.
+
+    A float32 count would stop at 2^24, and a bfloat16 count at 256.
+
+    Attributes:
+        stays_off: Types of devices that the statistics are not moved to.
+    """
+
+    stays_off: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:  # noqa: ANN401
+        """Follow moves between devices, but not casts: `to` calls only this private method of submodules."""
+
+        def move(state: Tensor) -> Tensor:
+            device = fn(torch.empty(0, device=state.device)).device
+            return state if device.type in self.stays_off else state.to(device, exact_dtype(device))
+
+        return super()._apply(move, *args, **kwargs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class RunningMoments(ExactStates):

@@ -13,7 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_rl.distributed import ExactStates, exact_dtype
+from lightning_rl.distributed import exact_dtype
+from lightning_rl.policies.normalization import ExactStates
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
 
 
