@@ -214,8 +214,8 @@ def name_event_files(trainer: Trainer) -> None:
             writer = event_files(logger)
             if not isinstance(writer.event_writer, _NamingWriter):
                 writer.event_writer = _NamingWriter(writer.event_writer)
-    if not isinstance(threading.excepthook, _QuietWriters):
-        threading.excepthook = _QuietWriters(threading.excepthook)
+            if not isinstance(threading.excepthook, _QuietWriters):
+                threading.excepthook = _QuietWriters(threading.excepthook)
 
 
 class _QuietWriters:
