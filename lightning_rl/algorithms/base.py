@@ -35,12 +35,13 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.networks import DiscreteEncoding, Network
 from lightning_rl.policies.normalization import RewardScale, ValueNormalization
 from lightning_rl.policies.recurrent import Memory
+from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.replay import Replay
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
 from lightning_rl.spaces import SpaceDict, differing, space_from_dict, space_to_dict
-from lightning_rl.training.advantages import AdvantageEstimator, counted_values, explained_variance
+from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import check_strategy, plain_settings, refuse_automatic_optimization, refuse_tuners
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
 from lightning_rl.training.compilation import compile_policy_alone
@@ -337,7 +338,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.normalizers.begin(rollout)
         weights = self.checked_weights(rollout)
         batch = self.estimator.batch(rollout, weights, **per_step)
-        values, returns = counted_values(batch)
+        values, returns = batch.counted(batch.values), batch.counted(batch.returns)
         self.normalizers.value_targets = returns
         self.steps.observe(explained_variance=explained_variance(values, returns))
         return batch
@@ -397,10 +398,7 @@ class OnPolicyAlgorithm(LightningModule):
             batch: Rows of a rollout.
             policy: Another policy of the same kind, such as an earlier copy; None: `self.policy`.
         """
-        policy = self.policy if policy is None else policy
-        if batch.sequences is None:
-            return policy(batch.observations)  # type: ignore[no-any-return]
-        return policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]
+        return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
         """Show a pass over a batch to those callbacks that log histograms.

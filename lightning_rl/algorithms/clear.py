@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.impala import IMPALA
 from lightning_rl.nested import map_leaves
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import on_grid, set_common_weight
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
@@ -128,6 +129,13 @@ class CLEAR(IMPALA):
             loss.add("value_cloning_loss", cloning, self.value_cloning_coef, rows)
         return loss
 
+    def add_terms(self, loss: Loss, steps: Unroll) -> tuple[Distribution, Tensor]:
+        """Add those of `IMPALA`, and keep the distributions as they are before the step."""
+        distribution, values = super().add_terms(loss, steps)
+        # Copies: what is the same for all rows is a parameter, which the step changes.
+        steps.distributions = map_leaves(lambda x: x.detach().clone(), distribution.parameters())
+        return distribution, values
+
     def store_rollout(self, steps: Unroll) -> None:
         """Keep the unrolls of a rollout, with what the learner made of them before its step."""
         rollout, places = steps.rollout, steps.batch.places
@@ -139,7 +147,7 @@ class CLEAR(IMPALA):
         def kept(rows: Tensor) -> Tensor:
             return on_grid(rows, places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
 
-        parameters = map_leaves(kept, steps.estimates.distributions)
+        parameters = map_leaves(kept, steps.distributions)
         then = copy.copy(rollout)
         then.values = on_grid(steps.estimates.values, places, rollout.values)
         self.kept.append(then, self.generator, old_distribution=parameters)

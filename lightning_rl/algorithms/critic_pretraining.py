@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.wrappers.rewards import RewardClip
+from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
@@ -49,8 +50,7 @@ class ReturnEstimator(AdvantageEstimator):
         """Return logarithms of the importance weights, `[T, B]`."""
         steps = unroll(rollout)
         batch = steps.batch
-        inputs = (batch.observations,) if batch.sequences is None else (batch.observations, batch.sequences)
-        log_rhos = self.policy(*inputs)[0].log_prob(batch.actions) - batch.log_probs
+        log_rhos = on_rows(self.policy, batch)[0].log_prob(batch.actions) - batch.log_probs
         return steps.grid(log_rhos, torch.zeros_like(rollout.values))
 
 
@@ -97,7 +97,7 @@ class CriticPretraining(OnPolicyAlgorithm):
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
-        self.normalizers.transform_rewards(reward_scale, reward_clip)
+        self.normalizers.transform_rewards(reward_scale, reward_clip, self.hparams["normalize_rewards"])
         check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)

@@ -12,7 +12,7 @@ from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.distributed import all_reduce
 from lightning_rl.environments.wrappers.rewards import RewardClip
-from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import values_reached
 from lightning_rl.rollouts.batch import Batch, set_common_weight
@@ -78,7 +78,7 @@ class IMPALA(OnPolicyAlgorithm):
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         self.reduction = reduction
-        self.normalizers.transform_rewards(reward_scale, reward_clip)
+        self.normalizers.transform_rewards(reward_scale, reward_clip, self.hparams["normalize_rewards"])
         for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
             if bound is not None:
                 check_number(name, bound, above=0)
@@ -139,8 +139,7 @@ class IMPALA(OnPolicyAlgorithm):
         # Not where actors are asynchronous: one rank may have a rollout of its own policy, and another have none.
         if steps.rollout.actor is None and self.is_on_policy(steps.rollout):
             loss.watch_ratios(log_rhos)
-        parameters = map_leaves(lambda x: x.detach().clone(), distribution.parameters())
-        steps.estimates = VTraceEstimates(values.detach(), log_rhos, advantages, returns, parameters)
+        steps.estimates = VTraceEstimates(values.detach(), log_rhos, advantages, returns)
         return distribution, values
 
     def new_loss(self, batch: Batch) -> Loss:
@@ -178,8 +177,8 @@ class IMPALA(OnPolicyAlgorithm):
     def observe_targets(self, steps: Unroll) -> None:
         """Hand the value targets to the normalizer of values, and observe those of the newest rollout: NaN of none."""
         parts = [(part, part.estimates) for part in steps.parts if part.estimates is not None]
-        self.normalizers.value_targets = torch.cat([part.counted(made.returns) for part, made in parts])
-        new, made = parts[0]
+        self.normalizers.value_targets = torch.cat([part.batch.counted(made.returns) for part, made in parts])
+        new, made = parts[0][0].batch, parts[0][1]
         returns, ratios = new.counted(made.returns), new.counted(made.log_rhos).exp()
         count, weights = all_reduce(torch.stack([ratios.new_tensor(len(ratios)), ratios.sum()]))
         self.steps.observe(

@@ -123,6 +123,6 @@ class VMPO(OnPolicyAlgorithm):
         loss.add_scalar(None, rl.lagrangian(kl, kl_coef, self.kl_epsilon))
         loss.add_value(values, self.value_coef)
         loss.observe(kl=kl, temperature=temperature, kl_coef=kl_coef)
-        loss.observe_entropy(distribution.entropies())
+        loss.add_entropy(distribution.entropies(), coef=0.0)
         loss.watch_ratios(log_probs - batch.log_probs)
         return loss

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked
+from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.interface import Policy, RecurrentPolicy
 from lightning_rl.policies.recurrent_state import RecurrentState
+from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 
 # Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
@@ -183,6 +185,12 @@ def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN4
     if rollout.memory is None:
         observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
         return in_chunks(lambda x: policy(x)[0].parameters(), observations, lead=2)
-    batch = rollout.flatten()
     # Copies: what is the same for all observations is a view of a parameter, which the updates change.
-    return map_leaves(torch.clone, policy(batch.observations, batch.sequences)[0].parameters())
+    return map_leaves(torch.clone, on_rows(policy, rollout.flatten())[0].parameters())
+
+
+def on_rows(policy: Any, batch: Batch) -> tuple[Distribution, Tensor]:  # noqa: ANN401
+    """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+    if batch.sequences is None:
+        return policy(batch.observations)  # type: ignore[no-any-return]
+    return policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]

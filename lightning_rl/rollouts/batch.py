@@ -95,6 +95,10 @@ class Batch:
     def __len__(self) -> int:
         return len(first_leaf(self.fields))
 
+    def counted(self, x: Tensor) -> Tensor:
+        """Return the entries of `x`, one per row, of rows that count; with memory others are there too."""
+        return x[self.weights != 0] if "weights" in self.fields else x
+
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`).
 

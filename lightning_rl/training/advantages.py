@@ -188,14 +188,6 @@ class AdvantageEstimator:
         return batch
 
 
-def counted_values(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return values and returns of the rows that count; with memory others are there too."""
-    if "weights" not in batch.fields:
-        return batch.values, batch.returns
-    counted = batch.weights != 0
-    return batch.values[counted], batch.returns[counted]
-
-
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
     """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
     if world_size() == 1:

@@ -95,14 +95,15 @@ class Loss:
             batch: Whose rows they are; None: those of the minibatch.
         """
         if self.part != "critic":
-            total = self._record_entropy(entropies, batch)
+            means = {path: self._rows(batch).mean(x) for path, x in entropies.items()}
+            total = functools.reduce(operator.add, means.values())
+            self._record("entropy", total)
+            for path, mean in means.items():
+                if path:
+                    name = f"entropy.{path}"
+                    self.observed[name] = self.observed.get(name, 0) + mean.detach()
             if coef:
                 self._sum(total, -coef)
-
-    def observe_entropy(self, entropies: Mapping[str, Tensor]) -> None:
-        """Record the mean entropy as `add_entropy` does, without a part in the sum."""
-        if self.part != "critic":
-            self._record_entropy(entropies, None)
 
     def add_value(
         self,
@@ -195,16 +196,6 @@ class Loss:
         """Return names and values of all that is recorded, and those of the names that may be NaN or infinite."""
         everything = self.metrics | {"loss": self.total.detach()} | self.observed
         return tuple(everything), torch.stack([*everything.values()]), self.observed
-
-    def _record_entropy(self, entropies: Mapping[str, Tensor], batch: Batch | None) -> Tensor:
-        means = {path: self._rows(batch).mean(x) for path, x in entropies.items()}
-        total = functools.reduce(operator.add, means.values())
-        self._record("entropy", total)
-        for path, mean in means.items():
-            if path:
-                name = f"entropy.{path}"
-                self.observed[name] = self.observed.get(name, 0) + mean.detach()
-        return total
 
     def _mean(self, name: str, rows: Tensor, batch: Batch | None) -> Tensor:
         own = self._rows(batch)

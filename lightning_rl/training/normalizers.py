@@ -59,12 +59,13 @@ class Normalizers:
             return scaled
         return rollout.rewards if self.of_rewards is None else self.of_rewards(rollout.rewards)
 
-    def transform_rewards(self, scale: float, clip: RewardClip | None) -> None:
+    def transform_rewards(self, scale: float, clip: RewardClip | None, normalize_rewards: object) -> None:
         """Scale and bound rewards by fixed numbers, in place of a normalizer.
 
         Args:
             scale: Factor of rewards.
             clip: Bounds of rewards after that; None: none.
+            normalize_rewards: The option that a normalizer was made by, for the error.
 
         Raises:
             ConfigurationError: A value is out of range, or there is a normalizer too.
@@ -72,7 +73,7 @@ class Normalizers:
         check_reward_options(scale, clip)
         self.scale_rewards = make_reward_transform(scale, clip)
         both = self.scale_rewards is not None and self.of_rewards is not None
-        check(not both, "normalize_rewards", True, "false beside reward_scale or reward_clip")
+        check(not both, "normalize_rewards", normalize_rewards, "false beside reward_scale or reward_clip")
 
     def begin(self, rollout: Rollout) -> None:
         """Take a rollout in before it is learned from, where that is wanted."""

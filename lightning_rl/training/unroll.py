@@ -24,14 +24,12 @@ class VTraceEstimates(NamedTuple):
         log_rhos: Logarithms of the importance weights.
         advantages: By V-trace.
         returns: V-trace targets of the values.
-        distributions: The parameters of its action distributions, `[N, ...]`.
     """
 
     values: Tensor
     log_rhos: Tensor
     advantages: Tensor
     returns: Tensor
-    distributions: Nested
 
 
 class Unroll:
@@ -42,6 +40,7 @@ class Unroll:
         batch: Its real steps; `places` says where each is, `t · B + b`.
         replayed: Steps of earlier rollouts that are learned from together with these; None: none.
         estimates: What the last loss has made of the rows; None before.
+        distributions: The parameters of the learner's action distributions then, `[N, ...]`, where they are kept.
     """
 
     def __init__(self, rollout: Rollout, batch: Batch, replayed: Unroll | None = None) -> None:
@@ -49,6 +48,7 @@ class Unroll:
         self.batch = batch
         self.replayed = replayed
         self.estimates: VTraceEstimates | None = None
+        self.distributions: Nested | None = None
 
     @property
     def parts(self) -> list[Unroll]:
@@ -67,10 +67,6 @@ class Unroll:
     def grid(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
         """Return `rows`, `[N]`, where they belong, `[T, B]`, and `elsewhere` the entries that it has there."""
         return on_grid(rows, self.batch.places, elsewhere)
-
-    def counted(self, rows: Tensor) -> Tensor:
-        """Return the entries of `rows`, `[N]`, of steps that count; others are there too."""
-        return rows[self.batch.weights != 0] if "weights" in self.batch.fields else rows
 
 
 def unroll(rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Unroll:

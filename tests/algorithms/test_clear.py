@@ -107,7 +107,7 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
     # The policy is what it was, to within the learning rate: so are its log-probabilities and distributions.
     now, then = replayed.estimates, replayed.batch.old_distribution
     torch.testing.assert_close(now.log_rhos, torch.zeros_like(now.log_rhos), rtol=0, atol=1e-4)
-    for own, theirs in zip(leaves(now.distributions), leaves(then), strict=True):
+    for own, theirs in zip(leaves(replayed.distributions), leaves(then), strict=True):
         torch.testing.assert_close(own.expand_as(theirs), theirs, rtol=1e-4, atol=1e-5)
 
 
