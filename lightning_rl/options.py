@@ -1,0 +1,97 @@
+"""Groups of options: `PPO(optimizer={"max_grad_norm": 1.0})`.
+
+A group is a frozen dataclass that is the default of a constructor's parameter. Code of this package reads options by
+their full names, such as `optimizer.max_grad_norm`, in one flat dict. Checkpoints hold the groups as nested dicts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from lightning_rl.validation import ConfigurationError, check, did_you_mean
+
+Group = Any
+"""An instance of a frozen dataclass."""
+
+
+def default_groups(cls: type) -> dict[str, Group]:
+    """Return the default of every group among the constructor's parameters of a class and its bases.
+
+    The most derived class decides. A default that is a dict changes single fields of the base class's default.
+    """
+    groups: dict[str, Group] = {}
+    for base in reversed(cls.__mro__):
+        parameters = inspect.signature(base).parameters.values() if "__init__" in vars(base) else ()
+        for parameter in parameters:
+            if is_dataclass(parameter.default):
+                groups[parameter.name] = parameter.default
+            elif parameter.name in groups and isinstance(parameter.default, Mapping):
+                groups[parameter.name] = changed(parameter.name, groups[parameter.name], parameter.default)
+    return groups
+
+
+def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
+    """Return a group with the fields that a dict names changed; a group itself is returned as it is.
+
+    Args:
+        name: Name of the option, for errors.
+        group: The group to change.
+        given: A group of the same class, or a dict of its fields; a group inside it may be a dict too.
+
+    Raises:
+        ConfigurationError: The dict names a field that the group does not have, or `given` is something else.
+    """
+    if isinstance(given, type(group)):
+        return given
+    kind = type(group).__name__
+    check(isinstance(given, Mapping), name, given, f"a {kind} or a dict of its options")
+    known = [field.name for field in fields(group)]
+    changes = {}
+    for key, value in given.items():
+        if key not in known:
+            hint = did_you_mean(str(key), known) or f"; {name} has {', '.join(known)}"
+            raise ConfigurationError(f"{name}.{key}={value!r} is no option{hint}")
+        current = getattr(group, key)
+        changes[key] = changed(f"{name}.{key}", current, value) if is_dataclass(current) else value
+    return replace(group, **changes)
+
+
+def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, Any]:
+    """Return options by their full names: `{"gamma": 0.99, "optimizer.max_grad_norm": 0.5, ...}`.
+
+    Args:
+        options: By parameter of the constructor; a group may be a dict of some of its fields.
+        groups: The default of each group, which has the fields that such a dict leaves out.
+
+    Raises:
+        ConfigurationError: A group has no such field.
+    """
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        result |= _leaves(name, changed(name, groups[name], value)) if name in groups else {name: value}
+    return result
+
+
+def _leaves(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401
+    if not is_dataclass(value):
+        return {name: value}
+    return {
+        key: leaf
+        for field in fields(value)
+        for key, leaf in _leaves(f"{name}.{field.name}", getattr(value, field.name)).items()
+    }
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by parameter of the constructor, groups as nested dicts: the inverse of `flat`."""
+    result: dict[str, Any] = {}
+    for name, value in options.items():
+        *outer, last = name.split(".")
+        place = result
+        for one in outer:
+            place = place.setdefault(one, {})
+        place[last] = value
+    return result
