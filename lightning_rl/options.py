@@ -7,8 +7,11 @@ their full names, such as `optimizer.max_grad_norm`, in one flat dict. Checkpoin
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from lightning_rl.validation import ConfigurationError, check, did_you_mean
@@ -17,20 +20,39 @@ Group = Any
 """An instance of a frozen dataclass."""
 
 
-def default_groups(cls: type) -> dict[str, Group]:
-    """Return the default of every group among the constructor's parameters of a class and its bases.
+def defaults_of(cls: type) -> dict[str, Any]:
+    """Return the default of every parameter of a class's constructor and of its bases' constructors.
 
-    The most derived class decides. A default that is a dict changes single fields of the base class's default.
+    The most derived class decides. A dict as the default of a group changes single fields of the base class's default.
     """
-    groups: dict[str, Group] = {}
+    defaults: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         parameters = inspect.signature(base).parameters.values() if "__init__" in vars(base) else ()
-        for parameter in parameters:
-            if is_dataclass(parameter.default):
-                groups[parameter.name] = parameter.default
-            elif parameter.name in groups and isinstance(parameter.default, Mapping):
-                groups[parameter.name] = changed(parameter.name, groups[parameter.name], parameter.default)
-    return groups
+        for name, value in ((x.name, x.default) for x in parameters if x.default is not x.empty):
+            before = defaults.get(name)
+            is_change = is_dataclass(before) and isinstance(value, Mapping)
+            defaults[name] = changed(name, before, value) if is_change else value
+    return defaults
+
+
+def default_groups(cls: type) -> dict[str, Group]:
+    """Return the default of every group among the parameters of a class's constructor and its bases' constructors."""
+    return {name: value for name, value in defaults_of(cls).items() if is_dataclass(value)}
+
+
+def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
+    """Raise for options that neither a class nor its bases have.
+
+    Raises:
+        ConfigurationError: Names the option, and options with a similar name, in groups too.
+    """
+    for name, value in unknown.items():
+        defaults = defaults_of(cls)
+        known = flat(defaults, default_groups(cls))
+        by_last_part = {full.rpartition(".")[2]: full for full in known}
+        near = [by_last_part[x] for x in get_close_matches(name, by_last_part, cutoff=0.6)]
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
 
 
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
@@ -47,7 +69,7 @@ def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - wha
     if isinstance(given, type(group)):
         return given
     kind = type(group).__name__
-    check(isinstance(given, Mapping), name, given, f"a {kind} or a dict of its options")
+    check(isinstance(given, Mapping), name, given, f"{kind} or a dict of its options")
     known = [field.name for field in fields(group)]
     changes = {}
     for key, value in given.items():
@@ -95,3 +117,19 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
             place = place.setdefault(one, {})
         place[last] = value
     return result
+
+
+@contextmanager
+def options_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the option that an error begins with, where a class calls its arguments otherwise than the user does.
+
+    Args:
+        names: Full name of the option, by name of the argument.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        argument = re.match(r"\w*", str(error))[0]  # type: ignore[index]
+        if argument in names:
+            error.args = (names[argument] + str(error)[len(argument) :],)
+        raise

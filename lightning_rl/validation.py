@@ -79,20 +79,6 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def refuse_unknown_options(made: object, unknown: Mapping[str, object]) -> None:
-    """Raise where the first `__init__` of `made` that hands on no more options has been left with some.
-
-    Raises:
-        ConfigurationError: Names the class of `made`, the option, and those of its bases that are called nearly so.
-    """
-    for name, value in unknown.items():
-        signatures = [inspect.signature(base.__init__) for base in type(made).__mro__]  # type: ignore[misc]
-        keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        known = {x.name for signature in signatures for x in signature.parameters.values() if x.kind in keywords}
-        hint = did_you_mean(name, sorted(known - {"self"}))
-        raise ConfigurationError(f"{name}={value!r} is no option of {type(made).__name__}{hint}")
-
-
 def is_int(value: object) -> TypeGuard[int]:
     """Whether `value` is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -212,6 +198,19 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
     )
 
 
+def class_path(field: str, value: type[Any] | str) -> str:
+    """Return the import path of a class.
+
+    Raises:
+        ConfigurationError: It is no class, or one that cannot be imported by its name.
+    """
+    if isinstance(value, str):
+        return value
+    expected = "a class that can be imported, or its path; its arguments belong into options"
+    check(inspect.isclass(value) and "<locals>" not in value.__qualname__, field, value, expected)
+    return f"{value.__module__}.{value.__qualname__}"
+
+
 def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | str] | None) -> list[ClassSpec]:
     """Reduce a list of what `to_class_spec` takes to plain data; None is an empty list.
 
@@ -275,16 +274,16 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
     """
     module, _, name = class_path.rpartition(".")
     if module:
-        check_module(f"{field}: class_path", class_path, module)
+        check_module(field, class_path, module)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
-            f"{field}: class_path={class_path!r} cannot be imported ({error}): expected package.module.Class"
+            f"{field}={class_path!r} cannot be imported ({error}): expected package.module.Class"
         ) from error
-    check(inspect.isclass(found), f"{field}: class_path", class_path, "the path of a class")
+    check(inspect.isclass(found), field, class_path, "the path of a class")
     names = " or ".join(one.__name__ for one in (base if isinstance(base, tuple) else (base,)))
-    check(issubclass(found, base), f"{field}: class_path", class_path, f"a subclass of {names}")
+    check(issubclass(found, base), field, class_path, f"a subclass of {names}")
     return found  # type: ignore[no-any-return]
 
 
@@ -303,7 +302,9 @@ def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -
 
 def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationError:
     kind = "" if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: "
-    return ConfigurationError(f"{field}: {spec['class_path']} refused init_args={spec['init_args']!r}: {kind}{error}")
+    return ConfigurationError(
+        f"{field}: {spec['class_path']} refused the arguments {spec['init_args']!r}: {kind}{error}"
+    )
 
 
 def instantiate(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from gymnasium import spaces
 
@@ -11,9 +12,10 @@ from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.validation import ClassSpec, check_bool, check_number
+from lightning_rl.validation import ClassSpec, check_number
 
 
 class A2C(OnPolicyAlgorithm):
@@ -31,12 +33,15 @@ class A2C(OnPolicyAlgorithm):
             as in the paper.
         value_coef: Weight of the value loss ½(V - return)².
         entropy_coef: Weight of the entropy bonus.
-        normalize_advantages: Standardise them over the rollout.
-        **kwargs: Those of `OnPolicyAlgorithm`; `optimizer=None` is RMSprop, as in the paper.
+        **kwargs: Options of `OnPolicyAlgorithm`; the default optimizer is RMSprop, as in the paper.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        OPTIONS_OF_PASSES, "A2C makes one gradient step per rollout"
+    )
 
     def __init__(
         self,
@@ -47,19 +52,15 @@ class A2C(OnPolicyAlgorithm):
         gae_lambda: Scheduled = 1.0,
         value_coef: float = 0.5,
         entropy_coef: Scheduled = 0.01,
-        normalize_advantages: bool = False,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check_number("value_coef", value_coef, at_least=0)
-        check_bool("normalize_advantages", normalize_advantages)
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
         self.value_coef = value_coef
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
-        # Its only minibatch is the rollout.
-        self.estimator.normalize = "minibatch" if normalize_advantages else "none"
 
     def default_optimizer(self) -> ClassSpec:
         """Return RMSprop with the decay of the paper."""

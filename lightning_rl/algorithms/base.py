@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal, Self, cast
+from typing import IO, Any, ClassVar, Self, cast
 
 import torch
 from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import fast
@@ -29,33 +28,66 @@ from lightning_rl.distributed import world_size
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
 from lightning_rl.nested import Nested
+from lightning_rl.options import (
+    changed,
+    default_groups,
+    defaults_of,
+    flat,
+    nested,
+    options_named,
+    refuse_unknown_options,
+)
 from lightning_rl.policies.acting import act
 from lightning_rl.policies.actor_critic import ActorCritic, check_modes_agree
+from lightning_rl.policies.config import POLICY_OPTIONS, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.networks import DiscreteEncoding, Network
-from lightning_rl.policies.normalization import RewardScale, ValueNormalization
-from lightning_rl.policies.recurrent import Memory
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.replay import Replay
-from lightning_rl.rollouts.rollout import OnTruncation, Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict, differing, space_from_dict, space_to_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
-from lightning_rl.training.checks import check_strategy, plain_settings, refuse_automatic_optimization, refuse_tuners
+from lightning_rl.training.checks import (
+    check_options,
+    check_strategy,
+    plain_options,
+    refuse_automatic_optimization,
+    refuse_tuners,
+)
 from lightning_rl.training.clock import RATES, RunClock, ScheduledOptions, is_bounded, planned_env_steps
 from lightning_rl.training.compilation import compile_policy_alone
+from lightning_rl.training.config import (
+    AdvantageConfig,
+    AdvantageOptions,
+    DebugConfig,
+    DebugOptions,
+    NormalizationConfig,
+    NormalizationOptions,
+    OptimizerConfig,
+    OptimizerOptions,
+)
 from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric
 from lightning_rl.training.normalizers import Normalizers
 from lightning_rl.training.observing import HistogramLogger, SaturationCheck, histogram_loggers
-from lightning_rl.training.optimizers import adam, check_optimizers, make_optimizers, step_scheduler, try_optimizers
+from lightning_rl.training.optimizers import (
+    SCHEDULER,
+    AdaptiveLearningRate,
+    adam,
+    check_optimizers,
+    make_optimizers,
+    optimizer_specs,
+    scheduler_spec,
+    step_scheduler,
+    try_optimizers,
+)
 from lightning_rl.training.parameter_groups import (
     ActorOrCritic,
-    ParameterGroups,
     Part,
     WeightPenalty,
+    check_critic,
     parameters_of_other_half,
     parameters_of_policy,
 )
@@ -70,7 +102,6 @@ from lightning_rl.validation import (
     import_class,
     instantiate,
     loading,
-    refuse_unknown_options,
 )
 
 
@@ -88,71 +119,19 @@ class OnPolicyAlgorithm(LightningModule):
         action_space: Of one environment, likewise.
         learning_rate: Step size of the optimizer: a number or a schedule; see
             `lightning_rl.training.schedules.parse_schedule`.
-        anneal_learning_rate: Lower it linearly to 0 over the planned environment steps of the run. Where an environment
-            spends steps on resets and `max_epochs` alone bounds the run, these count as planned, and it ends as much
-            above 0 as they took.
-        optimizer: Optimiser class, as `{"class_path": ..., "init_args": ...}`, a class, or a `functools.partial` of
-            one; None is Adam with epsilon 1e-5, fused where that exists.
-        lr_scheduler: Scheduler class likewise, stepped once per rollout, in place of `anneal_learning_rate`.
-        critic_optimizer: Optimiser class likewise for the critic's own encoder and head, which then has an optimiser of
-            its own; None with a `critic_learning_rate` is another one of the class of `optimizer`.
-        critic_learning_rate: Its step size, a number or a schedule; None with a `critic_optimizer` is `learning_rate`.
-        parameter_groups: Options of some parameters, by the beginning of their names in the policy or a pattern like
-            `*.bias`: `learning_rate_scale`, which the learning rate is multiplied by, and any that the optimiser knows
-            for a group, such as `weight_decay`. A parameter takes those of the first pattern that fits.
-        max_grad_norm: Clip the global norm of the gradient, with two optimisers that of each; None does not.
-        max_grad_value: Clip every entry of the gradient to ± this, before its norm; None does not.
         gamma: Discount factor.
-        on_truncation: `bootstrap` goes on from the value of the observation at which a time limit cut the episode
-            off, `terminal` treats the limit as a terminal state.
-        network: `auto`, `mlp`, `nature`, `impala`, the class of an encoder, or one of these for some leaves of a nested
-            observation, by path; see `lightning_rl.policies.networks.make_encoder`.
-        hidden_sizes: Layers of the MLP.
-        activation: Activation of the MLP: `tanh`, `relu`, `elu`, `gelu` or `silu`.
-        discrete_encoding: What the MLP makes of `Discrete` and `MultiDiscrete` observations: `one_hot` vectors, or an
-            `embedding`, which is learned.
-        shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
-            nothing is for the critic only.
-        critic_only: Paths of parts of a `Dict` that the critic sees and the actor does not: `goal`, `robot.mass`.
-        memory: A recurrent core between encoder and heads: `lstm`, `gru`, or `{"kind": "lstm", option: value}` with
-            `hidden_size`, `num_layers`, `separate`, `sequence_length` and `burn_in`; None: none. See docs/policies.md.
-        initial_log_std: Logarithm of the initial standard deviation of continuous actions.
-        action_distribution: `gaussian`, `squashed_gaussian`, `beta` and others, by name, or as
-            `{"kind": name, option: value}`, or for a `Dict` or `Tuple` space one for each part by its path
-            (`{"arm.0": "beta"}`); None takes the default of each space. See docs/policies.md.
-        normalize_observations: Standardise every `Box` of the observation that is no image by its running moments. A
-            dict changes how: `clip` bounds the result (10), `epsilon` is added to the variance (1e-8),
-            `initial_variance` is the variance before any data (1).
-        normalize_rewards: Divide rewards by the running deviation of the discounted return (true or `return_std`), or
-            by that of the rewards themselves (`reward_std`).
-        normalized_reward_clip: Bound on the absolute normalised reward; None does not clip.
-        value_normalization: `running_std`: the value head predicts returns over their running deviation, and the value
-            loss is in these units; `popart`: less their running mean besides, with a head that is rescaled whenever
-            these change (van Hasselt et al. 2016). None does neither. See `lightning_rl.policies.normalization`.
-        update_normalizers: `after` the updates from a rollout the normalisers take it in, so that they are the same in
-            acting and learning, or `before`, so that the rollout is seen through them: importance ratios then do not
-            begin at 1.
-        recompute_values: Compute the values that targets are made of anew at the beginning of the updates from a
-            rollout, rather than take those of its collection. They only differ with `update_normalizers: before`, or
-            by rounding.
-        advantage_estimator: `gae`, or `monte_carlo`: the sum of rewards up to the end of the episode or rollout, less
-            the value; the same as λ = 1.
-        value_target: `td_lambda`: advantage plus value, or `empirical`: the sum of rewards, whatever λ is.
-        policy_l2: Coefficient of the squares of the weights that only the actor has; no biases, no ½.
-        value_l2: Of those that only the critic has.
-        shared_l2: Of those that both have.
-        histograms: Log histograms of each part of the actions, normalised advantages, parameters and gradients, at the
-            end of the first and the last epoch of a rollout that is logged; needs a logger like TensorBoard's.
-        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout; slower, for
-            debugging.
-        max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
-            there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
-            names a file that `FailedUpdate.load` reads.
-        fast_paths: Act and learn by faster code where it gives the same numbers up to rounding; see
-            docs/algorithms/ppo.md.
+        policy: Networks, memory and action distributions.
+        optimizer: Optimizer, gradient clipping, and how the learning rate changes.
+        advantages: How advantages and value targets are computed.
+        normalization: Running normalization of observations, rewards and values.
+        debug: Checks, histograms and the choice of code paths.
         **unknown: Refused: options that neither this class nor the algorithm has.
 
+    Each group of options is a dataclass. A dict such as `{"max_grad_norm": 1.0}` changes single fields of the
+    algorithm's default.
+
     Attributes:
+        options: All options by their full names, such as `optimizer.max_grad_norm`, as plain data.
         policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
         estimator: Makes advantages and returns.
         normalizers: Of observations, rewards and values.
@@ -174,6 +153,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     learns_off_policy = False
     """Whether rollouts of earlier versions of the policy are learned from too; their lag is then logged."""
+    without_effect: ClassVar[Mapping[str, str]] = {}
+    """Options of the base class that the algorithm does not use, with the reason; setting one is an error."""
     policy: ActorCritic
 
     def __init__(
@@ -182,54 +163,36 @@ class OnPolicyAlgorithm(LightningModule):
         action_space: spaces.Space[Any] | SpaceDict,
         *,
         learning_rate: Scheduled = 3e-4,
-        anneal_learning_rate: bool = False,
-        optimizer: ClassSpec | type[Optimizer] | None = None,
-        lr_scheduler: ClassSpec | type[LRScheduler] | None = None,
-        critic_optimizer: ClassSpec | type[Optimizer] | None = None,
-        critic_learning_rate: Scheduled | None = None,
-        parameter_groups: ParameterGroups | None = None,
-        max_grad_norm: float | None = 0.5,
-        max_grad_value: float | None = None,
         gamma: float = 0.99,
-        on_truncation: OnTruncation = "bootstrap",
-        network: Network = "auto",
-        hidden_sizes: Sequence[int] = (64, 64),
-        activation: str = "tanh",
-        discrete_encoding: DiscreteEncoding = "one_hot",
-        shared_encoder: bool | None = None,
-        critic_only: Sequence[str] | None = None,
-        memory: Memory = None,
-        initial_log_std: float = 0.0,
-        action_distribution: str | ClassSpec | None = None,
-        normalize_observations: bool | dict[str, float] = False,
-        normalize_rewards: bool | RewardScale = False,
-        normalized_reward_clip: float | None = 10.0,
-        value_normalization: ValueNormalization | None = None,
-        update_normalizers: Literal["after", "before"] = "after",
-        recompute_values: bool = False,
-        advantage_estimator: Literal["gae", "monte_carlo"] = "gae",
-        value_target: Literal["td_lambda", "empirical"] = "td_lambda",
-        policy_l2: float = 0.0,
-        value_l2: float = 0.0,
-        shared_l2: float = 0.0,
-        histograms: bool = False,
-        check_numerics: bool = False,
-        max_skipped_updates: int = 0,
-        fast_paths: bool = True,
+        policy: PolicyOptions = PolicyConfig(),
+        optimizer: OptimizerOptions = OptimizerConfig(),
+        advantages: AdvantageOptions = AdvantageConfig(),
+        normalization: NormalizationOptions = NormalizationConfig(),
+        debug: DebugOptions = DebugConfig(),
         **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        refuse_unknown_options(self, unknown)
+        refuse_unknown_options(type(self), unknown)
         self.save_hyperparameters()
-        plain = plain_settings(self.hparams)
-        self.save_hyperparameters(plain)
-        self.observation_space = space_from_dict(plain["observation_space"])
-        self.action_space = space_from_dict(plain["action_space"])
+        # A subclass may hand on other values than it was given: those that arrive here have effect.
+        given: dict[str, Any] = {
+            "learning_rate": learning_rate,
+            "gamma": gamma,
+            "policy": policy,
+            "optimizer": optimizer,
+        }
+        given |= {"advantages": advantages, "normalization": normalization, "debug": debug}
+        groups = default_groups(type(self))
+        stored = flat(self.hparams, groups)
+        options = self.options = plain_options({**stored, **flat(given, groups)})
+        check_options(options, self.without_effect, flat(defaults_of(type(self)), groups))
+        self.save_hyperparameters(nested(plain_options(stored)))
+        self.observation_space = space_from_dict(options["observation_space"])
+        self.action_space = space_from_dict(options["action_space"])
         self.gamma = gamma
-        self.histograms = histograms
-        self.fast_paths = fast_paths
-        self.max_skipped_updates = max_skipped_updates
+        self.fast_paths = options["debug.fast_paths"]
+        self.max_skipped_updates = options["debug.max_skipped_updates"]
         self.clock, self.metrics, self.schedules = RunClock(), RolloutMetrics(), ScheduledOptions()
         self.generator = torch.Generator()
         self.losses: dict[str, float] = {}
@@ -241,28 +204,48 @@ class OnPolicyAlgorithm(LightningModule):
         self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
         rates = RATES[: len(self._optimizer_specs())]
         if len(rates) > 1:
-            critics_rate = learning_rate if critic_learning_rate is None else critic_learning_rate
+            critics_rate = options["optimizer.critic.learning_rate"]
+            critics_rate = learning_rate if critics_rate is None else critics_rate
             self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
-        if anneal_learning_rate:
+        if options["optimizer.anneal"]:
             for name in rates:
                 self.schedules.anneal(name, getattr(self, name))
-        self.policy = self.make_policy()
+        with options_named(POLICY_OPTIONS):
+            self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
-        self.policy.fast_paths = fast_paths  # type: ignore[assignment]
-        check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
+        self.policy.fast_paths = self.fast_paths
+        check_optimizers(self.policy, self._optimizer_specs(), options["optimizer.groups"])
         self.try_optimizers(on_any_device=True)
-        self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
+        self.weight_penalty = WeightPenalty(
+            *(options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))
+        )
         self.weight_penalty.check_policy(self.policy)
-        self.reward_normalizer = make_reward_normalizer(normalize_rewards, gamma, normalized_reward_clip)
-        self.normalizers = Normalizers(self.policy, self.reward_normalizer, update_normalizers)
+        if options["optimizer.critic_warmup_steps"]:
+            check_critic(self.policy, "optimizer.critic_warmup_steps", options["optimizer.critic_warmup_steps"])
+        self.reward_normalizer = make_reward_normalizer(
+            options["normalization.rewards"], gamma, options["normalization.reward_clip"]
+        )
+        self.normalizers = Normalizers(self.policy, self.reward_normalizer, options["normalization.update"])
         self.estimator = self.make_estimator(
             gamma=gamma,
-            on_truncation=on_truncation,
-            kind=advantage_estimator,
-            value_target=value_target,
-            recompute_values=recompute_values,
+            on_truncation=options["advantages.on_truncation"],
+            kind=options["advantages.estimator"],
+            value_target=options["advantages.value_target"],
+            recompute_values=options["advantages.recompute_values"],
         )
-        self.steps = GradientSteps(self, max_grad_norm, max_grad_value, check_numerics)
+        self.estimator.normalize = options["advantages.normalize"]
+        self.estimator.renews = options["advantages.recompute_advantages"]
+        self.steps = GradientSteps(
+            self,
+            options["optimizer.max_grad_norm"],
+            options["optimizer.max_grad_value"],
+            options["debug.check_numerics"],
+        )
+        self.steps.num_value_epochs = options["optimizer.num_value_epochs"]
+        self.steps.critic_warmup_steps = options["optimizer.critic_warmup_steps"]
+        self.steps.compiles = options["debug.compile_loss"]
+        if (adaptive := options["optimizer.adaptive_learning_rate"]) is not None:
+            self.steps.adaptive_learning_rate = AdaptiveLearningRate(**adaptive)
 
     # ------------------------------------------------------------------ what an algorithm defines
 
@@ -319,7 +302,7 @@ class OnPolicyAlgorithm(LightningModule):
         return AdvantageEstimator(self.policy, self.normalizers, **options)
 
     def default_optimizer(self) -> ClassSpec:
-        """Return what `optimizer=None` stands for; override it where an algorithm is used with another."""
+        """Return the optimizer that `optimizer.name: null` stands for; override it for another default."""
         optimizer = adam(self.device)
         optimizer = fast.default_optimizer(self) or optimizer
         return optimizer
@@ -329,7 +312,7 @@ class OnPolicyAlgorithm(LightningModule):
     def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - what its loss takes
         """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
 
-        With `update_normalizers: before` the normalizers take the rollout in.
+        With `normalization.update: before` the normalizers take the rollout in.
 
         Args:
             rollout: What to learn from.
@@ -407,7 +390,7 @@ class OnPolicyAlgorithm(LightningModule):
             batch: What was learned from.
             name: Of the pass.
         """
-        if self.histograms:
+        if self.options["debug.histograms"]:
             callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
             for callback in callbacks:
                 if isinstance(callback, HistogramLogger):
@@ -422,6 +405,7 @@ class OnPolicyAlgorithm(LightningModule):
         at_least: float | None = None,
         at_most: float | None = None,
         owner: object = None,
+        option: str | None = None,
     ) -> float:
         """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
 
@@ -433,33 +417,23 @@ class OnPolicyAlgorithm(LightningModule):
             above: What it must be larger than.
             at_least: What it must not be smaller than.
             at_most: What it must not be larger than.
-            owner: Whose attribute it is; None: the algorithm's.
+            owner: Object that has the attribute; None: the algorithm.
+            option: Full name of the option, for errors; None: `name`.
 
         Raises:
             ConfigurationError: It is neither a number within the bounds nor a schedule.
         """
-        return self.schedules.add(name, value, above, at_least, at_most, owner)
+        return self.schedules.add(name, value, above, at_least, at_most, owner, option)
 
-    def scheduled_or_none(self, name: str, value: Scheduled | None, *, above: float | None = None) -> float | None:
-        """Return the same as `scheduled` of an option that may also be left out."""
-        return None if value is None else self.scheduled(name, value, above=above)
+    def scheduled_or_none(
+        self, name: str, value: Scheduled | None, *, above: float | None = None, option: str | None = None
+    ) -> float | None:
+        """Return the same as `scheduled` of an option that may also be None."""
+        return None if value is None else self.scheduled(name, value, above=above, option=option)
 
     def policy_options(self) -> dict[str, Any]:
-        """Return the options that are those of `ActorCritic`."""
-        names = (
-            "network",
-            "hidden_sizes",
-            "activation",
-            "discrete_encoding",
-            "shared_encoder",
-            "critic_only",
-            "memory",
-            "initial_log_std",
-            "action_distribution",
-            "normalize_observations",
-            "value_normalization",
-        )
-        return {name: self.hparams[name] for name in names}
+        """Return the arguments of `ActorCritic` that the options give."""
+        return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}
 
     def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
         """Take over parameters from a checkpoint of any algorithm, to begin a new run with; say what fits and what not.
@@ -536,7 +510,7 @@ class OnPolicyAlgorithm(LightningModule):
         means = means | rates | {name: value for name, value in scheduled.items() if name not in RATES}
         made = self.lr_schedulers() or []
         for scheduler in made if isinstance(made, list) else [made]:
-            step_scheduler(scheduler, self.hparams["lr_scheduler"])
+            step_scheduler(scheduler, scheduler_spec(self.options))
         self.clock.policy_version += 1
         if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
             publish()  # to asynchronous actors
@@ -551,7 +525,7 @@ class OnPolicyAlgorithm(LightningModule):
 
         Nothing changes: neither parameters nor their gradients, normalizers, clock, generators or what is logged. It
         needs no Trainer; with several ranks it is a collective call about the rows of all of them. With
-        `update_normalizers: before` a rollout is seen through normalizers that know it, as it would be in learning.
+        `normalization.update: before` a rollout is seen through normalizers that know it, as it would be in learning.
 
         Args:
             rollout: A rollout, or what `batch` made of one, all of it or a part.
@@ -576,7 +550,7 @@ class OnPolicyAlgorithm(LightningModule):
     def _commit(self, rollout: Rollout, means: dict[str, float]) -> None:
         """Make what the updates from a rollout have left for good."""
         if self.normalizers.of_values is not None and not self.steps.has_value:
-            raise RuntimeError("value_normalization needs a loss of values: call loss.add_value")
+            raise RuntimeError("normalization.values needs a loss of values: call loss.add_value")
         self.skipped_updates = 0
         self.steps.adapt_learning_rate(means)
         self.after_update(means)
@@ -661,12 +635,10 @@ class OnPolicyAlgorithm(LightningModule):
         """Make the optimizer, that of the critic if it has its own, and, if there are, their schedulers."""
         rates = [self.schedules.first(name, getattr(self, name)) for name in RATES]
         self.try_optimizers(on_any_device=False)
-        optimizers = make_optimizers(
-            self.policy, self._optimizer_specs(), self.hparams["parameter_groups"] or {}, rates
-        )
-        if (scheduler := self.hparams["lr_scheduler"]) is None:
+        optimizers = make_optimizers(self.policy, self._optimizer_specs(), self.options["optimizer.groups"], rates)
+        if (scheduler := scheduler_spec(self.options)) is None:
             return optimizers if len(optimizers) > 1 else optimizers[0]
-        return optimizers, [instantiate("lr_scheduler", scheduler, LRScheduler, optimizer) for optimizer in optimizers]
+        return optimizers, [instantiate(SCHEDULER, scheduler, LRScheduler, optimizer) for optimizer in optimizers]
 
     def try_optimizers(self, on_any_device: bool) -> None:
         """Take steps with optimizers and schedulers of the kinds that the options ask for, if any.
@@ -677,18 +649,14 @@ class OnPolicyAlgorithm(LightningModule):
         Raises:
             ConfigurationError: One refuses an argument or cannot take a step.
         """
-        groups, scheduler = self.hparams["parameter_groups"], self.hparams["lr_scheduler"]
-        given = (groups, scheduler, self.hparams["optimizer"], self.hparams["critic_optimizer"])
-        if any(option is not None for option in given):
-            try_optimizers(self.policy, self._optimizer_specs(), groups or {}, scheduler, on_any_device)
+        names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
+        if any(self.options[f"optimizer.{name}"] for name in names):
+            groups, scheduler = self.options["optimizer.groups"], scheduler_spec(self.options)
+            try_optimizers(self.policy, self._optimizer_specs(), groups, scheduler, on_any_device)
 
     def _optimizer_specs(self) -> dict[str, ClassSpec]:
-        """Return class and arguments of each optimiser, by the option that they come from."""
-        options = self.hparams
-        specs: dict[str, ClassSpec] = {"optimizer": options["optimizer"] or self.default_optimizer()}
-        if options["critic_optimizer"] is not None or options["critic_learning_rate"] is not None:
-            specs["critic_optimizer"] = options["critic_optimizer"] or specs["optimizer"]
-        return specs
+        """Return class and arguments of each optimizer, by the group of options that they come from."""
+        return optimizer_specs(self.options, self.default_optimizer())
 
     def configure_callbacks(self) -> list[Callback]:
         """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
@@ -705,7 +673,7 @@ class OnPolicyAlgorithm(LightningModule):
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         # The guard may save in its hook, with `step` in the name.
         wanted: list[type[Callback]] = [BottleneckHint, SaturationCheck, StepMetric, InterruptionGuard]
-        wanted += [HistogramLogger] if self.histograms else []
+        wanted += [HistogramLogger] if self.options["debug.histograms"] else []
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
@@ -728,12 +696,12 @@ class OnPolicyAlgorithm(LightningModule):
         check_modes_agree(self.policy)
         if (memory := getattr(self.policy, "memory", None)) is not None:
             expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
-            check(not on_xla, "memory", self.hparams["memory"], expected)
+            check(not on_xla, "policy.memory", self.options["policy.memory"], expected)
             if rollout_shape is not None:
                 memory.num_sequences(rollout_shape)
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.histograms or bool(histogram_loggers(trainer.loggers))
-        check(shown, "histograms", True, "false, or a TensorBoardLogger to show them")
+        shown = not self.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
+        check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")
 
     def setup(self, stage: str) -> None:
         """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
@@ -744,7 +712,7 @@ class OnPolicyAlgorithm(LightningModule):
         compile_policy_alone(self, self.policy)
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         for name in ("observation_space", "action_space"):
-            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.hparams[name]:
+            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.options[name]:
                 found, expected = differing(space, getattr(self, name))
                 env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
                 raise ConfigurationError(
@@ -770,7 +738,7 @@ class OnPolicyAlgorithm(LightningModule):
             ConfigurationError: There are some, and the algorithm does not correct for their lag.
         """
         expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
-        check(not num_actors or self.learns_off_policy, "num_actors", num_actors, expected)
+        check(not num_actors or self.learns_off_policy, "actors.count", num_actors, expected)
 
     def on_train_start(self) -> None:
         """Go on from where this rank was, if it was; find out how long the run is."""
@@ -861,7 +829,7 @@ class OnPolicyAlgorithm(LightningModule):
             strict: Whether names of parameters must match; None: as `strict_loading`.
             weights_only: False unpickles the checkpoint, which executes what it says.
             trust: Packages whose modules may be imported: `["my_package"]`.
-            **kwargs: Options to change.
+            **kwargs: Options to change; a dict changes single fields of a stored group.
 
         Raises:
             ConfigurationError: The file is damaged; a class in the checkpoint is not trusted, cannot be imported or
@@ -874,7 +842,12 @@ class OnPolicyAlgorithm(LightningModule):
         stored = checkpoint["hyper_parameters"]
         with loading(trust):
             algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
-            module = algorithm(**constructor_options(algorithm, stored) | kwargs)
+            groups = default_groups(algorithm)
+            changes = {
+                name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
+                for name, value in kwargs.items()
+            }
+            module = algorithm(**constructor_options(algorithm, stored) | changes)
             module.configure_model()
         module.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]

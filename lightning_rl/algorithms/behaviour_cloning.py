@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from gymnasium import spaces
 from torch import nn
@@ -13,16 +13,18 @@ from lightning_rl.nested import Nested
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_positive_int
 
-# Of values, which are not learned, and of what the recorded steps do not say.
-_WITHOUT_MEANING = (
-    *("critic_optimizer", "critic_learning_rate", "gamma", "on_truncation", "memory", "normalize_rewards"),
-    *("value_normalization", "recompute_values", "advantage_estimator", "value_target", "value_l2", "shared_l2"),
-    *("histograms",),
+_WITHOUT_EFFECT = (
+    *("gamma", "policy.memory", "normalization.rewards", "normalization.values", "debug.histograms"),
+    *("optimizer.critic.name", "optimizer.critic.options", "optimizer.critic.learning_rate"),
+    *("optimizer.l2.value", "optimizer.l2.shared", "advantages.on_truncation", "advantages.normalize"),
+    *OPTIONS_OF_TARGETS,
+    *OPTIONS_OF_PASSES,
 )
 
 
@@ -45,6 +47,10 @@ class BehaviourCloning(OnPolicyAlgorithm):
         ConfigurationError: A value is out of range, or has no meaning here; names field, value and what was expected.
     """
 
+    without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        _WITHOUT_EFFECT, "only the policy is learned, from recorded actions"
+    )
+
     def __init__(
         self,
         observation_space: spaces.Space[Any] | SpaceDict,
@@ -59,14 +65,10 @@ class BehaviourCloning(OnPolicyAlgorithm):
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
-        defaults = inspect.signature(OnPolicyAlgorithm).parameters
-        for name in _WITHOUT_MEANING:
-            given, default = self.hparams[name], defaults[name].default
-            check(given == default, name, given, f"{default}: it has no meaning where a policy alone is cloned")
-        distribution = self.hparams["action_distribution"]
+        distribution = self.options["policy.action_distribution"]
         bounded = any(kind in str(distribution) for kind in ("beta", "squashed"))
         expected = "distributions whose actions are in the units of the space, as recorded ones are"
-        check(not bounded, "action_distribution", distribution, expected)
+        check(not bounded, "policy.action_distribution", distribution, expected)
         self.num_epochs = num_epochs
         self.num_minibatches = num_minibatches
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)

@@ -87,7 +87,7 @@ class CLEAR(IMPALA):
         if rollout_shape is not None:
             needed = self.most_bytes_of_unroll(rollout_shape[0])
             expected = f"at least {needed / 2**30:.3g}: the unroll of one environment takes up to {needed} bytes"
-            check(self.kept.max_bytes >= needed, "replay_memory_gib", self.hparams["replay_memory_gib"], expected)
+            check(self.kept.max_bytes >= needed, "replay_memory_gib", self.options["replay_memory_gib"], expected)
 
     @torch.no_grad()
     def most_bytes_of_unroll(self, length: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from gymnasium import spaces
@@ -16,6 +17,7 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
@@ -78,6 +80,12 @@ class CriticPretraining(OnPolicyAlgorithm):
             overridden, and no parameter of its policy has a name that begins with `critic_` or `value_`.
     """
 
+    without_effect: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(OPTIONS_OF_PASSES, "only the value is learned"),
+        **dict.fromkeys(("optimizer.l2.policy", "optimizer.l2.shared"), "only the critic's own parameters are learned"),
+        **dict.fromkeys(("advantages.estimator", "advantages.value_target"), "target decides what is learned"),
+        "advantages.normalize": "advantages are not used",
+    }
     estimator: ReturnEstimator
 
     def __init__(
@@ -97,18 +105,10 @@ class CriticPretraining(OnPolicyAlgorithm):
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
-        self.normalizers.transform_rewards(reward_scale, reward_clip, self.hparams["normalize_rewards"])
+        self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
         check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
         check_positive_int("num_epochs", num_epochs)
         check_positive_int("num_minibatches", num_minibatches)
-        of_target = "target says what is learned"
-        for name, only, reason in (
-            ("advantage_estimator", "gae", of_target),
-            ("value_target", "td_lambda", of_target),
-            ("policy_l2", 0, "the policy is not learned"),
-            ("shared_l2", 0, "what it shares is not learned"),
-        ):
-            check(self.hparams[name] == only, name, self.hparams[name], f"{only}: {reason}")
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
         check_critic(self.policy, "model", type(self).__name__)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -19,6 +20,7 @@ from lightning_rl.rollouts.batch import Batch, set_common_weight
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.advantages import explained_variance
+from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.unroll import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
@@ -48,13 +50,18 @@ class IMPALA(OnPolicyAlgorithm):
         reduction: Losses are the `mean` over steps, or their `sum`.
         reward_scale: Factor of rewards.
         reward_clip: Bounds of rewards after that: `abs_one`, `soft_asymmetric` or a number.
-        **kwargs: Those of `OnPolicyAlgorithm`; `optimizer=None` is RMSprop, as in the paper.
+        **kwargs: Options of `OnPolicyAlgorithm`; the default optimizer is RMSprop, as in the paper.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
     learns_off_policy = True
+    without_effect: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(OPTIONS_OF_PASSES, "IMPALA makes one gradient step per rollout"),
+        **dict.fromkeys(OPTIONS_OF_TARGETS, "V-trace computes advantages and value targets from the learner's values"),
+        "advantages.normalize": "V-trace advantages are not normalized",
+    }
 
     def __init__(
         self,
@@ -78,16 +85,13 @@ class IMPALA(OnPolicyAlgorithm):
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         self.reduction = reduction
-        self.normalizers.transform_rewards(reward_scale, reward_clip, self.hparams["normalize_rewards"])
+        self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
         for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
             if bound is not None:
                 check_number(name, bound, above=0)
         check_number("vtrace_leak", vtrace_leak, at_least=0, at_most=1)
         check_bool("clip_advantage", clip_advantage)
         check_number("value_coef", value_coef, at_least=0)
-        for name, only in (("advantage_estimator", "gae"), ("value_target", "td_lambda"), ("recompute_values", False)):
-            given = self.hparams[name]
-            check(given == only, name, given, f"{only}: both targets are those of V-trace, from the learner's values")
         self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
         self.clip_rho, self.clip_c, self.clip_pg_rho = clip_rho, clip_c, clip_pg_rho
         self.vtrace_leak = vtrace_leak

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -18,11 +18,10 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import in_chunks, values_reached, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.config import OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.unroll import unroll
-from lightning_rl.validation import check
 
 # Bounds of the importance weights of temporal differences, traces and advantages.
 _CLIP = 1.0
@@ -57,28 +56,18 @@ class OverlappedPPO(PPO):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        **kwargs: Those of `PPO`. `advantage_estimator`, `value_target`, `recompute_values` and `update_normalizers`
-            cannot be chosen.
+        **kwargs: Options of `PPO`, without `advantages.estimator`, `advantages.value_target`,
+            `advantages.recompute_values` and `normalization.update`.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
     learns_off_policy = True
-
-    def __init__(
-        self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
-    ) -> None:
-        super().__init__(observation_space, action_space, **kwargs)
-        whose = "targets are those of V-trace, from the current values"
-        for name, only in (("advantage_estimator", "gae"), ("value_target", "td_lambda"), ("recompute_values", False)):
-            check(self.hparams[name] == only, name, self.hparams[name], f"{only!r}: {whose}")
-        name, only = "update_normalizers", "after"
-        expected = f"{only!r}: V-trace needs the policy as it was"
-        check(self.hparams[name] == only, name, self.hparams[name], expected)
+    without_effect: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(OPTIONS_OF_TARGETS, "V-trace computes advantages and value targets from the current values"),
+        "normalization.update": "V-trace needs the policy as it was",
+    }
 
     def make_estimator(self, **options: Any) -> VTraceEstimator:  # noqa: ANN401 - those of the estimator
         """Return what makes advantages and returns by V-trace."""

@@ -23,6 +23,7 @@ from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alik
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceDict, observation_dtype
+from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, OptimizerConfig, OptimizerOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
@@ -83,7 +84,12 @@ def check_architecture(architecture: str, shared_encoder: bool | None, critic_on
     """
     choices = get_args(Architecture)
     check(is_one_of(architecture, choices), "architecture", architecture, f"one of {', '.join(choices)}")
-    check(shared_encoder is None, "shared_encoder", shared_encoder, "None: architecture says who shares the encoder")
+    check(
+        shared_encoder is None,
+        "policy.shared_encoder",
+        shared_encoder,
+        "None: architecture says who shares the encoder",
+    )
     apart = architecture == "dual" or not critic_only
     check(apart, "architecture", architecture, "dual, since critic_only gives the critic more to see")
 
@@ -109,7 +115,8 @@ class PPG(PPO):
         action_space: Of one environment, likewise.
         num_policy_iterations: N_π, rollouts of a policy phase.
         num_aux_epochs: E_aux, passes of an auxiliary phase over all of them.
-        num_aux_minibatches: Parts of each of these passes; None: `num_minibatches` for each rollout.
+        num_aux_minibatches: Minibatches of each of these passes. None takes as many as in the passes of all policy
+            phases together.
         aux_sequences: Make these parts of whole sequences, what one environment did in one rollout, not of steps.
         cloning_coef: β_clone, weight of the divergence from the policy that the auxiliary phase began with.
         aux_value_coef: Weight of the true value's loss in the auxiliary phase.
@@ -128,9 +135,9 @@ class PPG(PPO):
         gamma: Discount factor.
         value_coef: Weight of the value loss ½(V - return)² in the policy phase.
         entropy_coef: Weight of the entropy bonus.
-        normalize_advantages: Over each `minibatch`, over the whole `rollout`, or `none`.
-        max_grad_norm: Clip the global norm of the gradient, in both phases; None does not.
-        **kwargs: Those of `PPO`, for the policy phase.
+        optimizer: Optimizer of both phases; gradients are not clipped by default.
+        advantages: How advantages and value targets are computed; normalized over the rollout by default.
+        **kwargs: Options of `PPO`, for the policy phase.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
@@ -158,12 +165,12 @@ class PPG(PPO):
         kl_penalty_coef: float = 0.0,
         learning_rate: Scheduled = 5e-4,
         num_epochs: int = 1,
-        num_minibatches: int = 8,
+        num_minibatches: int | None = 8,
         gamma: float = 0.999,
         value_coef: float = 1.0,
         entropy_coef: Scheduled = 0.01,
-        normalize_advantages: Literal["minibatch", "rollout", "none"] = "rollout",
-        max_grad_norm: float | None = None,
+        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
+        advantages: AdvantageOptions = AdvantageConfig(normalize="rollout"),
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(
@@ -175,8 +182,8 @@ class PPG(PPO):
             gamma=gamma,
             value_coef=value_coef,
             entropy_coef=entropy_coef,
-            normalize_advantages=normalize_advantages,
-            max_grad_norm=max_grad_norm,
+            optimizer=optimizer,
+            advantages=advantages,
             **kwargs,
         )
         check_positive_int("num_policy_iterations", num_policy_iterations)
@@ -194,7 +201,7 @@ class PPG(PPO):
         check_number("kl_penalty_coef", kl_penalty_coef, at_least=0)
         self.kl_penalty_coef = kl_penalty_coef
         self.num_aux_epochs = num_aux_epochs
-        self.num_aux_minibatches = num_aux_minibatches or num_minibatches * num_policy_iterations
+        self.num_aux_minibatches = num_aux_minibatches
         self.aux_sequences = aux_sequences
         self.cloning_coef = cloning_coef
         self.aux_value_coef = aux_value_coef
@@ -208,7 +215,7 @@ class PPG(PPO):
     def make_policy(self) -> AuxiliaryActorCritic:
         """Return the policy; override it to bring your own network with an auxiliary head."""
         options = self.policy_options()
-        architecture, shared_encoder = self.hparams["architecture"], options.pop("shared_encoder")
+        architecture, shared_encoder = self.options["architecture"], options.pop("shared_encoder")
         check_architecture(architecture, shared_encoder, options["critic_only"])
         return AuxiliaryActorCritic(self.observation_space, self.action_space, architecture=architecture, **options)
 
@@ -219,7 +226,7 @@ class PPG(PPO):
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
         batch = self.batch(rollout, places=places)
         self.store_rollout(rollout, batch)
-        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches):
+        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(math.prod(rollout.shape))):
             self.descend(self.loss, minibatch)
         if self.kept.is_full and not self.steps.is_warming_up:
             self.auxiliary_phase()
@@ -338,16 +345,22 @@ class PPG(PPO):
             if part.weight:
                 yield part
 
+    @property
+    def num_aux_parts(self) -> int:
+        """Number of minibatches of a pass over the kept rollouts."""
+        assert self.kept.layout is not None
+        return self.num_aux_minibatches or self.kept.capacity * self.parts_of(math.prod(self.kept.layout.shape))
+
     def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
         has_memory = self.policy.memory is not None
         if has_memory or self.aux_sequences:
             found, sequences = self.kept.cut()
-            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_minibatches)]
+            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_parts)]
             parts = [(found[rows], some if has_memory else None) for rows, some in selected]
         else:
             found = self.kept.steps()
-            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_minibatches)]
+            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_parts)]
         weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
         rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
         set_global_weights(rows_of)

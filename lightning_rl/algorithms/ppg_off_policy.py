@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -15,6 +16,7 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
+from lightning_rl.training.config import AdvantageConfig, AdvantageOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
 from lightning_rl.validation import check, check_positive_int
@@ -40,12 +42,18 @@ class OffPolicyPPG(PPG):
         num_policy_iterations: N_π, iterations of a policy phase: they may begin in one rollout and end in another.
         num_epochs: Passes over each pair of batches.
         num_minibatches: Parts of each pass.
-        normalize_advantages: Over each `minibatch`, over the `rollout` that a step was collected in, or `none`.
+        advantages: As in `PPG`; `normalize: rollout` is the rollout that a step was collected in.
         **kwargs: Those of `PPG`.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "policy.memory": "steps are drawn one by one, not in sequences",
+        "advantages.recompute_advantages": "advantages are computed once, when a step is collected",
+        "aux_sequences": "auxiliary phases learn from steps that were drawn one by one",
+    }
 
     def __init__(
         self,
@@ -60,8 +68,8 @@ class OffPolicyPPG(PPG):
         value_max_use: int | None = 5,
         num_policy_iterations: int = 32,
         num_epochs: int = 1,
-        num_minibatches: int = 1,
-        normalize_advantages: Literal["minibatch", "rollout", "none"] = "minibatch",
+        num_minibatches: int | None = 1,
+        advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         super().__init__(
@@ -70,7 +78,7 @@ class OffPolicyPPG(PPG):
             num_policy_iterations=num_policy_iterations,
             num_epochs=num_epochs,
             num_minibatches=num_minibatches,
-            normalize_advantages=normalize_advantages,
+            advantages=advantages,
             **kwargs,
         )
         sizes = {"policy": policy_buffer_size, "value": value_buffer_size}
@@ -82,14 +90,9 @@ class OffPolicyPPG(PPG):
             check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
             if (limit := limits[name]) is not None:
                 check_positive_int(f"{name}_max_use", limit)
-        for name, off, reason in (
-            ("memory", None, "steps are drawn one by one, not in sequences"),
-            ("recompute_advantages", False, "those of a step are made once, when it is collected"),
-            ("aux_sequences", False, "auxiliary phases learn from steps that were drawn one by one"),
-        ):
-            check(self.hparams[name] == off, name, self.hparams[name], f"{off}: {reason}")
-        fits = num_minibatches <= batch_size
-        check(fits, "num_minibatches", num_minibatches, f"no more than batch_size={batch_size}")
+        name = "num_minibatches" if self.minibatch_size is None else "minibatch_size"
+        fits = self.options[name] <= batch_size
+        check(fits, name, self.options[name], f"no more than batch_size={batch_size}")
         self.updates_per_rollout = updates_per_rollout
         self.batch_size = batch_size
         self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
@@ -98,7 +101,7 @@ class OffPolicyPPG(PPG):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check what does not depend on the rollouts, whose steps are drawn one by one, and that all buffers fit."""
         super().check_run(trainer, None)
-        self.check_rows(self.batch_size * trainer.world_size)
+        self.check_rows(self.batch_size * trainer.world_size, self.parts_of(self.batch_size))
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
     def update(self, rollout: Rollout) -> None:
@@ -153,7 +156,7 @@ class OffPolicyPPG(PPG):
         }
         self.steps.observe(**ages)
         for _ in self.steps.epochs(self.num_epochs):
-            parts = [self.one_pass(batch, self.num_minibatches) for batch in (policy, value)]
+            parts = [self.one_pass(batch, self.parts_of(self.batch_size)) for batch in (policy, value)]
             for pair in zip(*parts, strict=True):
                 self.descend(self.loss_of_both, BatchPair(*pair))
                 if self.steps.stopped:

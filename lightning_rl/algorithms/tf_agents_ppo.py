@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -15,11 +15,19 @@ from lightning_rl.algorithms.ppo_kl import PPOKLPenalty
 from lightning_rl.distributed import exact_dtype, moments, world_size
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.normalization import RewardScale, RunningMoments
+from lightning_rl.policies.normalization import RunningMoments
 from lightning_rl.rollouts.batch import Batch
-from lightning_rl.rollouts.rollout import OnTruncation, Rollout
+from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.config import (
+    AdvantageConfig,
+    AdvantageOptions,
+    NormalizationConfig,
+    NormalizationOptions,
+    OptimizerConfig,
+    OptimizerOptions,
+)
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number
@@ -102,18 +110,21 @@ class TFAgentsPPO(PPOKLPenalty):
         kl_cutoff_factor: As in `PPOKLPenalty`, but that 0 leaves the penalty out, whatever its coefficient.
         kl_cutoff_coef: As in `PPOKLPenalty`.
         value_coef: Twice `value_pred_loss_coef`, which is for the loss without its ½.
-        max_grad_norm: None does not clip gradients.
-        advantage_estimator: `monte_carlo` or `gae`.
-        value_target: `empirical` or, with `gae` only, `td_lambda`.
-        normalize_observations: As in `OnPolicyAlgorithm`.
-        normalize_rewards: Likewise.
+        optimizer: Optimizer; gradients are not clipped by default.
+        advantages: How advantages and value targets are computed; `estimator` may be `gae`, with `value_target:
+            td_lambda` if wanted. `on_truncation` is always `terminal`.
+        normalization: Running normalization of observations and rewards.
         sum_losses_over_ranks: Sum all losses over ranks rather than average them, as TF-Agents does where
             `aggregate_losses_across_replicas` is off.
-        **kwargs: Those of `PPOKLPenalty`. `on_truncation` cannot be chosen.
+        **kwargs: Options of `PPOKLPenalty`.
 
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        "advantages.on_truncation": "TF-Agents takes time limits for terminal states"
+    }
 
     def __init__(
         self,
@@ -121,19 +132,20 @@ class TFAgentsPPO(PPOKLPenalty):
         action_space: spaces.Space[Any] | SpaceDict,
         *,
         num_epochs: int = 25,
-        num_minibatches: int = 1,
+        num_minibatches: int | None = 1,
         clip_range: Scheduled | None = None,
         initial_kl_coef: float = 1.0,
         kl_cutoff_factor: float = 2.0,
         kl_cutoff_coef: float = 1000.0,
         value_coef: float = 1.0,
-        max_grad_norm: float | None = None,
-        advantage_estimator: Literal["gae", "monte_carlo"] = "monte_carlo",
-        value_target: Literal["td_lambda", "empirical"] = "empirical",
-        normalize_observations: bool | dict[str, float] = {"clip": 5.0, "epsilon": 1e-3},  # noqa: B006 - read only
-        normalize_rewards: bool | RewardScale = "reward_std",
+        optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
+        advantages: AdvantageOptions = AdvantageConfig(
+            estimator="monte_carlo", value_target="empirical", on_truncation="terminal", normalize="minibatch"
+        ),
+        normalization: NormalizationOptions = NormalizationConfig(
+            observations={"clip": 5.0, "epsilon": 1e-3}, rewards="reward_std"
+        ),
         sum_losses_over_ranks: bool = False,
-        on_truncation: OnTruncation = "terminal",
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
         check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
@@ -147,19 +159,16 @@ class TFAgentsPPO(PPOKLPenalty):
             kl_cutoff_factor=kl_cutoff_factor,
             kl_cutoff_coef=kl_cutoff_coef if kl_cutoff_factor else 0.0,
             value_coef=value_coef,
-            max_grad_norm=max_grad_norm,
-            advantage_estimator=advantage_estimator,
-            value_target=value_target,
-            normalize_observations=normalize_observations,
-            normalize_rewards=normalize_rewards,
-            on_truncation=on_truncation,
+            optimizer=optimizer,
+            advantages=advantages,
+            normalization=normalization,
             **kwargs,
         )
-        check(on_truncation == "terminal", "on_truncation", on_truncation, "terminal, as TF-Agents takes time limits")
         check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
         self.sum_losses_over_ranks = sum_losses_over_ranks
         self.normalizers.counts_resets = True
         normalizers: list[Any] = [self.reward_normalizer]
+        normalize_observations = self.options["normalization.observations"]
         if not (isinstance(normalize_observations, dict) and "initial_variance" in normalize_observations):
             normalizers.append(getattr(self.policy, "observation_normalizer", None))
         for module in (x for normalizer in normalizers if normalizer is not None for x in normalizer.modules()):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -18,6 +19,7 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
 from lightning_rl.training.advantages import divergence, with_acting_distributions
+from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check_number, check_positive_int
@@ -37,7 +39,7 @@ class VMPO(OnPolicyAlgorithm):
     Args:
         observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
         action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser, that of η and α too; `parameter_groups` may name these, `dual`.
+        learning_rate: Step size of the optimiser, that of η and α too; `optimizer.groups` may name them as `dual`.
         num_epochs: Passes over each rollout.
         num_minibatches: Parts of each pass.
         gae_lambda: λ of the advantage estimates. May be a schedule.
@@ -51,6 +53,11 @@ class VMPO(OnPolicyAlgorithm):
     Raises:
         ConfigurationError: A value is out of range; names field, value and what was expected.
     """
+
+    without_effect: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(OPTIONS_OF_PASSES, "V-MPO's passes have the policy and the value in one loss"),
+        "advantages.normalize": "V-MPO weights actions by exp(advantage / η)",
+    }
 
     def __init__(
         self,
@@ -85,7 +92,7 @@ class VMPO(OnPolicyAlgorithm):
     def make_policy(self) -> ActorCritic:
         """Return the policy, with the duals η and α beside its weights, for the optimiser to have them all."""
         policy = super().make_policy()
-        initial = torch.tensor([self.hparams["initial_temperature"], self.hparams["initial_kl_coef"]])
+        initial = torch.tensor([self.options["initial_temperature"], self.options["initial_kl_coef"]])
         policy.dual = nn.Parameter(initial + (-(-initial).expm1()).log())  # softplus of it is `initial`
         return policy
 

@@ -16,31 +16,35 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
+from lightning_rl.options import default_groups, flat
 from lightning_rl.spaces import differing, space_from_dict
-from lightning_rl.training.optimizers import optimizers_and_schedulers
+from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
 from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.training.schedules import parse_schedule
-from lightning_rl.validation import FROM_COMMAND_LINE, ClassSpec, ConfigurationError, import_class, loading
+from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError, import_class, loading
 
-_OF_THE_NETWORK = ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
+_OF_THE_NETWORK = tuple(
+    f"policy.{name}"
+    for name in ("network", "hidden_sizes", "discrete_encoding", "shared_encoder", "critic_only", "memory")
+)
 # Others of these would load without complaint, and mean something else by the same numbers.
 _OF_THEIR_MEANING = (
-    *("activation", "action_distribution", "value_normalization"),
-    *("normalize_observations", "normalize_rewards"),
+    *("policy.activation", "policy.action_distribution"),
+    *("normalization.values", "normalization.observations", "normalization.rewards"),
 )
-_OPTIMIZERS = ("optimizer", "critic_optimizer")
+_OPTIMIZERS = ("optimizer", "optimizer.critic")
 _LEARNED = ", which takes no effect: the parameter is what training has made of it"
 
 
-def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
+def check_fits(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
     """Raise unless the parameters in a checkpoint are those of a network like that of `module`.
 
     Raises:
         ConfigurationError: Spaces, activation, action distributions, normalisers, or names and shapes of parameters
             differ; names the options that do.
     """
-    stored, own = checkpoint["hyper_parameters"], module.hparams
+    stored, own = stored_options(checkpoint, module), module.options
     for name in ("observation_space", "action_space"):
         if stored[name] != own[name]:
             found, expected = differing(space_from_dict(own[name]), space_from_dict(stored[name]))
@@ -57,19 +61,24 @@ def check_fits(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
     raise ConfigurationError(f"{settings} does not fit the checkpoint: expected {expected}")
 
 
+def stored_options(checkpoint: Mapping[str, Any], module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
+    """Return the options in a checkpoint by their full names."""
+    return flat(checkpoint["hyper_parameters"], default_groups(type(module)))
+
+
 def _meaning(name: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """Return the value of an option, the same one for all that say the same."""
     value = options.get(name)
-    if name == "normalize_rewards":
+    if name == "normalization.rewards":
         return reward_scale(value)
-    return {} if name == "normalize_observations" and value is True else value
+    return {} if name == "normalization.observations" and value is True else value
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x.shape for name, x in state.items()}
 
 
-def check_resumable(checkpoint: Mapping[str, Any], module: LightningModule) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
     """Raise unless the training of `module` can go on from a checkpoint.
 
     Raises:
@@ -94,7 +103,7 @@ def _names(algorithm: type[LightningModule]) -> list[str]:
     return [base.__name__ for base in bases]
 
 
-def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]:
+def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: ANN401 - an algorithm
     """Return a sentence for everything about a resumed run that is not what it was.
 
     Args:
@@ -102,7 +111,7 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
         module: The algorithm, with the settings and the Trainer that the run goes on with.
     """
     trainer = module.trainer
-    stored, own, state = checkpoint["hyper_parameters"], module.hparams, checkpoint[CHECKPOINT_KEY]
+    stored, own, state = stored_options(checkpoint, module), module.options, checkpoint[CHECKPOINT_KEY]
     # An option that the checkpoint does not know has come later, with a default that changes nothing.
     names = sorted(set(stored) & set(own) - {*FROM_COMMAND_LINE})
     pairs = [(name, stored[name], own[name]) for name in names]
@@ -115,16 +124,18 @@ def changes(checkpoint: Mapping[str, Any], module: LightningModule) -> list[str]
     ]
     effects = {
         "learning_rate": _rate_effect(stored, own, "learning_rate"),
-        "critic_learning_rate": _rate_effect(stored, own, "critic_learning_rate"),
-        "critic_optimizer": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "optimizer.critic.learning_rate": _rate_effect(stored, own, "optimizer.critic.learning_rate"),
+        "optimizer.critic.name": "" if _same_optimizers(stored, own) else ", which begins anew",
         "separate_aux_optimizer": "; optimisers begin anew",
-        "parameter_groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
-        "initial_log_std": _LEARNED,
+        "optimizer.groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
+        "policy.initial_log_std": _LEARNED,
         "initial_temperature": _LEARNED,
         "initial_kl_coef": _kl_coef_effect(stored, own),
         "world_size": "; ranks that there were before go on from where they were",
-        "optimizer": _class_effect(stored.get("optimizer"), own.get("optimizer")),
-        "lr_scheduler": _class_effect(stored.get("lr_scheduler"), own.get("lr_scheduler")),
+        "optimizer.name": _class_effect(stored, own, "optimizer"),
+        "optimizer.options": _class_effect(stored, own, "optimizer"),
+        "optimizer.scheduler.name": _class_effect(stored, own, SCHEDULER),
+        "optimizer.scheduler.options": _class_effect(stored, own, SCHEDULER),
     }
     differ = [(name, old, new) for name, old, new in pairs if old != new]
     return [f"Resuming with {name}={new!r} (before: {old!r}){effects.get(name, '')}" for name, old, new in differ]
@@ -143,71 +154,68 @@ def _kl_coef_effect(stored: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return "; the coefficient itself goes on from where it was" if is_on else ""
 
 
-def _class_effect(stored: ClassSpec | None, own: ClassSpec | None) -> str:
-    return ", with the state it had" if _same_class(stored, own) else ", which begins anew"
+def _class_effect(stored: Mapping[str, Any], own: Mapping[str, Any], group: str) -> str:
+    return ", with the state it had" if _same_class(stored, own, group) else ", which begins anew"
 
 
-def _same_class(stored: ClassSpec | None, own: ClassSpec | None) -> bool:
-    if stored is None or own is None:
-        return stored is own
-    if stored["class_path"] == own["class_path"]:
-        return True
+def _same_class(stored: Mapping[str, Any], own: Mapping[str, Any], group: str) -> bool:
+    """Whether the optimizers or schedulers of a group of options are of one class, by whatever path it is named."""
+    before, now = stored.get(f"{group}.name"), own[f"{group}.name"]
+    if before is None or now is None or before == now:
+        return bool(before == now)
     kinds = (Optimizer, LRScheduler)
     try:
         with loading():
-            found = import_class("ckpt_path", stored["class_path"], kinds)
+            found = import_class("ckpt_path", before, kinds)
     except ConfigurationError:  # of a module that this run does not use
         return False
-    return found is import_class("class_path", own["class_path"], kinds)
+    return found is import_class(f"{group}.name", now, kinds)
 
 
-def adopt_settings(checkpoint: dict[str, Any], module: LightningModule) -> None:
+def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: ANN401 - an algorithm
     """Make the stored states of optimisers and schedules follow the settings of `module`.
 
     Another class begins with a state of its own, and so do both optimisers where there were others, or other groups of
     parameters. The same class with other arguments keeps its state and takes the new arguments. Another learning rate
     takes the place of the old one; where a schedule has lowered that, the new one is lowered by the same factor.
     """
-    stored, own = checkpoint["hyper_parameters"], module.hparams
+    stored, own = stored_options(checkpoint, module), module.options
     if not _same_optimizers(stored, own):
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
         return
-    keeps_schedule = _same_class(stored.get("lr_scheduler"), own["lr_scheduler"])
+    keeps_schedule = _same_class(stored, own, SCHEDULER)
     optimizers, schedulers = optimizers_and_schedulers(module.configure_optimizers())
     if keeps_schedule:
         _adopt_learning_rates(checkpoint, own, optimizers)
-    if all(stored.get(name) == own[name] for name in (*_OPTIMIZERS, "lr_scheduler", "parameter_groups")):
+    names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]
+    if all(stored.get(name) == own[name] for name in (*names, "optimizer.groups")):
         return
-    names = {name for options in (stored, own) for name in _arguments(options)}
+    arguments = {name for options in (stored, own) for name in _arguments(options)}
     for state, optimizer in zip(checkpoint["optimizer_states"], optimizers, strict=True):
         for group, new in zip(state["param_groups"], optimizer.param_groups, strict=True):
             # A schedule that begins anew has already put its first learning rate, and notes of its own, into the group.
-            taken = names if keeps_schedule else new.keys() - {"params"}
+            taken = arguments if keeps_schedule else new.keys() - {"params"}
             group |= {name: new[name] for name in taken if name in new}
     if not keeps_schedule:
         checkpoint["lr_schedulers"] = []
     for state, scheduler in zip(checkpoint["lr_schedulers"], schedulers, strict=False):
         new = scheduler.state_dict()
-        state |= {name: new[name] for name in own["lr_scheduler"]["init_args"] if name in new and name != "last_epoch"}
+        state |= {name: new[name] for name in own[f"{SCHEDULER}.options"] if name in new and name != "last_epoch"}
 
 
 def _same_optimizers(stored: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     """Whether the states of stored optimisers fit those of the module: number, classes, parameters of each group."""
-    separate = [_has_critic_optimizer(options) for options in (stored, own)]
-    patterns = [list(options.get("parameter_groups") or {}) for options in (stored, own)]
-    same = all(_same_class(stored.get(name), own.get(name)) for name in _OPTIMIZERS)
+    separate = [has_own_critic_optimizer(options) for options in (stored, own)]
+    patterns = [list(options.get("optimizer.groups") or {}) for options in (stored, own)]
+    same = all(_same_class(stored, own, group) for group in _OPTIMIZERS)
     of_phases = stored.get("separate_aux_optimizer") == own.get("separate_aux_optimizer")
     return same and of_phases and separate[0] == separate[1] and patterns[0] == patterns[1]
 
 
-def _has_critic_optimizer(options: Mapping[str, Any]) -> bool:
-    return any(options.get(name) is not None for name in ("critic_optimizer", "critic_learning_rate"))
-
-
 def _arguments(options: Mapping[str, Any]) -> set[str]:
     """Names of everything that optimisers and groups of parameters are given."""
-    given = [options[name]["init_args"] for name in _OPTIMIZERS if options.get(name) is not None]
-    given += (options.get("parameter_groups") or {}).values()
+    given = [options.get(f"{group}.options") or {} for group in _OPTIMIZERS]
+    given += (options.get("optimizer.groups") or {}).values()
     return {name for arguments in given for name in arguments}
 
 
@@ -231,14 +239,14 @@ def _adopt_learning_rates(checkpoint: dict[str, Any], own: Mapping[str, Any], op
 
 
 def _is_scheduled(options: Mapping[str, Any]) -> bool:
-    rates = [options.get(name) for name in ("learning_rate", "critic_learning_rate")]
-    changing = (options.get(name) for name in ("anneal_learning_rate", "adaptive_learning_rate"))
+    rates = [options.get(name) for name in ("learning_rate", "optimizer.critic.learning_rate")]
+    changing = (options.get(f"optimizer.{name}") for name in ("anneal", "adaptive_learning_rate"))
     return any(changing) or any(isinstance(rate, dict) for rate in rates)
 
 
 def _first_rate(options: Mapping[str, Any], index: int) -> float:
     """Return the learning rate that an optimiser begins a run with."""
-    critics = options.get("critic_learning_rate")
+    critics = options.get("optimizer.critic.learning_rate")
     # Those of an auxiliary phase come after the others, in the same order.
     value = options["learning_rate"] if index % 2 == 0 or critics is None else critics
     return parse_schedule("learning_rate", value).at(0, None)

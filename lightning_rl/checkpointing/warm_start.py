@@ -36,7 +36,7 @@ class WarmStart(NamedTuple):
         shapes = [f"{name} {here}, stored {stored}" for name, (here, stored) in self.other_shape.items()]
         for names, what in (
             (shapes, "left as they were, since their shapes differ"),
-            (self.other_scale, "left as they were, since normalize_rewards is another"),
+            (self.other_scale, "left as they were, since normalization.rewards is another"),
             (self.not_stored, "left as they were, since the checkpoint does not have them"),
             (self.not_here, "not used, since nothing here is called so"),
         ):
@@ -66,7 +66,7 @@ def warm_start(
     stored: Mapping[str, Tensor] = checkpoint["state_dict"]
     given = {name: x for name, x in stored.items() if part_of(name) in wanted}
     both = [name for name in own if name in given]
-    scales = [reward_scale(x.get("normalize_rewards")) for x in (module.hparams, checkpoint["hyper_parameters"])]
+    scales = [reward_scale(x["normalization"]["rewards"]) for x in (module.hparams, checkpoint["hyper_parameters"])]
     other_scale = [name for name in both if name.startswith("reward_normalizer.") and scales[0] != scales[1]]
     result = WarmStart(
         loaded=[name for name in both if own[name].shape == given[name].shape and name not in other_scale],

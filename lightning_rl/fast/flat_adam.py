@@ -24,7 +24,7 @@ _MOST_ENTRIES = 2**18
 
 def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
     """Return `FlatAdam` for an algorithm on a device that it is made for, None elsewhere."""
-    if not model.hparams["fast_paths"] or model.device.type not in ("cpu", "cuda"):
+    if not model.options["debug.fast_paths"] or model.device.type not in ("cpu", "cuda"):
         return None
     return {"class_path": "lightning_rl.fast.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
 

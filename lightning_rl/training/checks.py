@@ -16,18 +16,22 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.xla import XLAStrategy
 
+from lightning_rl.options import options_named
 from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.training.optimizers import optimizer_spec, scheduler_spec
+from lightning_rl.training.optimizers import SCHEDULER, check_optimizer_class, check_scheduler_class, scheduler_spec
 from lightning_rl.training.parameter_groups import group_options
 from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (
     ConfigurationError,
     check,
     check_bool,
+    check_keywords,
     check_names,
     check_number,
+    check_positive_int,
+    class_path,
     is_int,
     is_list,
     is_one_of,
@@ -35,92 +39,141 @@ from lightning_rl.validation import (
 )
 
 
-def plain_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of an algorithm as plain data, which checkpoints and logs can hold.
+def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an algorithm as plain data, which checkpoints and logs can hold.
 
     Spaces and classes become their descriptions.
 
+    Args:
+        given: Options by full name.
+
     Raises:
-        ConfigurationError: One of those that every algorithm has is out of range, or any of them is no plain data.
+        ConfigurationError: One of them is no plain data.
     """
     plain: dict[str, Any] = {name: space_to_dict(given[name], name) for name in ("observation_space", "action_space")}
-    if is_list(given["hidden_sizes"]):
-        plain["hidden_sizes"] = list(given["hidden_sizes"])
-    # First of all: an array, say, cannot be compared with what an option may be.
-    plain |= {name: to_plain_data(name, x) for name, x in {**given, **plain}.items() if name not in _CLASSES}
-    _check({**given, **plain})
-    for name in ("optimizer", "critic_optimizer"):
-        if given[name] is not None:
-            plain[name] = optimizer_spec(name, given[name])
-    if given["parameter_groups"] is not None:
-        plain["parameter_groups"] = group_options(given["parameter_groups"])
-    if given["lr_scheduler"] is not None:
-        plain["lr_scheduler"] = scheduler_spec(given["lr_scheduler"])
-    if not isinstance(given["network"], str):
-        plain["network"] = network_to_plain_data(given["network"])
-    return {name: to_plain_data(name, value) for name, value in {**given, **plain}.items()}
+    for name, value in given.items():
+        if name in _CLASSES and value is not None:
+            plain[name] = class_path(name, value)
+        elif name == "policy.network" and not isinstance(value, str):
+            with options_named({"network": name}):
+                plain[name] = network_to_plain_data(value)
+        elif name == "optimizer.groups":
+            plain[name] = group_options(value)
+        elif name not in plain:
+            plain[name] = to_plain_data(name, value)
+    return plain
 
 
-_CLASSES = ("optimizer", "critic_optimizer", "lr_scheduler", "network", "parameter_groups")
-"""Options that may have classes in them."""
+_CLASSES = ("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name")
+_FLAGS = (
+    *("optimizer.anneal", "advantages.recompute_values", "advantages.recompute_advantages"),
+    *("debug.check_numerics", "debug.histograms", "debug.fast_paths", "debug.compile_loss"),
+)
+_CHOICES = {
+    "advantages.on_truncation": ("bootstrap", "terminal"),
+    "advantages.estimator": ("gae", "monte_carlo"),
+    "advantages.value_target": ("td_lambda", "empirical"),
+    "advantages.normalize": ("minibatch", "rollout", "none"),
+    "normalization.update": ("after", "before"),
+}
 
 
-def _check_alone(given: Mapping[str, Any], name: str, varies: bool) -> None:
-    """Refuse two options that would both set the learning rate."""
-    for other in ("anneal_learning_rate", "lr_scheduler"):
-        check(not varies or given[other] in (None, False), name, given[name], f"a number, since {other} is given")
+def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
+    """Check those options that every algorithm has, by themselves and against each other.
+
+    Args:
+        given: Options by full name, as plain data.
+        without_effect: Options that the algorithm does not use, with the reason.
+        defaults: Defaults of the algorithm, by full name.
+
+    Raises:
+        ConfigurationError: One of them is out of range, or has no effect; names option, value and what was expected.
+    """
+    for name, reason in without_effect.items():
+        check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
+    for name in _FLAGS:
+        check_bool(name, given[name])
+    for name, choices in _CHOICES.items():
+        check(is_one_of(given[name], choices), name, given[name], f"one of {', '.join(choices)}")
+    check_number("gamma", given["gamma"], at_least=0, at_most=1)
+    skipped = given["debug.max_skipped_updates"]
+    check(is_int(skipped) and skipped >= 0, "debug.max_skipped_updates", skipped, "an integer of at least 0")
+    _check_policy(given)
+    _check_normalizers(given)
+    _check_optimizer(given)
+    _check_learning_rates(given)
+
+
+def _check_policy(given: Mapping[str, Any]) -> None:
+    with options_named({"memory": "policy.memory"}):
+        MemoryOptions.parse(given["policy.memory"])
+    if given["policy.shared_encoder"] is not None:
+        check_bool("policy.shared_encoder", given["policy.shared_encoder"])
+    sizes, paths = given["policy.hidden_sizes"], given["policy.critic_only"]
+    check(is_list(sizes), "policy.hidden_sizes", sizes, "a list of integers of at least 1")
+    if paths is not None:
+        check_names("policy.critic_only", paths, "a list of paths")
 
 
 def _check_normalizers(given: Mapping[str, Any]) -> None:
-    observations, rewards = given["normalize_observations"], given["normalize_rewards"]
+    observations, rewards = given["normalization.observations"], given["normalization.rewards"]
     if not isinstance(observations, dict):  # whose entries `make_normalizer` checks
-        check(isinstance(observations, bool), "normalize_observations", observations, "true or false, or a dict")
+        check(isinstance(observations, bool), "normalization.observations", observations, "true or false, or a dict")
     known = isinstance(rewards, bool) or is_one_of(rewards, ("return_std", "reward_std"))
-    check(known, "normalize_rewards", rewards, "true or false, return_std or reward_std")
-    if given["normalized_reward_clip"] is not None:
-        check_number("normalized_reward_clip", given["normalized_reward_clip"], above=0)
+    check(known, "normalization.rewards", rewards, "true or false, return_std or reward_std")
+    if given["normalization.reward_clip"] is not None:
+        check_number("normalization.reward_clip", given["normalization.reward_clip"], above=0)
 
 
-def _check(given: Mapping[str, Any]) -> None:
-    for name in ("anneal_learning_rate", "check_numerics", "recompute_values", "histograms"):
-        check_bool(name, given[name])
-    MemoryOptions.parse(given["memory"])
-    _check_normalizers(given)
-    for name in ("policy_l2", "value_l2", "shared_l2"):
-        check_number(name, given[name], at_least=0)
-    for name, choices in (
-        ("on_truncation", ("bootstrap", "terminal")),
-        ("advantage_estimator", ("gae", "monte_carlo")),
-        ("value_target", ("td_lambda", "empirical")),
-        ("update_normalizers", ("after", "before")),
-    ):
-        check(is_one_of(given[name], choices), name, given[name], " or ".join(choices))
-    if given["shared_encoder"] is not None:
-        check_bool("shared_encoder", given["shared_encoder"])
-    for name in ("learning_rate", "critic_learning_rate"):
+def _check_optimizer(given: Mapping[str, Any]) -> None:
+    for group in ("optimizer", "optimizer.critic"):
+        check_keywords(f"{group}.options", given[f"{group}.options"])
+        if (name := given[f"{group}.name"]) is not None:
+            check_optimizer_class(group, {"class_path": name, "init_args": given[f"{group}.options"]})
+    check_keywords(f"{SCHEDULER}.options", given[f"{SCHEDULER}.options"])
+    if (scheduler := scheduler_spec(given)) is not None:
+        check_scheduler_class(scheduler)
+        check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is given")
+    for name in ("max_grad_norm", "max_grad_value"):
+        if given[f"optimizer.{name}"] is not None:
+            check_number(f"optimizer.{name}", given[f"optimizer.{name}"], above=0)
+    for part in ("policy", "value", "shared"):
+        check_number(f"optimizer.l2.{part}", given[f"optimizer.l2.{part}"], at_least=0)
+    if given["optimizer.num_value_epochs"] is not None:
+        check_positive_int("optimizer.num_value_epochs", given["optimizer.num_value_epochs"])
+    warmup = given["optimizer.critic_warmup_steps"]
+    check(is_int(warmup) and warmup >= 0, "optimizer.critic_warmup_steps", warmup, "an integer of at least 0")
+
+
+def _check_learning_rates(given: Mapping[str, Any]) -> None:
+    others = {"optimizer.anneal": given["optimizer.anneal"], SCHEDULER: given[f"{SCHEDULER}.name"]}
+    for name in ("learning_rate", "optimizer.critic.learning_rate"):
         if given[name] is not None or name == "learning_rate":
             schedule = parse_schedule(name, given[name], above=0)
             check(schedule.at(0, None) > 0, name, given[name], "a rate that begins above 0")
-            _check_alone(given, name, schedule.varies)
-    check_number("gamma", given["gamma"], at_least=0, at_most=1)
-    skipped = given["max_skipped_updates"]
-    check(is_int(skipped) and skipped >= 0, "max_skipped_updates", skipped, "an integer of at least 0")
-    for name in ("max_grad_norm", "max_grad_value"):
-        if given[name] is not None:
-            check_number(name, given[name], above=0)
-    if given["lr_scheduler"] is not None:
-        check(not given["anneal_learning_rate"], "anneal_learning_rate", True, "False, since lr_scheduler is given")
-    sizes, paths = given["hidden_sizes"], given["critic_only"]
-    check(is_list(sizes), "hidden_sizes", sizes, "a list of integers of at least 1")
-    if paths is not None:
-        check_names("critic_only", paths, "a list of paths")
+            for other, value in others.items():
+                check(not (schedule.varies and value), name, given[name], f"a number, since {other} is given")
+    field, adaptive = "optimizer.adaptive_learning_rate", given["optimizer.adaptive_learning_rate"]
+    if adaptive is None:
+        return
+    known = ("target_kl", "factor", "minimum", "maximum")
+    valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive and {*adaptive} <= {*known}
+    check(valid, field, adaptive, f"target_kl and, if needed, {', '.join(known[1:])}")
+    check_number(f"{field}.target_kl", adaptive["target_kl"], above=0)
+    check_number(f"{field}.factor", adaptive.get("factor", 1.5), above=1)
+    minimum = adaptive.get("minimum", 1e-6)
+    check_number(f"{field}.minimum", minimum, above=0)
+    check_number(f"{field}.maximum", adaptive.get("maximum", 1e-2), at_least=minimum)
+    setters = [name for name, value in others.items() if value]
+    setters += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
+    check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is given")
 
 
 _REASONS = {
     LearningRateFinder: (
         "it picks a rate by how fast a loss falls, and the loss of a policy gradient does not measure the policy; it "
         "would also train on while the rate grows: expected runs compared by their return, as in examples/tune.py, or "
-        "adaptive_learning_rate"
+        "optimizer.adaptive_learning_rate"
     ),
     BatchSizeFinder: (
         "a batch is a rollout, whose size is part of the algorithm, not whatever fits into memory: expected num_envs "
@@ -150,7 +203,9 @@ def refuse_automatic_optimization(trainer: Trainer) -> None:
         ConfigurationError: It is; says which option of the model does so.
     """
     clip, added_up = trainer.gradient_clip_val, trainer.accumulate_grad_batches
-    check(not clip, "trainer.gradient_clip_val", clip, "None; set max_grad_norm or max_grad_value of the model instead")
+    check(
+        not clip, "trainer.gradient_clip_val", clip, "None; set model.optimizer.max_grad_norm or max_grad_value instead"
+    )
     expected = "1, since a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
     check(added_up == 1, "trainer.accumulate_grad_batches", added_up, expected)
 

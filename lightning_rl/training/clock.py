@@ -104,6 +104,7 @@ class ScheduledOptions:
     def __init__(self) -> None:
         self._schedules: dict[str, Schedule] = {}
         self._owners: dict[str, object] = {}
+        self._options: dict[str, str] = {}
         self._annealed = False
 
     def add(
@@ -114,17 +115,20 @@ class ScheduledOptions:
         at_least: float | None = None,
         at_most: float | None = None,
         owner: object = None,
+        option: str | None = None,
     ) -> float:
         """Take in an option, and return its value at the beginning of a run; see `parse_schedule` for the bounds.
 
-        `owner` has the attribute; None: the algorithm.
+        `owner` has the attribute `name`; None: the algorithm. `option` is its full name, for errors; None: `name`.
 
         Raises:
             ConfigurationError: It is neither a number within the bounds nor a schedule.
         """
-        schedule = parse_schedule(name, value, above=above, at_least=at_least, at_most=at_most)
+        option = option or name
+        schedule = parse_schedule(option, value, above=above, at_least=at_least, at_most=at_most)
         if schedule.varies:
             self._schedules[name] = schedule
+            self._options[name] = option
             if owner is not None:
                 self._owners[name] = owner
         return schedule.at(0, None)
@@ -154,15 +158,15 @@ class ScheduledOptions:
                 set_learning_rate(optimizer, values[name])
         return values
 
-    def check_end(self, module: LightningModule, has_end: bool, expected: str) -> None:
+    def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
         """Raise unless there is an end for the schedules that go to the end.
 
         Raises:
             ConfigurationError: There is none; names the first of them.
         """
         for name, schedule in self._schedules.items():
-            option = "anneal_learning_rate" if self._annealed and name in RATES else name
-            check(has_end or not schedule.over_run, option, module.hparams[option], expected)
+            option = "optimizer.anneal" if self._annealed and name in RATES else self._options[name]
+            check(has_end or not schedule.over_run, option, module.options[option], expected)
 
     def report_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
         """Say that a resumed run ends elsewhere than it would have, if that moves schedules."""

@@ -27,8 +27,8 @@ from lightning_rl.training.records import UpdateRecord
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
 """What the norms of the gradients of the optimizers are logged by, before they are clipped."""
 WHAT_TO_TRY = (
-    "Look at the rewards and observations (normalize_rewards, normalize_observations bound them), lower learning_rate, "
-    "or max_grad_norm"
+    "Look at the rewards and observations (normalization.rewards and normalization.observations bound them), lower "
+    "learning_rate, or optimizer.max_grad_norm"
 )
 _ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 # Minibatches that have not been checked yet may take so many bytes.

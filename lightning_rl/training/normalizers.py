@@ -73,7 +73,7 @@ class Normalizers:
         check_reward_options(scale, clip)
         self.scale_rewards = make_reward_transform(scale, clip)
         both = self.scale_rewards is not None and self.of_rewards is not None
-        check(not both, "normalize_rewards", normalize_rewards, "false beside reward_scale or reward_clip")
+        check(not both, "normalization.rewards", normalize_rewards, "false beside reward_scale or reward_clip")
 
     def begin(self, rollout: Rollout) -> None:
         """Take a rollout in before it is learned from, where that is wanted."""

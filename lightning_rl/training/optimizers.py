@@ -21,7 +21,6 @@ from lightning_rl.validation import (
     check_number,
     import_class,
     instantiate,
-    to_class_spec,
 )
 
 
@@ -33,31 +32,61 @@ def adam(device: torch.device) -> ClassSpec:
     return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
 
 
-def optimizer_spec(field: str, optimizer: ClassSpec | type[Optimizer]) -> ClassSpec:
-    """Return an optimiser's class and arguments as plain data.
+SCHEDULER = "optimizer.scheduler"
+
+
+def optimizer_specs(options: Mapping[str, Any], default: ClassSpec) -> dict[str, ClassSpec]:
+    """Return class and arguments of the optimizer, and of the critic's if it has its own, by their group of options.
+
+    Args:
+        options: By full name.
+        default: The optimizer of the algorithm, for a name of None.
+    """
+    specs = {"optimizer": _spec(options, "optimizer", default)}
+    if has_own_critic_optimizer(options):
+        specs["optimizer.critic"] = _spec(options, "optimizer.critic", specs["optimizer"])
+    return specs
+
+
+def has_own_critic_optimizer(options: Mapping[str, Any]) -> bool:
+    """Whether options ask for a separate optimizer for the critic."""
+    return any(options[f"optimizer.critic.{name}"] not in (None, {}) for name in ("name", "options", "learning_rate"))
+
+
+def _spec(options: Mapping[str, Any], group: str, default: ClassSpec) -> ClassSpec:
+    name, arguments = options[f"{group}.name"], options[f"{group}.options"]
+    if name is None:
+        return {"class_path": default["class_path"], "init_args": default["init_args"] | arguments}
+    return {"class_path": name, "init_args": arguments}
+
+
+def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
+    """Return class and arguments of the learning rate scheduler; None without one."""
+    name = options[f"{SCHEDULER}.name"]
+    return None if name is None else {"class_path": name, "init_args": options[f"{SCHEDULER}.options"]}
+
+
+def check_optimizer_class(group: str, spec: ClassSpec) -> None:
+    """Raise unless a class is an optimizer that takes its arguments, the learning rate not among them.
 
     Raises:
-        ConfigurationError: It is none, or does not take its arguments; the learning rate is not one of them.
+        ConfigurationError: It is none, or refuses an argument.
     """
-    spec = to_class_spec(field, optimizer)
-    given = spec["init_args"]
-    rate = field.replace("optimizer", "learning_rate")
-    check("lr" not in given, f"{field}: init_args", given, f"no 'lr'; set {rate} instead")
-    check_arguments(field, spec, Optimizer, "params", "lr")
-    return spec
+    rate = group.removeprefix("optimizer").removeprefix(".")
+    rate = f"optimizer.{rate}.learning_rate" if rate else "learning_rate"
+    check("lr" not in spec["init_args"], f"{group}.options", spec["init_args"], f"no 'lr'; set {rate} instead")
+    check_arguments(group, spec, Optimizer, "params", "lr")
 
 
-def scheduler_spec(lr_scheduler: ClassSpec | type[LRScheduler]) -> ClassSpec:
-    """Return a scheduler's class and arguments as plain data.
+def check_scheduler_class(spec: ClassSpec) -> None:
+    """Raise unless a class is a scheduler that takes its arguments and needs no metric.
 
     Raises:
-        ConfigurationError: It is none, does not take its arguments, or needs a metric.
+        ConfigurationError: It is none, refuses an argument, or needs a metric.
     """
-    spec = to_class_spec("lr_scheduler", lr_scheduler)
-    plateau = issubclass(import_class("lr_scheduler", spec["class_path"], LRScheduler), ReduceLROnPlateau)
-    check(not plateau, "lr_scheduler", spec, "a scheduler that needs no metric")
-    check_arguments("lr_scheduler", spec, LRScheduler, "optimizer")
-    return spec
+    plateau = issubclass(import_class(SCHEDULER, spec["class_path"], LRScheduler), ReduceLROnPlateau)
+    check(not plateau, f"{SCHEDULER}.name", spec["class_path"], "a scheduler that needs no metric")
+    check_arguments(SCHEDULER, spec, LRScheduler, "optimizer")
 
 
 def check_step(given: str, optimizer: Optimizer) -> None:
@@ -91,12 +120,12 @@ def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
 
     Args:
         scheduler: Of the learning rate.
-        spec: Its class and arguments, as `lr_scheduler` has them.
+        spec: Its class and arguments.
 
     Raises:
         ConfigurationError: The step fails, or gives a learning rate that is no number of at least 0.
     """
-    field, step = f"lr_scheduler={spec!r}", scheduler.last_epoch + 1
+    field, step = f"{SCHEDULER}={spec!r}", scheduler.last_epoch + 1
     try:
         scheduler.step()
     except Exception as error:
@@ -128,7 +157,7 @@ def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: 
         for pattern in filter(None, part):
             unknown = sorted({*groups[pattern]} - known - {SCALE})
             expected = f"{SCALE} and options of {spec['class_path']}, not {', '.join(unknown)}"
-            check(not unknown, f"parameter_groups: {pattern}", groups[pattern], expected)
+            check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
 
 
 def try_optimizers(
@@ -177,8 +206,8 @@ def _try_optimizer(
         for pattern, members in part.items()
     }
     optimizer = _make(field, spec, few, groups, 1e-3)
-    made = None if scheduler is None else instantiate("lr_scheduler", scheduler, LRScheduler, optimizer)
-    check_step(f"{field}={spec!r}" + (f" with parameter_groups={groups!r}" if groups else ""), optimizer)
+    made = None if scheduler is None else instantiate(SCHEDULER, scheduler, LRScheduler, optimizer)
+    check_step(f"{field}={spec!r}" + (f" with optimizer.groups={groups!r}" if groups else ""), optimizer)
     if made is not None:
         step_scheduler(made, scheduler)
 

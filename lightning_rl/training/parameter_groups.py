@@ -26,18 +26,18 @@ ParameterGroups = dict[str, dict[str, Any]]
 
 
 def group_options(groups: Any) -> ParameterGroups:  # noqa: ANN401 - it is checked here
-    """Return `parameter_groups` as plain data.
+    """Return `optimizer.groups` as plain data.
 
     Raises:
         ConfigurationError: It is no dict of dicts, or a scale is negative.
     """
-    plain: Any = to_plain_data("parameter_groups", groups)
+    plain: Any = to_plain_data("optimizer.groups", groups)
     is_dict = isinstance(plain, dict) and all(isinstance(options, dict) for options in plain.values())
-    check(is_dict, "parameter_groups", groups, "a dict: pattern of names → dict of options")
+    check(is_dict, "optimizer.groups", groups, "a dict: pattern of names → dict of options")
     for pattern, options in plain.items():
-        check_number(f"parameter_groups: {pattern}: {SCALE}", options.get(SCALE, 1.0), at_least=0)
+        check_number(f"optimizer.groups: {pattern}: {SCALE}", options.get(SCALE, 1.0), at_least=0)
         for name in ("params", "lr"):
-            check(name not in options, f"parameter_groups: {pattern}", options, f"no {name!r}; {SCALE} is for the rate")
+            check(name not in options, f"optimizer.groups: {pattern}", options, f"no {name!r}; {SCALE} is for the rate")
     return plain  # type: ignore[no-any-return]
 
 
@@ -106,13 +106,13 @@ def split_parameters(
     critics = [name for name in named if separate and is_of_critic(name)]
     if separate and not (has_separate_critic(policy) and 0 < len(critics) < len(named)):
         raise ConfigurationError(
-            "critic_optimizer or critic_learning_rate is given, but actor and critic share parameters: expected "
-            "separate encoders (shared_encoder=false)"
+            "optimizer.critic is given, but actor and critic share parameters: expected separate encoders "
+            "(policy.shared_encoder=false)"
         )
     belongs = {name: next((p for p in groups if _fits(name, p)), None) for name in named}
     for pattern in groups:
         is_first = pattern in belongs.values()
-        check(is_first, "parameter_groups", pattern, "a pattern that comes first for some of " + ", ".join(named))
+        check(is_first, "optimizer.groups", pattern, "a pattern that comes first for some of " + ", ".join(named))
     halves = [[name for name in named if name not in critics], critics][: 1 + separate]
     patterns: list[str | None] = [None, *groups]
     return [
@@ -150,9 +150,9 @@ class WeightPenalty:
             if coefficient:
                 known = isinstance(policy, ActorCritic)
                 expected = f"0, since actor and critic of a {type(policy).__name__} cannot be told apart"
-                check(known, f"{part}_l2", coefficient, expected)
-                expected = "0, since actor and critic share nothing: set policy_l2 and value_l2"
-                check(bool(weights_by_part(policy)[part]), f"{part}_l2", coefficient, expected)
+                check(known, f"optimizer.l2.{part}", coefficient, expected)
+                expected = "0, since actor and critic share nothing: set optimizer.l2.policy and optimizer.l2.value"
+                check(bool(weights_by_part(policy)[part]), f"optimizer.l2.{part}", coefficient, expected)
 
     def __call__(self, policy: nn.Module) -> Tensor | None:
         """Return the penalty on the weights of a policy, a scalar; None where there is none."""
