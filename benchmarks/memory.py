@@ -81,7 +81,9 @@ def growth(rollouts: int) -> dict[str, Any]:
     """Train on tiny rollouts; return the slope of the resident memory after a quarter of them."""
     torch.manual_seed(0)
     data = RolloutDataModule("CartPole-v1", 2, 8, rollouts, seed=0)
-    model = PPO(data.observation_space, data.action_space, num_epochs=1, num_minibatches=1, hidden_sizes=(8,))
+    model = PPO(
+        data.observation_space, data.action_space, num_epochs=1, num_minibatches=1, policy={"hidden_sizes": (8,)}
+    )
     watch = Watch(every=max(1, rollouts // 100))
     trainer(watch).fit(model, data)
     done, seen = np.array(watch.seen[len(watch.seen) // 4 :], float).T

@@ -29,8 +29,7 @@ SETTINGS: dict[str, Any] = {
     "num_epochs": 4,
     "num_minibatches": 16,
     "gae_lambda": 0.98,
-    "normalize_observations": True,
-    "normalize_rewards": True,
+    "normalization": {"observations": True, "rewards": True},
 }
 
 

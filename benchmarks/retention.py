@@ -28,7 +28,7 @@ STEPS = 30_000
 EPISODES = 50
 SETTINGS: dict[str, Any] = {
     "learning_rate": 5e-3,
-    "optimizer": {"class_path": "torch.optim.Adam", "init_args": {}},
+    "optimizer": {"name": "torch.optim.Adam", "options": {}},
     "gamma": 0.9,
     "entropy_coef": 0.02,
 }

@@ -36,7 +36,11 @@ DATA: dict[str, Any] = {
 }
 CLONING: dict[str, Any] = {"learning_rate": 3e-3}
 CLONING_BATCHES = 600
-SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "critic_learning_rate": 1e-3, "num_minibatches": 16}
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "optimizer": {"critic": {"learning_rate": 1e-3}},
+    "num_minibatches": 16,
+}
 
 
 def controlled(episodes: int = 40) -> list[Episode]:
@@ -93,7 +97,9 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
     if rollouts:
         warming = quiet_trainer(max_epochs=rollouts, limit_val_batches=0)
         # Steps that environments spend on being reset do not count: the warm-up ends with the rollouts, not before.
-        warming.fit(make_model(critic_warmup_steps=2 * rollouts * data.rollout_length * data.num_envs), data)
+        warming.fit(
+            make_model(optimizer={"critic_warmup_steps": 2 * rollouts * data.rollout_length * data.num_envs}), data
+        )
         warming.save_checkpoint(warm := folder / "warm.ckpt")
     model = make_model()
     kept = Scores()

@@ -23,6 +23,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.gradient_steps import GradientSteps
 from lightning_rl.training.metrics import RolloutMetrics
 from lightning_rl.validation import ClassSpec
+from tests.helpers import merged
 
 # The other backends want the newer name; no sticky actions makes it the same game.
 _ATARI_ID = "ALE/Pong-v5"
@@ -80,15 +81,18 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
     return (kind or {"ppo": PPO, "ppg": PPG, "impala": IMPALA}[algorithm])(
         data.observation_space,
         data.action_space,
-        **made,
+        **merged(
+            {
+                "optimizer": {"max_grad_norm": workload["max_grad_norm"]},
+                "policy": {"activation": workload["activation"]},
+                "normalization": {"observations": workload["normalize"], "rewards": workload["normalize"]},
+            },
+            made,
+        ),
         learning_rate=workload["lr"],
         gamma=workload["gamma"],
         entropy_coef=workload["ent_coef"],
         value_coef=workload["vf_coef"],
-        max_grad_norm=workload["max_grad_norm"],
-        activation=workload["activation"],
-        normalize_observations=workload["normalize"],
-        normalize_rewards=workload["normalize"],
         memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
 
@@ -103,10 +107,9 @@ def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
         "optimizer": adam | {"init_args": {"eps": workload["adam_eps"], "fused": True}},
         "gae_lambda": workload["gae_lambda"],
         "clip_range": workload["clip"],
-        "normalize_advantages": "minibatch" if workload["norm_adv"] else "none",
-        "hidden_sizes": workload["hidden"] or (64, 64),
-        "compile_loss": workload.get("compiled", False),
-        "fast_paths": fast_paths,
+        "advantages": {"normalize": "minibatch" if workload["norm_adv"] else "none"},
+        "policy": {"hidden_sizes": workload["hidden"] or (64, 64)},
+        "debug": {"compile_loss": workload.get("compiled", False), "fast_paths": fast_paths},
     }
 
 
@@ -119,10 +122,9 @@ def _impala(workload: dict[str, Any]) -> dict[str, Any]:
     """Return what IMPALA alone is told: its heads come right after what is seen, and rewards are clipped before."""
     rms = {"alpha": workload["rms_alpha"], "eps": workload["rms_eps"]}
     return {
-        "optimizer": {"class_path": "torch.optim.RMSprop", "init_args": rms},
+        "optimizer": {"name": "torch.optim.RMSprop", "options": rms, "anneal": workload["anneal_lr"]},
+        "policy": {"hidden_sizes": workload["hidden"]},
         "reduction": workload["reduction"],
-        "anneal_learning_rate": workload["anneal_lr"],
-        "hidden_sizes": workload["hidden"],
     }
 
 

@@ -47,7 +47,7 @@ def main(max_env_steps: int = 20_000) -> list[PPO]:
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128)
     encoder = {"class_path": f"{FourierEncoder.__module__}.FourierEncoder", "init_args": {"num_frequencies": 16}}
     models = [
-        PPO(data.observation_space, data.action_space, network=encoder),
+        PPO(data.observation_space, data.action_space, policy={"network": encoder}),
         LinearCriticPPO(data.observation_space, data.action_space),
     ]
     for model in models:

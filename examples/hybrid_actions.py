@@ -64,7 +64,7 @@ def main(max_env_steps: int = 100_000) -> float:
     model = PPO(
         data.observation_space,
         data.action_space,
-        action_distribution={"swing": "beta"},
+        policy={"action_distribution": {"swing": "beta"}},
         learning_rate=1e-3,
         entropy_coef=0.001,
     )

@@ -14,7 +14,7 @@ from lightning_rl import PPO, EnvStepLimit, EnvStepProgressBar, LastCheckpoint, 
 def fit(max_env_steps: int, root: str, ckpt_path: str | None = None) -> PPO:
     """Train until the clock of the run shows `max_env_steps`."""
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128, rollouts_per_epoch=5)
-    model = PPO(data.observation_space, data.action_space, normalize_observations=True)
+    model = PPO(data.observation_space, data.action_space, normalization={"observations": True})
     trainer = Trainer(
         max_epochs=-1,
         # The newest checkpoint of all, whereas ModelCheckpoint keeps the best.

@@ -19,7 +19,7 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> flo
     seed_everything(0)
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=32, rollouts_per_epoch=50)
     # The learning rate is annealed to 0 at the limit below.
-    model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, anneal_learning_rate=True)
+    model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, optimizer={"anneal": True})
     best = ModelCheckpoint(f"{root}/checkpoints", filename="best-{step}", monitor="val/episode_return", mode="max")
     trainer = Trainer(
         max_epochs=-1,  # the environment steps decide

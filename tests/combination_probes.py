@@ -126,4 +126,4 @@ def model_options(combination: Combination) -> dict[str, Any]:
     """Of an algorithm with a small network."""
     memory = {"kind": "gru", "hidden_size": 4, "sequence_length": 4} if combination.memory else None
     distribution = ACTIONS[combination.action][1]
-    return {"hidden_sizes": (4,), "action_distribution": distribution, "memory": memory}
+    return {"policy": {"hidden_sizes": (4,), "action_distribution": distribution, "memory": memory}}

@@ -22,6 +22,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -95,10 +96,10 @@ def count_restarts(rank: int) -> list[float]:
 
 
 PHASES: dict[str, tuple[type[PPG], dict[str, Any]]] = {
-    "dual": (PPG, {"num_value_epochs": 2, "critic_learning_rate": 1e-3}),
-    "shared": (PPG, {"architecture": "shared", "num_value_epochs": 2}),
-    "detached": (PPG, {"architecture": "detached", "num_value_epochs": 2, "aux_sequences": True}),
-    "memory": (PPG, {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8, "burn_in": 3}}),
+    "dual": (PPG, {"optimizer": {"num_value_epochs": 2, "critic": {"learning_rate": 1e-3}}}),
+    "shared": (PPG, {"architecture": "shared", "optimizer": {"num_value_epochs": 2}}),
+    "detached": (PPG, {"architecture": "detached", "optimizer": {"num_value_epochs": 2}, "aux_sequences": True}),
+    "memory": (PPG, {"policy": {"memory": {"kind": "gru", "hidden_size": 6, "sequence_length": 8, "burn_in": 3}}}),
     "off_policy": (OffPolicyPPG, {"updates_per_rollout": 3, "batch_size": 16, "value_max_use": 2, "num_epochs": 2}),
 }
 
@@ -109,8 +110,13 @@ def train_in_phases() -> dict[str, Any]:
     for name, (algorithm, options) in PHASES.items():
         data = make_data(rollouts_per_epoch=5)
         torch.manual_seed(0)
-        small = {"hidden_sizes": (8,), "num_policy_iterations": 2, "num_minibatches": 2, "num_aux_epochs": 2}
-        model = algorithm(data.observation_space, data.action_space, **small | options)
+        small = {
+            "policy": {"hidden_sizes": (8,)},
+            "num_policy_iterations": 2,
+            "num_minibatches": 2,
+            "num_aux_epochs": 2,
+        }
+        model = algorithm(data.observation_space, data.action_space, **merged(small, options))
         recorder = Recorder()
         make_trainer(precision="64-true", callbacks=[recorder], **DDP).fit(model, data)
         divergences = [row["aux_kl"] for row in recorder.rows if "aux_kl" in row]
@@ -122,7 +128,7 @@ def train_with_replay(num_actors: int) -> dict[str, Any]:
     """CLEAR, collected in step or by an actor of each rank: what each learned, saw and kept."""
     data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork" if num_actors else None)
     torch.manual_seed(0)
-    model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=0.01)
+    model = CLEAR(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, learning_rate=0.01)
     firsts: list[torch.Tensor] = []
 
     class Spy(Recorder):
@@ -146,7 +152,7 @@ def train_with_replay(num_actors: int) -> dict[str, Any]:
 def learn_duals(rank: int, **trainer_options: Any) -> dict[str, torch.Tensor]:
     """V-MPO: parameters after three rollouts, of which the second rank has no step."""
     torch.manual_seed(0)
-    model = VMPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=3, learning_rate=1e-2).double()
+    model = VMPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, num_epochs=3, learning_rate=1e-2).double()
     rollouts = [random_rollout(model.policy, seed=seed, off_policy=0.0, valid=True) for seed in range(3)]
     for rollout in rollouts if rank else ():
         rollout.valid[:] = False

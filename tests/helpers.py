@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,16 @@ if PIXELS not in gymnasium.registry:
     gymnasium.register(PIXELS, Pixels)
 
 
+def merged(*options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of several dicts; later ones change single fields of the groups of earlier ones."""
+    result: dict[str, Any] = {}
+    for one in options:
+        for name, value in one.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+            result[name] = merged(result[name], value) if both else value
+    return result
+
+
 def make_trainer(**options: Any) -> Trainer:
     """A CPU Trainer without files, bars, summaries and sanity checks, unless asked for."""
     quiet = {
@@ -70,14 +80,14 @@ def make_trainer(**options: Any) -> Trainer:
 def make_data(env_id: str = "CartPole-v1", **options: Any) -> RolloutDataModule:
     """Two short rollouts of two environments an epoch, the same each time."""
     small = {"num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 2, "eval_episodes": 2, "seed": 1}
-    return RolloutDataModule(env_id, **small | options)
+    return RolloutDataModule(env_id, **merged(small, options))
 
 
 def make_model(data: RolloutDataModule, **options: Any) -> PPO:
     """PPO on small networks, with the same initial weights each time."""
     torch.manual_seed(0)
-    small = {"hidden_sizes": (16,), "num_epochs": 2, "num_minibatches": 2}
-    return PPO(data.observation_space, data.action_space, **small | options)
+    small = {"policy": {"hidden_sizes": (16,)}, "num_epochs": 2, "num_minibatches": 2}
+    return PPO(data.observation_space, data.action_space, **merged(small, options))
 
 
 def flip_a_bit(path: Path, entry: str) -> Path:

@@ -28,7 +28,7 @@ import lightning_rl
 from lightning_rl import AtariPreprocessing, BehaviourCloning, OnPolicyAlgorithm, RecordedEpisodes, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_trainer
+from tests.helpers import make_trainer, merged
 
 ALGORITHMS: list[type[Any]] = [
     found
@@ -219,7 +219,7 @@ def _spaces(env_id: str) -> dict[str, Any]:
 def _recorded(env_id: str) -> Any:
     """Two episodes, as `predict` returns them."""
     data = RolloutDataModule(env_id, eval_episodes=2, num_eval_envs=2, max_episode_steps=10, seed=0)
-    model = lightning_rl.PPO(**_spaces(env_id), hidden_sizes=(4,))
+    model = lightning_rl.PPO(**merged({"policy": {"hidden_sizes": (4,)}}, _spaces(env_id)))
     batches = make_trainer().predict(model, data)
     assert batches is not None
     return batches[0]
@@ -233,7 +233,9 @@ def make(case: Case) -> Any:
     """
     known = options_of(case.made)
     if issubclass(case.made, OnPolicyAlgorithm):
-        small: dict[str, Any] = {"hidden_sizes": (4,), "num_minibatches": 2, "num_epochs": 1} | _spaces(case.env_id)
+        small: dict[str, Any] = merged(
+            {"policy": {"hidden_sizes": (4,)}, "num_minibatches": 2, "num_epochs": 1}, _spaces(case.env_id)
+        )
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
     else:
         small = {"env_id": case.env_id, "num_envs": 2, "rollout_length": 8, "rollouts_per_epoch": 2, "seed": 0}

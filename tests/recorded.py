@@ -14,20 +14,30 @@ from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import EpisodeSummary
 from lightning_rl.rollouts.sequences import Sequences
-from tests.helpers import DISCRETE, VECTOR, FixedRollouts, MemoryLogger, make_trainer, parameters_of, random_rollout
+from tests.helpers import (
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    MemoryLogger,
+    make_trainer,
+    merged,
+    parameters_of,
+    random_rollout,
+)
 from tests.memory_probes import random_memory
 
 NUM_ENVS, ROLLOUTS, EPOCHS, MINIBATCHES_OF_A_PASS = 3, 7, 3, 4
 FEW_STEPS = {3: 2, 5: 0}
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "minibatch": {"clip_range_value": 0.2, "learning_rate": 5e-3, "target_kl": 3e-4},
-    "memory": {
-        "normalize_advantages": "rollout",
-        "memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3},
-        "learning_rate": 1e-3,
+    "minibatch": {"clipping": {"value": 0.2}, "learning_rate": 5e-3, "target_kl": 3e-4},
+    "policy": {
+        "memory": {
+            "advantages": {"normalize": "rollout"},
+            "policy": {"memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3}},
+            "learning_rate": 1e-3,
+        }
     },
-    # In one minibatch each, whose rows are the same in any order.
     "phases": {
         "algorithm": PPG,
         "num_policy_iterations": 3,
@@ -36,25 +46,41 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "num_aux_minibatches": 1,
         "learning_rate": 5e-3,
     },
-    "unrolls": {"algorithm": IMPALA, "reduction": "sum", "learning_rate": 1e-3, "value_normalization": "running_std"},
-    "rollout": {
-        "normalize_advantages": "rollout",
-        "entropy_coef": 0.01,
-        "clip_range_value": 0.2,
-        "num_value_epochs": EPOCHS - 1,
+    "unrolls": {
+        "algorithm": IMPALA,
+        "reduction": "sum",
+        "learning_rate": 1e-3,
+        "normalization": {"values": "running_std"},
     },
-    "none": {"normalize_advantages": "none", "max_grad_norm": None, "value_normalization": "popart"},
+    "rollout": {
+        "advantages": {"normalize": "rollout"},
+        "clipping": {"value": 0.2},
+        "optimizer": {"num_value_epochs": EPOCHS - 1},
+        "entropy_coef": 0.01,
+    },
+    "none": {
+        "advantages": {"normalize": "none"},
+        "optimizer": {"max_grad_norm": None},
+        "normalization": {"values": "popart"},
+    },
     "two_optimizers": {
-        "critic_learning_rate": 1e-3,
-        "num_value_epochs": EPOCHS + 1,
+        "optimizer": {
+            "critic": {"learning_rate": 1e-3},
+            "num_value_epochs": EPOCHS + 1,
+            "adaptive_learning_rate": {"target_kl": 1e-3},
+        },
+        "clipping": {"rollback": True},
+        "advantages": {"recompute_advantages": True},
         "target_kl": 1e-2,
-        "kl_rollback": True,
-        "adaptive_learning_rate": {"target_kl": 1e-3},
-        "recompute_advantages": True,
     },
     "better_half": {"learning_rate": 1e-3},
     "weighted_half": {"learning_rate": 1e-3},
-    "penalties": {"kl_cutoff_coef": 100.0, "adaptive_kl_target": 1e-4, "policy_l2": 1e-3, "learning_rate": 3e-3},
+    "penalties": {
+        "kl_cutoff_coef": 100.0,
+        "adaptive_kl_target": 1e-4,
+        "optimizer": {"l2": {"policy": 1e-3}},
+        "learning_rate": 3e-3,
+    },
 }
 PRECISIONS = {"32-true": torch.float32, "64-true": torch.float64}
 CASES = [(option, precision) for option in OPTIONS for precision in PRECISIONS]
@@ -89,8 +115,13 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
     }
     cls = classes.get(option, (PPO, Alone))[alone]
     # Ranks have no fast paths: their rounding is that of plain PyTorch.
-    small = {"hidden_sizes": (8,), "num_epochs": EPOCHS, "fast_paths": False, "num_minibatches": MINIBATCHES_OF_A_PASS}
-    options = small | NORMALIZED | OPTIONS[option]
+    small = {
+        "policy": {"hidden_sizes": (8,)},
+        "debug": {"fast_paths": False},
+        "num_epochs": EPOCHS,
+        "num_minibatches": MINIBATCHES_OF_A_PASS,
+    }
+    options = merged(small, NORMALIZED, OPTIONS[option])
     algorithm: type[PPO] = options.pop("algorithm", cls)
     if not issubclass(algorithm, PPO | VMPO):  # one step for each rollout
         options = {name: x for name, x in options.items() if name not in ("num_epochs", "num_minibatches")}

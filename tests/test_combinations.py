@@ -26,7 +26,7 @@ from lightning_rl import (
 )
 from tests.checkpointing.test_resume import assert_resumes_from
 from tests.combination_probes import ACTIONS, MASKABLE, OBSERVATIONS, SAMPLE, Combination, data_options, model_options
-from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
+from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
 from tests.test_precision import BOUNDS
 
 COMBINATIONS = [
@@ -55,7 +55,7 @@ OTHERS: dict[type[OnPolicyAlgorithm], dict[str, Any]] = {
     PPOKLPenalty: {},
     VMPO: {"num_epochs": 1},
     # What the preset does by default is for numbers alone, which not all observations have.
-    TFAgentsPPO: {"normalize_observations": False},
+    TFAgentsPPO: {"normalization": {"observations": False}},
 }
 
 
@@ -70,7 +70,7 @@ def make(
     torch.manual_seed(0)
     passes = {"num_epochs": 1, "num_minibatches": 2} if issubclass(algorithm, PPO) else {}
     spaces = module.observation_space, module.action_space
-    return algorithm(*spaces, **passes | model_options(combination) | options), module
+    return algorithm(*spaces, **merged(passes, model_options(combination), options)), module
 
 
 def check_training(
@@ -113,7 +113,7 @@ def test_it_trains_on_policy_and_plays(combination):
 @sample
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(combination, tmp_path: Path):
     passes = {"num_epochs": 1, "num_minibatches": 2}
-    options = {"data": data_options(combination), "model": model_options(combination) | passes}
+    options = {"data": data_options(combination), "model": merged(model_options(combination), passes)}
     assert_resumes_from((2,), "discrete", 4, tmp_path, **options)
 
 
@@ -132,7 +132,10 @@ def test_the_one_that_learns_from_old_steps_takes_it_without_memory(combination)
 @sample
 @pytest.mark.parametrize(
     "options",
-    [{"value_normalization": "popart"}, {"critic_learning_rate": 1e-2, "shared_encoder": False}],
+    [
+        {"normalization": {"values": "popart"}},
+        {"optimizer": {"critic": {"learning_rate": 1e-2}}, "policy": {"shared_encoder": False}},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_the_critic_go_with_it(combination, options):
@@ -143,11 +146,11 @@ def test_options_of_the_critic_go_with_it(combination, options):
 def test_passes_of_every_kind_go_with_it(combination):
     """Values computed anew, updates that may be taken back, passes of one loss alone."""
     passes = {
-        "recompute_advantages": True,
+        "advantages": {"recompute_advantages": True},
+        "clipping": {"rollback": True},
+        "optimizer": {"num_value_epochs": 3},
         "target_kl": 1.0,
-        "kl_rollback": True,
         "num_epochs": 2,
-        "num_value_epochs": 3,
     }
     check_training(*make(combination, **passes))
 
@@ -155,7 +158,7 @@ def test_passes_of_every_kind_go_with_it(combination):
 @sample
 def test_the_previous_action_and_reward_and_normalisers_go_with_it(combination):
     """The previous reward is what there always is to normalise."""
-    normalised = {"normalize_observations": True, "normalize_rewards": True}
+    normalised = {"normalization": {"observations": True, "rewards": True}}
     model, data = make(combination, data={"previous_action": True, "previous_reward": True}, **normalised)
     assert {"previous_action", "previous_reward"} <= set(data.observation_space)
     check_training(model, data)

@@ -133,7 +133,7 @@ def test_configuration_runs_for_two_rollouts(path):
         small += ["--data.episodes=episodes.pt"]
     memory = given["model"]["init_args"].get("memory")
     if isinstance(memory, dict) and "sequence_length" in memory:
-        small += [f"--model.memory={json.dumps(memory | {'sequence_length': 4})}"]
+        small += [f"--model.policy.memory={json.dumps(memory | {'sequence_length': 4})}"]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
     if data["env_id"].startswith("ALE/"):
         small += ["--trainer.limit_val_batches=0"]  # a game is long

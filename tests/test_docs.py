@@ -155,7 +155,7 @@ def before(page, namespace):
     if page.stem == "behaviourcloning":
         namespace["expert"] = PPO(*spaces)
     if page.stem == "policies":
-        namespace |= {"model": PPO(*spaces, memory="gru"), "observations": torch.ones(1, 4)}
+        namespace |= {"model": PPO(*spaces, policy={"memory": "gru"}), "observations": torch.ones(1, 4)}
     if page.stem == "resuming":
         saved = fail(BrokenRollouts(VECTOR, DISCRETE, broken=[0], **OPTIONS), Path())
         wanted = re.search(r'FailedUpdate\.load\("(.*)"\)', page.read_text())[1]

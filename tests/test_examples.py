@@ -60,7 +60,7 @@ def test_custom_networks_are_used_trained_and_loaded_again(in_tmp_path):
     assert all(linear.optimizers().state[p]["step"] == 16 for p in linear.policy.value_head.parameters())
 
     # The class path and its arguments are all that a checkpoint needs to hold.
-    assert fourier.hparams["network"] == {
+    assert fourier.hparams["policy"]["network"] == {
         "class_path": "custom_network.FourierEncoder",
         "init_args": {"num_frequencies": 16},
     }
@@ -131,11 +131,11 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
     """One written by the callback during a run, one by the command from the checkpoint of a run."""
     wrappers = [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}]
     data, hidden = make_data(), make_data(wrappers=wrappers)
-    plain = make_model(data, normalize_observations=True)
+    plain = make_model(data, normalization={"observations": True})
     callbacks = [PolicyExport(64, "plain", format="onnx", programs=["greedy"])]
     make_trainer(callbacks=callbacks).fit(plain, data)
     trainer = make_trainer(max_epochs=1)
-    trainer.fit(make_model(hidden, memory="lstm", normalize_observations=True), hidden)
+    trainer.fit(make_model(hidden, policy={"memory": "lstm"}, normalization={"observations": True}), hidden)
     trainer.save_checkpoint("remembering.ckpt")
     arguments = ["--ckpt_path=remembering.ckpt", "--output=remembering", "--programs=greedy", "--episodes=2"]
     assert run_command(["export", *arguments])

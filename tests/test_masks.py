@@ -37,10 +37,8 @@ def test_log_probabilities_on_arrival_are_those_of_acting(name, more, algorithm)
             data.observation_space,
             data.action_space,
             learning_rate=1e-3,
-            hidden_sizes=(16,),
-            shared_encoder=shared,
-            action_distribution=choice,
-            normalize_observations=True,
+            policy={"hidden_sizes": (16,), "shared_encoder": shared, "action_distribution": choice},
+            normalization={"observations": True},
             entropy_coef=0.01,
         )
         recorder = Recorder()
@@ -94,7 +92,9 @@ def test_a_network_of_ones_own_and_what_only_the_critic_sees_go_with_masks():
     assert policy.value({"action_mask": mask, "observation": torch.randn(2, 3), "goal": torch.randn(2, 3)}).shape == (
         2,
     )
-    with pytest.raises(ConfigurationError, match=r"^critic_only=.* some of goal, observation, got 'action_mask'"):
+    with pytest.raises(
+        ConfigurationError, match=r"^policy.critic_only=.* some of goal, observation, got 'action_mask'"
+    ):
         ActorCritic(space, FOUR, critic_only=["action_mask"])
     with pytest.raises(ConfigurationError, match=r"network"):
         ActorCritic(space, FOUR, network={"action_mask": "mlp"})
@@ -141,7 +141,7 @@ class TooFew(gymnasium.Wrapper):
 
 def test_checkpoints_hold_the_space_and_models_come_back_from_them(tmp_path):
     data = masked_data("pair", more={"conditional": True})
-    model = make_model(data, action_distribution="autoregressive")
+    model = make_model(data, policy={"action_distribution": "autoregressive"})
     trainer = make_trainer(default_root_dir=tmp_path)
     trainer.fit(model, data)
     trainer.save_checkpoint(tmp_path / "masked.ckpt")
@@ -166,7 +166,7 @@ def train(action_mask: str | None) -> float:
         data.observation_space,
         data.action_space,
         learning_rate=0.02,
-        hidden_sizes=(64,),
+        policy={"hidden_sizes": (64,)},
         gamma=0.0,
         num_epochs=10,
         num_minibatches=4,

@@ -28,15 +28,15 @@ from tests.helpers import (
 )
 
 BOUNDS = {"32-true": 1e-6, "64-true": 1e-12, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 SETTINGS = {
     "discrete": ("CartPole-v1", {}),
     "continuous": ("Pendulum-v1", {}),
     "normalized": ("Pendulum-v1", NORMALIZED),
-    "normalized_shared": ("CartPole-v1", {**NORMALIZED, "shared_encoder": True}),
-    "images": (PIXELS, {"hidden_sizes": ()}),
-    "memory": ("CartPole-v1", {**NORMALIZED, "memory": "lstm", "shared_encoder": True}),
-    "memory_of_each": ("Pendulum-v1", {"memory": {"kind": "gru", "sequence_length": 8, "burn_in": 4}}),
+    "normalized_shared": ("CartPole-v1", merged(NORMALIZED, {"policy": {"shared_encoder": True}})),
+    "images": (PIXELS, {"policy": {"hidden_sizes": ()}}),
+    "memory": ("CartPole-v1", merged(NORMALIZED, {"policy": {"memory": "lstm", "shared_encoder": True}})),
+    "memory_of_each": ("Pendulum-v1", {"policy": {"memory": {"kind": "gru", "sequence_length": 8, "burn_in": 4}}}),
 }
 
 

@@ -37,6 +37,7 @@ from tests.helpers import (
     FixedRollouts,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -218,7 +219,9 @@ def test_own_algorithm_takes_the_steps_of_a2c_which_has_the_same_loss():
     for algorithm, options in ((own, {"value_coef": 0.7}), (A2C, {"value_coef": 0.7, "entropy_coef": 0.0})):
         data = make_data("Pendulum-v1")
         torch.manual_seed(0)
-        options |= {"optimizer": torch.optim.Adam, "learning_rate": 0.01, "value_normalization": "running_std"}
+        options = merged(
+            options, {"optimizer": torch.optim.Adam, "learning_rate": 0.01, "normalization": {"values": "running_std"}}
+        )
         model = algorithm(data.observation_space, data.action_space, **options)
         make_trainer(max_epochs=2).fit(model, data)
         ends.append(parameters_of(model))
@@ -230,7 +233,9 @@ def test_loss_gradient_from_outside_is_the_step_of_an_update():
     """The entry points that docs/custom.md lists: one SGD step along the gradient of `loss` over `estimator.batch`."""
     write_own_package()
     page = importlib.import_module("my_package")
-    model = page.Reinforce(VECTOR, DISCRETE, optimizer=torch.optim.SGD, learning_rate=0.1, max_grad_norm=None)
+    model = page.Reinforce(
+        VECTOR, DISCRETE, optimizer={"name": torch.optim.SGD, "max_grad_norm": None}, learning_rate=0.1
+    )
     rollout, before = random_rollout(model.policy), parameters_of(model)
     gradients = page.gradient(model, rollout)
     assert all(gradient.any() for gradient in gradients.values())

@@ -44,7 +44,7 @@ def train(folder, strategy, max_epochs, ckpt_path=None):
     """Train on two processes; return what the main process knows afterwards, and what each rank knew."""
     folder.mkdir(exist_ok=True)
     data = make_data()
-    model = make_model(data, normalize_observations=True, normalize_rewards=True)
+    model = make_model(data, normalization={"observations": True, "rewards": True})
     callbacks = [SaveEachRank(folder), LastCheckpoint(folder)]
     trainer = make_trainer(
         devices=2, strategy=strategy, max_epochs=max_epochs, callbacks=callbacks, enable_checkpointing=True
@@ -62,7 +62,7 @@ def own_environment(monkeypatch):
 
 def check_ends(folder, model, trainer, ranks, num_epochs):
     """Processes end with equal weights, which the main process gets."""
-    before = parameters_of(make_model(make_data(), normalize_observations=True))
+    before = parameters_of(make_model(make_data(), normalization={"observations": True}))
     steps = num_epochs * 128
     for name, parameter in model.named_parameters():
         assert torch.equal(ranks[0]["parameters"][name], parameter)

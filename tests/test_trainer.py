@@ -27,17 +27,18 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
 )
 
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
 
 def fit(**options: Any) -> tuple[Trainer, PPO, RolloutDataModule]:
     """Train for an epoch of two rollouts of 32 steps and validate after it."""
     data = make_data()
     model = make_model(data)
-    trainer = make_trainer(**{"limit_val_batches": 1, "log_every_n_steps": 1} | options)
+    trainer = make_trainer(**merged({"limit_val_batches": 1, "log_every_n_steps": 1}, options))
     trainer.fit(model, data)
     return trainer, model, data
 
@@ -427,7 +428,7 @@ def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
     data = make_data()
     with pytest.raises(ConfigurationError, match="num_minibatches=32 is not valid: expected fewer, or normalize_adv"):
         make_trainer().fit(make_model(data, num_minibatches=32), data)
-    model = make_model(data, num_minibatches=32, normalize_advantages="rollout")
+    model = make_model(data, num_minibatches=32, advantages={"normalize": "rollout"})
     make_trainer().fit(model, data)
     assert model.losses["policy_loss"] != 0
     off_policy = OffPolicyPPG(data.observation_space, data.action_space, batch_size=8, num_minibatches=8)
@@ -491,7 +492,7 @@ def test_model_checkpoint_keeps_every_file_and_names_it_by_environment_steps(oth
 )
 def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(optimizer, tmp_path):
     data = make_data()
-    model = make_model(data, optimizer=optimizer, **NORMALIZED)
+    model = make_model(data, **merged({"optimizer": optimizer}, NORMALIZED))
     trainer = make_trainer()
     trainer.fit(model, data)
     trainer.save_checkpoint(tmp_path / "model.ckpt")
@@ -508,8 +509,10 @@ def test_model_made_in_a_script_loads_with_its_optimiser_weights_and_statistics(
 def test_checkpoint_loads_where_the_package_cannot_be_imported(algorithm, tmp_path):
     data = make_data()
     optimizer = functools.partial(torch.optim.AdamW, weight_decay=0.1)
-    options = {"optimizer": optimizer, "learning_rate": np.float64(1e-3), "anneal_learning_rate": True, **NORMALIZED}
-    model = algorithm(data.observation_space, data.action_space, hidden_sizes=(16,), **options)
+    options = merged(
+        {"optimizer": optimizer, "learning_rate": np.float64(1e-3), "optimizer": {"anneal": True}}, NORMALIZED
+    )
+    model = algorithm(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (16,)}}, options))
     trainer = make_trainer(
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(tmp_path, monitor="val/episode_return", save_last=True)],
@@ -531,8 +534,8 @@ print(checkpoint["lightning_rl"]["env_steps"], checkpoint["hyper_parameters"]["o
 @pytest.mark.parametrize(
     "schedule",
     [
-        {"anneal_learning_rate": True},
-        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}},
+        {"optimizer": {"anneal": True}},
+        {"optimizer": {"scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.5}}}},
     ],
     ids=["anneal_learning_rate", "lr_scheduler"],
 )
@@ -580,7 +583,7 @@ def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_c
         trainer.fit(model, make_data(), ckpt_path=ckpt_path)
         return recorder.column("learning_rate")
 
-    options = {"anneal_learning_rate": True, "learning_rate": 1e-3}
+    options = {"optimizer": {"anneal": True}, "learning_rate": 1e-3}
     model = make_model(make_data(), **options)
     assert train(model) == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
     second = train(model)
@@ -593,7 +596,7 @@ def test_another_run_of_the_same_module_anneals_to_its_own_end_and_so_does_its_c
 def test_discounted_returns_of_another_run_begin_with_its_new_episodes():
     """Those of the run before have not ended, and never will."""
     data = make_data("Pendulum-v1")
-    model = make_model(data, normalize_rewards=True)
+    model = make_model(data, normalization={"rewards": True})
     returns: list[torch.Tensor] = []
 
     class Slow(Callback):

@@ -39,7 +39,7 @@ TINY = {
         "rollouts_per_epoch": 20,
         "eval_episodes": 1,
     },
-    "model": {"class_path": "PPO", "init_args": {"anneal_learning_rate": True, "normalize_rewards": True}},
+    "model": {"class_path": "PPO", "init_args": {"optimizer": {"anneal": True}, "normalization": {"rewards": True}}},
     "trainer": {"accelerator": "cpu"},
 }
 

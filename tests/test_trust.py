@@ -109,7 +109,7 @@ def saved(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     trainer.fit(model, data)
     trainer.save_checkpoint(folder / "last.ckpt")
     torch.manual_seed(0)
-    failing = PPO(VECTOR, DISCRETE, hidden_sizes=(8,))
+    failing = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)})
     rollout = random_rollout(failing.policy)
     rollout.rewards[2, 1] = torch.nan
     with pytest.raises(FloatingPointError):
@@ -122,11 +122,10 @@ def specs(payload: str) -> dict[str, Any]:
     """Every hyper-parameter that can name a class, by the field that errors name."""
     spec = {"class_path": payload, "init_args": INIT_ARGS}
     return {
-        "network": spec,
+        "policy": {"network": spec, "action_distribution": spec},
         "optimizer": spec,
         "critic_optimizer": spec,
         "lr_scheduler": spec,
-        "action_distribution": spec,
         "_class_path": payload,
     }
 
@@ -192,7 +191,7 @@ def test_a_checkpoint_constructs_nothing_that_its_fields_do_not_expect(payload, 
         for message in messages:
             assert_refused(field, payload, message)
     for network in (payload, {"class_path": payload}):
-        path = write_checkpoint(saved, network=network)
+        path = write_checkpoint(saved, policy={"network": network})
         assert_refused("network", payload, message_of(load_algorithm, path))
 
 
@@ -270,16 +269,16 @@ def beside(checkpoint: Path, data: dict[str, Any]) -> RolloutDataModule:
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_trainer_and_the_command_line_construct_nothing_from_a_checkpoint(payload, saved):
     small = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.eval_episodes=1"]
-    small += ["--model=PPO", "--model.hidden_sizes=[16]", "--model.num_minibatches=2", "--max_env_steps=64"]
+    small += ["--model=PPO", "--model.policy.hidden_sizes=[16]", "--model.num_minibatches=2", "--max_env_steps=64"]
     small += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     data = make_data(eval_episodes=1)
     model, fields = make_model(data), specs(payload)
-    path = write_checkpoint(saved, action_distribution=fields.pop("action_distribution"))
-    assert message_of(make_trainer().fit, model, data, ckpt_path=str(path)).startswith("action_distribution=")
+    path = write_checkpoint(saved, policy={"action_distribution": fields.pop("action_distribution")})
+    assert message_of(make_trainer().fit, model, data, ckpt_path=str(path)).startswith("policy.action_distribution=")
     path = write_checkpoint(saved, **fields)  # a run has its own, and parameters say whether they fit
     make_trainer(limit_val_batches=1).validate(model, data, str(path), verbose=False)
     # The classes of the run are compared with those of the checkpoint.
-    own = make_model(data, optimizer="torch.optim.SGD", lr_scheduler=EXPONENTIAL)
+    own = make_model(data, optimizer={"name": "torch.optim.SGD", "scheduler": {"name": EXPONENTIAL}})
     make_trainer().fit(own, data, ckpt_path=str(path))
     path = write_checkpoint(saved, **specs(payload))
     for command in (["fit"], ["test"]):
@@ -295,7 +294,7 @@ def test_what_was_shown_to_execute_a_command_does_not(saved, monkeypatch):
     d = {"type": "Discrete", "n": 2, "start": 0}
     space = {"type": "Dict", "spaces": {"!x": d, "-c": d, "touch pwned": d}}
     network = {"class_path": "subprocess.Popen", "init_args": {"executable": "/bin/sh"}}
-    path = write_checkpoint(saved, observation_space=space, network=network)
+    path = write_checkpoint(saved, observation_space=space, policy={"network": network})
     for load in (load_algorithm, PPO.load_from_checkpoint):
         assert_refused("network", "subprocess.Popen", message_of(load, path))
     content = {"minibatch": {}, "algorithm": "subprocess.Popen", "hyper_parameters": {"args": ["touch", "pwned"]}}
@@ -330,8 +329,8 @@ def test_a_pickle_in_a_checkpoint_is_not_opened(saved, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"network": "untrusted.Net"}, "network: class_path"),
-        ({"network": {"class_path": "untrusted.Net"}}, "network: class_path"),
+        ({"policy": {"network": "untrusted.Net"}}, "network: class_path"),
+        ({"policy": {"network": {"class_path": "untrusted.Net"}}}, "network: class_path"),
         ({"_class_path": "untrusted.Algorithm"}, "_class_path: class_path"),
     ],
 )
@@ -381,9 +380,9 @@ def test_environments_are_trusted_in_the_same_way(saved):
 
 def test_the_configuration_that_a_user_names_is_trusted(saved):
     """Also what it says about the network, when the checkpoint says the same."""
-    path = write_checkpoint(saved, network="untrusted.Net")
+    path = write_checkpoint(saved, policy={"network": "untrusted.Net"})
     data = {"class_path": "untrusted.Data", "init_args": {"env_id": "CartPole-v1", "eval_episodes": 1}}
-    model = {"class_path": "PPO", "init_args": {"network": {"class_path": "untrusted.Net"}}}
+    model = {"class_path": "PPO", "init_args": {"policy": {"network": {"class_path": "untrusted.Net"}}}}
     Path("mine.yaml").write_text(yaml.safe_dump({"data": data, "model": model}))
     assert "untrusted" in modules_named_in("mine.yaml")
     assert modules_named_in(None) == []
@@ -399,7 +398,7 @@ def test_a_run_with_classes_of_its_own_goes_on_by_its_own_configuration():
     trusted()
     data = {"env_id": "untrusted:Untrusted-v0", "num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 1}
     data |= {"wrappers": ["untrusted.Wrapper"], "eval_episodes": 1}
-    init_args = {"network": "untrusted.Net", "num_minibatches": 2, "optimizer": "torch.optim.SGD"}
+    init_args = {"policy": {"network": "untrusted.Net"}, "num_minibatches": 2, "optimizer": "torch.optim.SGD"}
     trainer = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "limit_val_batches": 0}
     content = {"data": data, "model": {"class_path": "untrusted.Algorithm", "init_args": init_args}, "trainer": trainer}
     Path("mine.yaml").write_text(yaml.safe_dump(content))

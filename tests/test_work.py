@@ -78,7 +78,7 @@ class Work:
     ("env_id", "options", "per_step", "per_minibatch"),
     [
         ("CartPole-v1", {"entropy_coef": 0.01}, 12, 134),
-        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 18, 159),
+        ("Pendulum-v1", {"normalization": {"observations": True, "rewards": True}}, 18, 159),
     ],
 )
 def test_a_rollout_of_ppo_by_plain_pytorch_is_no_more_work_than_it_was(
@@ -87,7 +87,7 @@ def test_a_rollout_of_ppo_by_plain_pytorch_is_no_more_work_than_it_was(
     work = Work(monkeypatch)
     data = RolloutDataModule(env_id, ENVIRONMENTS, STEPS, rollouts_per_epoch=3)
     passes = {"num_epochs": EPOCHS, "num_minibatches": MINIBATCHES}
-    model = PPO(data.observation_space, data.action_space, fast_paths=False, **passes, **options)
+    model = PPO(data.observation_space, data.action_space, debug={"fast_paths": False}, **passes, **options)
     make_trainer().fit(model, data)
     # Values at the end of truncated episodes are one call more.
     assert work.calls.pop("value") in (1, 2)
@@ -124,7 +124,7 @@ def calls_within(function: Callable[..., Any], counts: list[int]) -> Callable[..
     ("env_id", "options", "per_step", "per_minibatch"),
     [
         ("CartPole-v1", {"entropy_coef": 0.01}, 235, 870),
-        ("Pendulum-v1", {"normalize_observations": True, "normalize_rewards": True}, 320, 925),
+        ("Pendulum-v1", {"normalization": {"observations": True, "rewards": True}}, 320, 925),
     ],
 )
 def test_the_short_ways_are_no_longer_than_they_were(monkeypatch, env_id, options, per_step, per_minibatch):

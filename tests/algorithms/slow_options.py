@@ -10,13 +10,9 @@ from lightning_rl import Rollout
 from tests.algorithms.slow_ppo import SlowPPO, split
 
 MORE: dict[str, Any] = {
-    "num_value_epochs": None,
-    "clip_range_low": None,
-    "clip_range_high": None,
-    "dual_clip": None,
-    "value_huber_delta": None,
-    "recompute_advantages": False,
-    "kl_rollback": False,
+    "optimizer": {"num_value_epochs": None},
+    "clipping": {"low": None, "high": None, "dual": None, "value_huber_delta": None, "rollback": False},
+    "advantages": {"recompute_advantages": False},
 }
 
 
@@ -24,7 +20,7 @@ class SlowOptions(SlowPPO):
     """Learns as `SlowPPO` does, with the options of `MORE` besides."""
 
     def __init__(self, parameters: dict[str, Tensor], options: dict[str, Any]) -> None:
-        super().__init__(parameters, MORE | options)
+        super().__init__(parameters, merged(MORE, options))
         self.num_taken_back = 0
 
     def learn(self, rollout: Rollout, generator: torch.Generator) -> None:

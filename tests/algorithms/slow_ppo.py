@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from lightning_rl import Rollout
+from tests.helpers import merged
 
 DEFAULTS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -17,15 +18,13 @@ DEFAULTS: dict[str, Any] = {
     "gamma": 0.97,
     "gae_lambda": 0.9,
     "clip_range": 0.2,
-    "clip_range_value": None,
+    "clipping": {"value": None},
+    "advantages": {"normalize": "minibatch", "on_truncation": "bootstrap"},
+    "optimizer": {"max_grad_norm": 0.5},
+    "normalization": {"observations": False, "rewards": False},
     "value_coef": 0.5,
     "entropy_coef": 0.0,
-    "normalize_advantages": "minibatch",
     "target_kl": None,
-    "max_grad_norm": 0.5,
-    "on_truncation": "bootstrap",
-    "normalize_observations": False,
-    "normalize_rewards": False,
 }
 
 
@@ -47,7 +46,7 @@ class SlowPPO:
         learning_rates: list[float] | None = None,
     ) -> None:
         self.parameters = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
-        self.options = DEFAULTS | options
+        self.options = merged(DEFAULTS, options)
         self.learning_rates = learning_rates
         rate = self.options["learning_rate"]
         if make_optimizer is None:

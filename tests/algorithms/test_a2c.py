@@ -18,12 +18,13 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-SMALL: dict[str, Any] = {"hidden_sizes": (8,), "learning_rate": 1e-2, "max_grad_norm": 0.5}
+SMALL: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "optimizer": {"max_grad_norm": 0.5}, "learning_rate": 1e-2}
 
 
 def learn(model: PPO | A2C, num_rollouts: int = 3, **trainer: Any) -> dict[str, torch.Tensor]:
@@ -37,7 +38,14 @@ def learn(model: PPO | A2C, num_rollouts: int = 3, **trainer: Any) -> dict[str, 
 
 def test_one_step_by_hand():
     torch.manual_seed(0)
-    model = A2C(VECTOR, DISCRETE, gae_lambda=0.9, value_coef=0.25, entropy_coef=0.1, **SMALL | {"max_grad_norm": None})
+    model = A2C(
+        VECTOR,
+        DISCRETE,
+        gae_lambda=0.9,
+        value_coef=0.25,
+        entropy_coef=0.1,
+        **merged(SMALL, {"optimizer": {"max_grad_norm": None}}),
+    )
     rollout = random_rollout(model.policy, off_policy=0.0)
     advantages = model.estimator.gae(rollout, 0.9)
     distribution, values = model.policy(rollout.observations[:-1])
@@ -67,14 +75,20 @@ def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, no
     """At a ratio of 1 the surrogate has the gradient of the log-probability: for the first step from each policy."""
     optimizer = {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
     torch.manual_seed(0)
-    a2c = A2C(VECTOR, action_space, gae_lambda=0.95, entropy_coef=0.01, normalize_advantages=normalize, **SMALL)
+    a2c = A2C(
+        VECTOR,
+        action_space,
+        gae_lambda=0.95,
+        entropy_coef=0.01,
+        **merged({"advantages": {"normalize": normalize}}, SMALL),
+    )
     torch.manual_seed(0)
     how = "minibatch" if normalize else "none"
     ppo = PPO(
         *(VECTOR, action_space),
+        advantages={"normalize": how},
         **SMALL,
         **{"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "entropy_coef": 0.01, "optimizer": optimizer},
-        normalize_advantages=how,
     )
     one, other = learn(a2c, 1, precision="64-true"), learn(ppo, 1, precision="64-true")
     for name, parameter in one.items():
@@ -84,24 +98,27 @@ def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, no
 @pytest.mark.parametrize(
     "shared",
     [
-        {"normalize_observations": True, "normalize_rewards": True, "value_normalization": "popart"},
-        {"memory": {"kind": "gru", "hidden_size": 4}, "value_target": "empirical", "policy_l2": 1e-3},
-        {"critic_learning_rate": 1e-3, "learning_rate": {"kind": "linear", "start": 1e-2, "end": 0.0, "over": 99}},
+        {"normalization": {"observations": True, "rewards": True, "values": "popart"}},
+        {
+            "policy": {"memory": {"kind": "gru", "hidden_size": 4}},
+            "advantages": {"value_target": "empirical"},
+            "optimizer": {"l2": {"policy": 1e-3}},
+        },
+        {
+            "optimizer": {"critic": {"learning_rate": 1e-3}},
+            "learning_rate": {"kind": "linear", "start": 1e-2, "end": 0.0, "over": 99},
+        },
     ],
 )
 def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
     """Every rollout is collected by the parameters that it changes, so that every ratio is 1."""
-    options: dict[str, Any] = {
-        **SMALL,
-        "optimizer": "torch.optim.SGD",
-        "entropy_coef": 0.01,
-        "gae_lambda": 0.9,
-        **shared,
-    }
+    options: dict[str, Any] = merged(
+        SMALL, {"optimizer": "torch.optim.SGD", "entropy_coef": 0.01, "gae_lambda": 0.9}, shared
+    )
     ends = []
     for cls, own in (
         (A2C, {}),
-        (PPO, {"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "normalize_advantages": "none"}),
+        (PPO, {"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "advantages": {"normalize": "none"}}),
     ):
         data = make_data(rollout_length=8, rollouts_per_epoch=5)
         torch.manual_seed(0)
@@ -127,7 +144,7 @@ def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
 def test_every_option_changes_what_is_learned(option, value):
     def trained(**options: Any) -> torch.Tensor:
         torch.manual_seed(0)
-        return torch.cat([x.flatten() for x in learn(A2C(VECTOR, DISCRETE, **SMALL | options)).values()])
+        return torch.cat([x.flatten() for x in learn(A2C(VECTOR, DISCRETE, **merged(SMALL, options))).values()])
 
     assert not torch.allclose(trained(), trained(**{option: value}), atol=1e-6)
 
@@ -137,13 +154,15 @@ def test_the_optimizer_of_the_paper_is_the_default():
     made = model.configure_optimizers()
     assert isinstance(made, torch.optim.RMSprop)
     assert (made.defaults["lr"], made.defaults["alpha"], made.defaults["eps"]) == (7e-4, 0.99, 1e-5)
-    assert isinstance(A2C(VECTOR, DISCRETE, optimizer="torch.optim.Adam").configure_optimizers(), torch.optim.Adam)
+    assert isinstance(
+        A2C(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam"}).configure_optimizers(), torch.optim.Adam
+    )
 
 
 def test_a_run_makes_one_update_for_each_rollout_on_policy():
     logger = MemoryLogger()
     data = make_data(rollout_length=5, rollouts_per_epoch=6)
-    model = A2C(data.observation_space, data.action_space, hidden_sizes=(8,))
+    model = A2C(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
     trainer = make_trainer(logger=logger, log_every_n_steps=1, max_epochs=2)
     trainer.fit(model, data)
     assert trainer.global_step == model.policy_version == 12

@@ -19,6 +19,7 @@ from tests.helpers import (
     FixedRollouts,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def test_the_first_rollout_is_learned_from_as_by_impala():
-    models = [make(algorithm, optimizer=SGD) for algorithm in (CLEAR, IMPALA)]
+    models = [make(algorithm, optimizer={"name": SGD}) for algorithm in (CLEAR, IMPALA)]
     rollout = random_rollout(models[0].policy, off_policy=0.0)
     rows = [learn(model, [rollout]).rows[0] for model in models]
     assert "policy_cloning_loss" not in rows[0] and rows[0]["replay_unrolls"] == 4
@@ -91,7 +92,9 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
     data = make_data("Pendulum-v1", rollout_length=24, max_episode_steps=7, rollouts_per_epoch=2)
     torch.manual_seed(0)
     memory = {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}
-    model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, learning_rate=1e-9)
+    model = CLEAR(
+        data.observation_space, data.action_space, policy={"hidden_sizes": (8,), "memory": memory}, learning_rate=1e-9
+    )
     learned: list[Any] = []
     original = model.loss
 
@@ -159,9 +162,13 @@ def test_options_that_make_no_sense_are_refused(options, message):
     ("env_id", "data_options", "options"),
     [
         ("Pendulum-v1", {}, {}),
-        ("Pendulum-v1", {}, {"memory": {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}}),
+        (
+            "Pendulum-v1",
+            {},
+            {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}}},
+        ),
         ("tests.mask_probes:Probe/Lights-v0", {"action_mask": "method.action_masks"}, {}),
-        (PIXELS, {}, {"network": "mlp"}),
+        (PIXELS, {}, {"policy": {"network": "mlp"}}),
     ],
 )
 def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refused(env_id, data_options, options):
@@ -170,7 +177,12 @@ def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refus
 
     def fit(num_bytes: int) -> CLEAR:
         gib = num_bytes / 2**30
-        model = CLEAR(data.observation_space, data.action_space, hidden_sizes=(8,), replay_memory_gib=gib, **options)
+        model = CLEAR(
+            data.observation_space,
+            data.action_space,
+            replay_memory_gib=gib,
+            **merged({"policy": {"hidden_sizes": (8,)}}, options),
+        )
         make_trainer().fit(model, data)
         return model
 
@@ -184,7 +196,7 @@ def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refus
 def test_what_is_kept_of_a_distribution_is_of_before_the_step():
     """The deviation of a Gaussian is a parameter, which the step changes where it is."""
     torch.manual_seed(0)
-    model = CLEAR(VECTOR, CONTINUOUS, hidden_sizes=(8,), learning_rate=0.5).double()
+    model = CLEAR(VECTOR, CONTINUOUS, policy={"hidden_sizes": (8,)}, learning_rate=0.5).double()
     rollout = random_rollout(model.policy, off_policy=0.0)
     learn(model, [rollout])
     _, then = model.kept.gather(torch.arange(4))

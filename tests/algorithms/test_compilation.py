@@ -46,7 +46,7 @@ def test_a_compiled_model_learns_the_same_and_compiles_its_policy_alone(env_id, 
 def test_a_compiled_model_with_memory_says_that_its_policy_is_not_compiled():
     torch._dynamo.reset()
     data = make_data()
-    model = make_model(data, memory="lstm")
+    model = make_model(data, policy={"memory": "lstm"})
     counter = CompileCounterWithBackend("eager")
     with pytest.warns(UserWarning, match=r"torch.compile\(model\): the policy has memory and is not compiled"):
         make_trainer().fit(torch.compile(model, backend=counter), data)

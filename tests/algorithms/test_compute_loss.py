@@ -19,25 +19,24 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     random_rollout,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 CASES: dict[str, tuple[type[OnPolicyAlgorithm], dict[str, Any]]] = {
-    "ppo": (PPO, {"num_epochs": 1, "num_minibatches": 1, "normalize_advantages": "rollout", "entropy_coef": 0.1}),
+    "ppo": (PPO, {"num_epochs": 1, "num_minibatches": 1, "advantages": {"normalize": "rollout"}, "entropy_coef": 0.1}),
     "normalisers_first": (
         PPO,
         {
             "num_epochs": 1,
             "num_minibatches": 1,
-            "update_normalizers": "before",
-            "recompute_values": True,
-            "normalize_observations": True,
-            "normalize_rewards": True,
+            "normalization": {"update": "before", "observations": True, "rewards": True},
+            "advantages": {"recompute_values": True},
         },
     ),
-    "popart": (PPO, {"num_epochs": 1, "num_minibatches": 1, "value_normalization": "popart", "target_kl": 1e-4}),
+    "popart": (PPO, {"num_epochs": 1, "num_minibatches": 1, "normalization": {"values": "popart"}, "target_kl": 1e-4}),
     "kl": (PPOKLPenalty, {"num_epochs": 1, "num_minibatches": 1, "kl_cutoff_coef": 10.0}),
     "tf_agents": (TFAgentsPPO, {"num_epochs": 1, "num_minibatches": 1}),
     "a2c": (A2C, {}),
@@ -56,7 +55,7 @@ def make(case: str, **more: Any) -> Any:
     algorithm, options = CASES[case]
     torch.manual_seed(0)
     made = type("Ordered", (InOrder, algorithm), {})
-    return made(VECTOR, DISCRETE, hidden_sizes=(8,), **options | more)
+    return made(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options, more))
 
 
 def everything(model: OnPolicyAlgorithm) -> list[Any]:
@@ -162,8 +161,14 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
             return loss
 
     torch.manual_seed(0)
-    options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "policy_l2": 0.01, "learning_rate": 1e-2}
-    model = Watched(VECTOR, DISCRETE, hidden_sizes=(8,), **options)
+    options = {
+        "num_epochs": 3,
+        "num_minibatches": 4,
+        "entropy_coef": 0.1,
+        "optimizer": {"l2": {"policy": 0.01}},
+        "learning_rate": 1e-2,
+    }
+    model = Watched(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     logger = MemoryLogger()
     rollouts = FixedRollouts([random_rollout(model.policy)], model)
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)

@@ -26,42 +26,44 @@ SGD = {"class_path": "torch.optim.SGD"}
         ({"gae_lambda": -0.1}, r"gae_lambda=-0\.1 .* at least 0 and at most 1"),
         ({"clip_range": 0.0}, r"clip_range=0\.0 .* above 0"),
         ({"clip_range": -0.2}, r"clip_range=-0\.2 .* above 0"),
-        ({"clip_range_value": 0}, r"clip_range_value=0 .* above 0"),
+        ({"clipping": {"value": 0}}, r"clipping.value=0 .* above 0"),
         ({"learning_rate": 0}, r"learning_rate=0 .* above 0"),
         ({"learning_rate": "fast"}, r"learning_rate='fast' .* a number above 0"),
         ({"num_epochs": 0}, r"num_epochs=0 .* an integer of at least 1"),
         ({"num_minibatches": 2.5}, r"num_minibatches=2\.5 .* an integer of at least 1"),
         ({"value_coef": -1}, r"value_coef=-1 .* at least 0"),
         ({"entropy_coef": -0.01}, r"entropy_coef=-0\.01 .* at least 0"),
-        ({"max_grad_norm": 0}, r"max_grad_norm=0 .* above 0"),
-        ({"max_grad_value": -1}, r"max_grad_value=-1 .* above 0"),
+        ({"optimizer": {"max_grad_norm": 0}}, r"optimizer.max_grad_norm=0 .* above 0"),
+        ({"optimizer": {"max_grad_value": -1}}, r"optimizer.max_grad_value=-1 .* above 0"),
         ({"target_kl": 0.0}, r"target_kl=0\.0 .* above 0"),
-        ({"normalize_advantages": "batch"}, r"normalize_advantages='batch' .* \('minibatch', 'rollout', 'none'\)"),
-        ({"on_truncation": "ignore"}, r"on_truncation='ignore' .* bootstrap or terminal"),
-        ({"network": "transformer"}, r"network='transformer' .* auto, mlp, nature, impala"),
-        ({"activation": "sine"}, r"activation='sine' .* one of tanh, relu"),
-        ({"hidden_sizes": (64, -1)}, r"hidden_sizes=-1 .* an integer of at least 1"),
+        ({"advantages": {"normalize": "batch"}}, r"advantages.normalize='batch' .* \('minibatch', 'rollout', 'none'\)"),
+        ({"advantages": {"on_truncation": "ignore"}}, r"advantages.on_truncation='ignore' .* bootstrap or terminal"),
+        ({"policy": {"network": "transformer"}}, r"policy.network='transformer' .* auto, mlp, nature, impala"),
+        ({"policy": {"activation": "sine"}}, r"policy.activation='sine' .* one of tanh, relu"),
+        ({"policy": {"hidden_sizes": (64, -1)}}, r"policy.hidden_sizes=-1 .* an integer of at least 1"),
         ({"optimizer": lambda parameters, lr: None}, r"optimizer=<function .* a class, functools\.partial"),
-        ({"optimizer": {"init_args": {}}}, r"optimizer=.* a dict with 'class_path'"),
+        ({"optimizer": {"options": {}}}, r"optimizer=.* a dict with 'class_path'"),
         ({"optimizer": SGD | {"lr": 1}}, r"optimizer=.* no keys besides 'class_path' and 'init_args', got \['lr'\]"),
         ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, r"lr_scheduler=.* needs no metric"),
         (
             {"lr_scheduler": "torch.optim.lr_scheduler.Cosine"},
             r"lr_scheduler: class_path=.*Cosine.* cannot be imported",
         ),
-        ({"hidden_sizes": 64}, r"hidden_sizes=64 .* a list of integers"),
+        ({"policy": {"hidden_sizes": 64}}, r"policy.hidden_sizes=64 .* a list of integers"),
         (
             {
-                "lr_scheduler": {
-                    "class_path": "torch.optim.lr_scheduler.LambdaLR",
-                    "init_args": {"lr_lambda": lambda step: 1.0},
+                "optimizer": {
+                    "scheduler": {
+                        "name": "torch.optim.lr_scheduler.LambdaLR",
+                        "options": {"lr_lambda": lambda step: 1.0},
+                    }
                 }
             },
             r"lr_scheduler\.init_args\.lr_lambda=<function .* cannot be stored in a checkpoint: expected numbers",
         ),
         (
-            {"anneal_learning_rate": True, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
-            r"anneal_learning_rate=True .* False, since lr_scheduler is given",
+            {"optimizer": {"anneal": True}, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
+            r"optimizer.anneal=True .* False, since lr_scheduler is given",
         ),
         ({"optimizer": "torch.optim.Adamant"}, r"optimizer: class_path='torch\.optim\.Adamant' cannot be imported"),
         (
@@ -82,25 +84,31 @@ SGD = {"class_path": "torch.optim.SGD"}
             {"lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
             r"lr_scheduler: .*StepLR refused init_args=\{\}: missing a required argument: 'step_size'",
         ),
-        ({"anneal_learning_rate": 1}, r"anneal_learning_rate=1 is not valid: expected true or false"),
-        ({"shared_encoder": "x"}, r"shared_encoder='x' is not valid: expected true or false"),
-        ({"normalize_rewards": "maybe"}, r"normalize_rewards='maybe' .* true or false"),
-        ({"normalize_observations": 0}, r"normalize_observations=0 .* true or false"),
-        ({"check_numerics": "yes"}, r"check_numerics='yes' .* true or false"),
-        ({"activation": [0]}, r"activation=\[0\] is not valid: expected one of tanh, relu"),
-        ({"on_truncation": np.arange(2)}, r"on_truncation=array\(\[0, 1\]\) cannot be stored in a checkpoint"),
-        ({"learning_rate": {"kind": []}}, r"learning_rate: kind=\[\] is not valid: expected one of constant, linear"),
-        ({"network": {"class_path": 5}}, r"network: class_path=5 is not valid: expected the path of a class"),
-        ({"optimizer": {"class_path": 5}}, r"optimizer: class_path=5 is not valid: expected the path of a class"),
+        ({"optimizer": {"anneal": 1}}, r"optimizer.anneal=1 is not valid: expected true or false"),
+        ({"policy": {"shared_encoder": "x"}}, r"policy.shared_encoder='x' is not valid: expected true or false"),
+        ({"normalization": {"rewards": "maybe"}}, r"normalization.rewards='maybe' .* true or false"),
+        ({"normalization": {"observations": 0}}, r"normalization.observations=0 .* true or false"),
+        ({"debug": {"check_numerics": "yes"}}, r"debug.check_numerics='yes' .* true or false"),
+        ({"policy": {"activation": [0]}}, r"policy.activation=\[0\] is not valid: expected one of tanh, relu"),
         (
-            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": 5}},
+            {"advantages": {"on_truncation": np.arange(2)}},
+            r"advantages.on_truncation=array\(\[0, 1\]\) cannot be stored in a checkpoint",
+        ),
+        ({"learning_rate": {"kind": []}}, r"learning_rate: kind=\[\] is not valid: expected one of constant, linear"),
+        (
+            {"policy": {"network": {"class_path": 5}}},
+            r"network: class_path=5 is not valid: expected the path of a class",
+        ),
+        ({"optimizer": {"name": 5}}, r"optimizer: class_path=5 is not valid: expected the path of a class"),
+        (
+            {"optimizer": {"name": "torch.optim.SGD", "options": 5}},
             r"optimizer: init_args=5 is not valid: expected a dict of arguments",
         ),
         ({"gamma": 10**400}, r"gamma=10+ is not valid: expected a number at least 0 and at most 1"),
         ({"entropy_coef": 10**400}, r"entropy_coef=10+ is not valid: expected a number of at most 3\.4e\+38"),
         ({"learning_rate": 1e39}, r"learning_rate=1e\+39 is not valid: expected a number of at most 3\.4e\+38"),
         ({"num_epochs": 2**63}, r"num_epochs=9223372036854775808 is not valid: expected an integer of 64 bits"),
-        ({"critic_only": 1}, r"critic_only=1 is not valid: expected a list of paths"),
+        ({"policy": {"critic_only": 1}}, r"policy.critic_only=1 is not valid: expected a list of paths"),
         ({"observation_space": 3}, r"observation_space: int is not supported"),
         ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* describes none"),
     ],
@@ -129,8 +137,8 @@ def test_bad_value_is_refused_before_anything_is_collected(options, message, mon
 
 def test_annealing_without_an_end_is_refused():
     data = make_data()
-    with pytest.raises(ConfigurationError, match=r"anneal_learning_rate=True .* set max_env_steps or max_epochs"):
-        make_trainer(max_epochs=-1).fit(make_model(data, anneal_learning_rate=True), data)
+    with pytest.raises(ConfigurationError, match=r"optimizer.anneal=True .* set max_env_steps or max_epochs"):
+        make_trainer(max_epochs=-1).fit(make_model(data, optimizer={"anneal": True}), data)
 
 
 class Sometimes(nn.Module):
@@ -165,7 +173,7 @@ class Sometimes(nn.Module):
 def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, refused):
     data = make_data()
     network = {"class_path": f"{__name__}.Sometimes", "init_args": {"kind": kind, "argument": argument}}
-    model, trainer = make_model(data, network=network), make_trainer()
+    model, trainer = make_model(data, policy={"network": network}), make_trainer()
     if not refused:
         trainer.fit(model, data)
         return
@@ -190,7 +198,7 @@ def test_an_algorithm_of_ones_own_takes_options_out_of_those_that_it_hands_on():
             self.depth = kwargs.pop("depth", 1)
             super().__init__(*args, hidden_sizes=(width,) * self.depth, **kwargs)
 
-    assert Own(VECTOR, DISCRETE, width=4, depth=2).hparams["hidden_sizes"] == [4, 4]
+    assert Own(VECTOR, DISCRETE, width=4, depth=2).hparams["policy"]["hidden_sizes"] == [4, 4]
     with pytest.raises(ConfigurationError, match="widht=4 is no option of Own; did you mean width"):
         Own(VECTOR, DISCRETE, widht=4)
 
@@ -248,13 +256,12 @@ def test_hyper_parameters_are_plain_data():
         VECTOR,
         DISCRETE,
         learning_rate=np.float64(1e-3),
-        optimizer=functools.partial(torch.optim.Adam, betas=(0.9, np.float32(0.5))),
-        hidden_sizes=(8,),
-        network="mlp",
+        optimizer={"name": torch.optim.Adam, "options": {"betas": (0.9, np.float32(0.5))}},
+        policy={"hidden_sizes": (8,), "network": "mlp"},
     )
     assert model.hparams["optimizer"]["init_args"] == {"betas": [0.9, 0.5]}
     assert model.hparams["observation_space"] == space_to_dict(VECTOR)
-    assert model.hparams["hidden_sizes"] == [8]
+    assert model.hparams["policy"]["hidden_sizes"] == [8]
 
     def leaves(x: Any) -> Any:
         if isinstance(x, dict):

@@ -25,6 +25,7 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -74,7 +75,7 @@ def changed(before: dict[str, Any], model: Any) -> set[str]:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_nothing_that_actions_depend_on_is_changed(shared):
-    model = make(CriticPretraining, shared_encoder=shared, num_minibatches=2)
+    model = make(CriticPretraining, policy={"shared_encoder": shared}, num_minibatches=2)
     before = parameters_of(model)
     learn(model, [random_rollout(model.policy, off_policy=0.0) for _ in range(2)])
     assert changed(before, model) == {name for name in before if name.startswith(CRITICS)}
@@ -108,7 +109,7 @@ def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins
     )
     torch.manual_seed(0)
     spaces = (data.observation_space, data.action_space)
-    model = CriticPretraining(*spaces, gamma=0.9, hidden_sizes=(16,), learning_rate=1e-2)
+    model = CriticPretraining(*spaces, gamma=0.9, policy={"hidden_sizes": (16,)}, learning_rate=1e-2)
     trainer = make_trainer()
     trainer.fit(model, data)
     expected = torch.tensor([3.439, 2.71, 1.9, 1.0])
@@ -116,7 +117,7 @@ def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins
     torch.testing.assert_close(model.policy.value(steps).detach(), expected, rtol=0.05, atol=0.05)
     trainer.save_checkpoint(tmp_path / "critic.ckpt")
     for algorithm in (PPO, IMPALA):
-        begun = algorithm(*spaces, gamma=0.9, hidden_sizes=(16,))
+        begun = algorithm(*spaces, gamma=0.9, policy={"hidden_sizes": (16,)})
         begun.init_from(tmp_path / "critic.ckpt")
         assert torch.equal(begun.policy.value(steps), model.policy.value(steps))
 
@@ -125,14 +126,14 @@ def test_options_that_make_no_sense_are_refused():
     for options, message in (
         ({"target": "gae"}, "target='gae'"),
         ({"vtrace_lambda": 0.5}, "vtrace_lambda=0.5"),
-        ({"policy_l2": 0.1}, "policy_l2=0.1"),
-        ({"value_target": "empirical"}, "value_target='empirical'"),
+        ({"optimizer": {"l2": {"policy": 0.1}}}, "optimizer.l2.policy=0.1"),
+        ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
         ({"num_epochs": 0}, "num_epochs=0"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             make(CriticPretraining, **options)
-    with pytest.raises(ConfigurationError, match="critic_warmup_steps=-1"):
-        make(PPO, critic_warmup_steps=-1)
+    with pytest.raises(ConfigurationError, match="optimizer.critic_warmup_steps=-1"):
+        make(PPO, optimizer={"critic_warmup_steps": -1})
 
 
 # -- the first steps of PPO and PPG
@@ -141,7 +142,7 @@ def test_options_that_make_no_sense_are_refused():
 @pytest.mark.parametrize("shared", [False, True])
 def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
     """Rollouts of 48 steps: two begin before step 49."""
-    model = make(PPO, shared_encoder=shared, critic_warmup_steps=49, num_minibatches=2)
+    model = make(PPO, policy={"shared_encoder": shared}, optimizer={"critic_warmup_steps": 49}, num_minibatches=2)
     seen: list[set[str]] = []
 
     class Watch(Recorder):
@@ -163,12 +164,16 @@ def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
 @pytest.mark.parametrize(("passes", "expected"), [(1, [2, 6]), (None, [6, 6]), (5, [10, 10])])
 def test_while_the_critic_warms_up_there_are_the_passes_of_its_loss(passes, expected):
     data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=2)
-    options = {"num_epochs": 3, "num_value_epochs": passes, "num_minibatches": 2, "critic_warmup_steps": 1}
+    options = {
+        "num_epochs": 3,
+        "optimizer": {"num_value_epochs": passes, "critic_warmup_steps": 1},
+        "num_minibatches": 2,
+    }
     counts: list[int] = []
     callback = LambdaCallback(
         on_train_batch_end=lambda _, module, *args: counts.append(int(module.steps.record.num_updates))
     )
-    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    model = PPO(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     make_trainer(callbacks=[callback]).fit(model, data)
     assert counts == expected
 
@@ -183,10 +188,8 @@ def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architec
         data.observation_space,
         data.action_space,
         num_policy_iterations=2,
-        hidden_sizes=(8,),
         architecture=architecture,
-        critic_warmup_steps=65,
-        **options,
+        **merged({"policy": {"hidden_sizes": (8,)}, "optimizer": {"critic_warmup_steps": 65}}, options),
     )
     recorder, before = Recorder(), parameters_of(model)
     trainer = make_trainer(callbacks=[recorder], limit_train_batches=3)
@@ -208,7 +211,7 @@ class OtherNames(ActorCritic):
     ("algorithm", "options", "message"),
     [
         (CriticPretraining, {}, r"model='Own' is not valid"),
-        (PPO, {"critic_warmup_steps": 64}, r"critic_warmup_steps=64 is not valid"),
+        (PPO, {"optimizer": {"critic_warmup_steps": 64}}, r"optimizer.critic_warmup_steps=64 is not valid"),
     ],
 )
 def test_a_critic_whose_parameters_have_other_names_is_refused(
@@ -216,7 +219,7 @@ def test_a_critic_whose_parameters_have_other_names_is_refused(
 ) -> None:
     class Own(algorithm):  # type: ignore[misc]
         def make_policy(self) -> ActorCritic:
-            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
+            return OtherNames(self.observation_space, self.action_space, policy={"hidden_sizes": (4,)})
 
     expected = r".* names begin with critic_ or value_, .* OtherNames with .*baseline\.weight"
     with pytest.raises(ConfigurationError, match=f"^{message}: {expected}"):
@@ -227,6 +230,6 @@ def test_a_critic_whose_parameters_have_other_names_is_refused(
 def test_a_warm_up_needs_no_critic_where_there_is_none() -> None:
     class Own(PPO):
         def make_policy(self) -> ActorCritic:
-            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
+            return OtherNames(self.observation_space, self.action_space, policy={"hidden_sizes": (4,)})
 
     assert Own(VECTOR, DISCRETE).steps.critic_warmup_steps == 0

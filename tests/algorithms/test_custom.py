@@ -72,7 +72,7 @@ NETWORK = {"class_path": f"{__name__}.Residual", "init_args": {"width": 12}}
 
 @pytest.mark.parametrize(
     ("algorithm", "options"),
-    [(PPO, {"network": NETWORK}), (OneNetworkPPO, {}), (FlatterPPO, {"temperature": 2.0})],
+    [(PPO, {"policy": {"network": NETWORK}}), (OneNetworkPPO, {}), (FlatterPPO, {"temperature": 2.0})],
 )
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, options, precision, tmp_path):
@@ -94,7 +94,7 @@ def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, o
 
 def test_own_encoder_is_used_by_actor_and_critic():
     data = make_data()
-    model = PPO(data.observation_space, data.action_space, network=NETWORK)
+    model = PPO(data.observation_space, data.action_space, policy={"network": NETWORK})
     assert isinstance(model.policy.actor_encoder, Residual)
     assert isinstance(model.policy.critic_encoder, Residual)
     assert model.policy.value_head.in_features == 12

@@ -23,6 +23,7 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -48,7 +49,9 @@ class Lagging:
 
 def make(algorithm: Any = IMPALA, **options: Any) -> Any:
     torch.manual_seed(0)
-    return algorithm(VECTOR, DISCRETE, **{"hidden_sizes": (8,), "learning_rate": 1e-2} | options).double()
+    return algorithm(
+        VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}, "learning_rate": 1e-2}, options)
+    ).double()
 
 
 def learn(model: Any, rollouts: list[Rollout], lag: int = 0, **trainer: Any) -> Recorder:
@@ -127,7 +130,7 @@ def test_values_reached_are_those_of_the_collection_where_the_policy_is_the_same
     data = make_data("Pendulum-v1", rollout_length=24, max_episode_steps=7, rollouts_per_epoch=2)
     torch.manual_seed(0)
     memory = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
-    model = IMPALA(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory)
+    model = IMPALA(data.observation_space, data.action_space, policy={"hidden_sizes": (8,), "memory": memory})
     seen: list[tuple[Tensor, Tensor]] = []
 
     class Spy(Recorder):
@@ -161,7 +164,7 @@ def test_a_ratio_is_only_called_an_error_where_there_is_no_lag():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_sum_takes_the_steps_of_a_mean_at_a_rate_that_many_times_as_large(lag):
-    sums, means = (make(reduction=r, optimizer=SGD, max_grad_norm=None) for r in ("sum", "mean"))
+    sums, means = (make(reduction=r, optimizer={"name": SGD, "max_grad_norm": None}) for r in ("sum", "mean"))
     rollout = random_rollout(sums.policy, off_policy=0.0, valid=True)
     sums.learning_rate = 1e-2 / rollout.num_steps
     rows = [learn(model, [rollout], lag=lag).rows[0] for model in (sums, means)]
@@ -195,7 +198,7 @@ def test_steps_may_count_differently():
         def step_weights(self, rollout: Rollout) -> Tensor:
             return (rollout.observations[:-1, ..., 0] > 0).to(rollout.rewards)
 
-    model, plain = make(Weighing, optimizer=SGD), make(optimizer=SGD)
+    model, plain = make(Weighing, optimizer={"name": SGD}), make(optimizer={"name": SGD})
     rollout = random_rollout(model.policy, off_policy=0.0)
     kept = rollout.observations[:-1, ..., 0] > 0
     expected = estimated(plain, rollout)
@@ -241,13 +244,13 @@ def test_a_lagging_update_that_fails_can_be_made_again(tmp_path):
 
 def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):
     actions = spaces.Dict({"move": spaces.Discrete(3), "turn": spaces.Discrete(3)})
-    model = IMPALA(VECTOR, actions, hidden_sizes=(8,), histograms=True).double()
+    model = IMPALA(VECTOR, actions, policy={"hidden_sizes": (8,)}, debug={"histograms": True}).double()
     rollout = random_rollout(make().policy)
     rollout.actions = {"move": rollout.actions, "turn": 2 - rollout.actions}
     logger: Any = TensorBoardLogger(tmp_path)
     recorder = learn(model, [rollout], lag=1, logger=logger, log_every_n_steps=1)
     logger.experiment.flush()
-    tags = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload().Tags()["histograms"]
+    tags = EventAccumulator(logger.log_dir, {"debug": {"histograms": 0}}).Reload().Tags()["histograms"]
     assert {"update/actions/move", "update/actions/turn", "update/advantages"} <= {*tags}
     row = recorder.rows[0]
     assert row["entropy"] == pytest.approx(row["entropy.move"] + row["entropy.turn"])
@@ -262,10 +265,10 @@ def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):
         ({"clip_advantage": 1}, "clip_advantage=1"),
         ({"reduction": "none"}, "reduction='none'"),
         ({"reward_clip": "abs"}, "reward_clip='abs'"),
-        ({"reward_scale": 0.5, "normalize_rewards": True}, "normalize_rewards=True"),
-        ({"advantage_estimator": "monte_carlo"}, "advantage_estimator='monte_carlo'"),
-        ({"value_target": "empirical"}, "value_target='empirical'"),
-        ({"recompute_values": True}, "recompute_values=True"),
+        ({"reward_scale": 0.5, "normalization": {"rewards": True}}, "normalization.rewards=True"),
+        ({"advantages": {"estimator": "monte_carlo"}}, "advantages.estimator='monte_carlo'"),
+        ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
+        ({"advantages": {"recompute_values": True}}, "advantages.recompute_values=True"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
@@ -278,7 +281,9 @@ def test_options_that_make_no_sense_are_refused(options, message):
 def test_importance_weights_are_1_when_a_rollout_arrives(algorithm, precision, bound):
     data = make_data("Pendulum-v1", num_envs=4, rollout_length=32, rollouts_per_epoch=3)
     torch.manual_seed(0)
-    model = algorithm(data.observation_space, data.action_space, hidden_sizes=(16,), normalize_observations=True)
+    model = algorithm(
+        data.observation_space, data.action_space, policy={"hidden_sizes": (16,)}, normalization={"observations": True}
+    )
     recorder = Recorder()
     make_trainer(precision=precision, callbacks=[recorder]).fit(model, data)
     assert len(recorder.rows) == 3 and max(recorder.column("first_ratio_error")) <= bound
@@ -300,10 +305,10 @@ def test_it_learns(algorithm, env_id, memory):
     model = algorithm(
         data.observation_space,
         data.action_space,
-        hidden_sizes=(16,),
+        policy={"hidden_sizes": (16,)},
+        optimizer={"name": "torch.optim.Adam"},
         learning_rate=1e-2,
         memory=memory and {"kind": memory, "hidden_size": 16},
-        optimizer={"class_path": "torch.optim.Adam"},
         gamma=0.9,
     )
     trainer = make_trainer(limit_val_batches=1)

@@ -8,7 +8,7 @@ import torch
 from lightning_rl import PPO, RolloutDataModule
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 SMALL = {"num_envs": 4, "rollout_length": 32, "rollouts_per_epoch": 4, "seed": 1, "eval_episodes": 2}
 
 
@@ -49,7 +49,7 @@ def test_first_ratio_error_tells_a_rollout_of_old_parameters(data_class, is_on_p
     """Fetched ahead, a rollout also overwrites the storage of the one before it, so that even the first is wrong."""
     data = data_class("CartPole-v1", **SMALL)
     torch.manual_seed(0)
-    model = Unsuspecting(data.observation_space, data.action_space, learning_rate=3e-3, hidden_sizes=(16,))
+    model = Unsuspecting(data.observation_space, data.action_space, learning_rate=3e-3, policy={"hidden_sizes": (16,)})
     recorder = Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
     errors = recorder.column("first_ratio_error")
@@ -81,7 +81,9 @@ def test_every_update_is_made_of_the_frames_of_its_own_rollout_each_once_an_epoc
             rollouts += 1
 
     data = make_data(num_envs=3, rollout_length=20, rollouts_per_epoch=4)
-    model = Watched(data.observation_space, data.action_space, hidden_sizes=(8,), num_epochs=3, num_minibatches=5)
+    model = Watched(
+        data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, num_epochs=3, num_minibatches=5
+    )
     make_trainer(callbacks=[Compare()]).fit(model, data)
     assert rollouts == 4
 

@@ -13,17 +13,18 @@ from tests.helpers import (
     assert_equal_parameters,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-SGD = {"optimizer": {"class_path": "torch.optim.SGD"}, "learning_rate": 0.1, "max_grad_norm": None}
+SGD = {"optimizer": {"name": "torch.optim.SGD", "max_grad_norm": None}, "learning_rate": 0.1}
 
 
 def make(algorithm: Any = PPO, **options: Any) -> Any:
     torch.manual_seed(0)
-    return algorithm(VECTOR, DISCRETE, **{"hidden_sizes": (8,), **SGD} | options).double()
+    return algorithm(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, SGD, options)).double()
 
 
 class OverlappedKLPenalty(OverlappedPPO, PPOKLPenalty):
@@ -61,7 +62,9 @@ def collected(memory=None):
     """Rollouts of the policy that `make` begins with."""
     data = make_data("CartPole-v1", rollout_length=24, num_envs=3, max_episode_steps=9, rollouts_per_epoch=1)
     torch.manual_seed(0)
-    model = OverlappedPPO(data.observation_space, data.action_space, hidden_sizes=(8,), memory=memory, **SGD)
+    model = OverlappedPPO(
+        data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,), "memory": memory}}, SGD)
+    )
     trainer = make_trainer(precision="64-true")
     trainer.strategy.connect(model.double())
     data.trainer = model.trainer = trainer
@@ -74,7 +77,7 @@ def collected(memory=None):
 @pytest.mark.parametrize(("algorithm", "overlapping"), [(PPO, OverlappedPPO), (PPOKLPenalty, OverlappedKLPenalty)])
 @pytest.mark.parametrize("valid", [False, True])
 def test_from_rollouts_of_its_own_it_is_ppo(algorithm, overlapping, valid):
-    options = {"num_epochs": 3, "num_minibatches": 4, "clip_range_value": 0.2}
+    options = {"num_epochs": 3, "num_minibatches": 4, "clipping": {"value": 0.2}}
     plain, overlapped = make(algorithm, **options), make(overlapping, **options)
     rollout = random_rollout(plain.policy, off_policy=0, valid=valid)
     learn(plain, [rollout])
@@ -91,7 +94,7 @@ def test_its_first_step_is_that_of_impala(valid):
     options = {"entropy_coef": 0.01, "value_coef": 0.5, "gamma": 0.9}
     impala = make(IMPALA, vtrace_lambda=0.8, **options)
     rollout = random_rollout(impala.policy, valid=valid)
-    whole = {"num_epochs": 1, "num_minibatches": 1, "normalize_advantages": "none"}
+    whole = {"num_epochs": 1, "num_minibatches": 1, "advantages": {"normalize": "none"}}
     ppo = moved(make(OverlappedPPO, gae_lambda=0.8, **whole, **options))
     expected = learn(moved(impala), [rollout], lag=2)
     losses = learn(ppo, [rollout], lag=2)
@@ -141,12 +144,12 @@ def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
     ("options", "message"),
     [
         (
-            {"advantage_estimator": "monte_carlo"},
-            "advantage_estimator='monte_carlo'.*'gae': targets are those of V-trace",
+            {"advantages": {"estimator": "monte_carlo"}},
+            "advantages.estimator='monte_carlo'.*'gae': targets are those of V-trace",
         ),
-        ({"value_target": "empirical"}, "value_target='empirical'"),
-        ({"recompute_values": True}, "recompute_values=True"),
-        ({"update_normalizers": "before"}, "update_normalizers='before'.*'after': V-trace needs"),
+        ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
+        ({"advantages": {"recompute_values": True}}, "advantages.recompute_values=True"),
+        ({"normalization": {"update": "before"}}, "normalization.update='before'.*'after': V-trace needs"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(options, message):

@@ -23,6 +23,7 @@ from tests.helpers import (
     assert_equal_parameters,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -33,16 +34,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 # -- the policy phase
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize_rewards": True, "clip_range_value": 0.2}, {"target_kl": 1e-4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"normalization": {"rewards": True}, "clipping": {"value": 0.2}}, {"target_kl": 1e-4}]
+)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.usefixtures("through_autograd")
 def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bool) -> None:
     # Parameters one by one: the default takes them together, which rounds otherwise, where all of them have gradients.
-    options = options | {"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}}
+    options = merged(options, {"optimizer": {"name": "torch.optim.Adam", "options": {"eps": 1e-5, "fused": True}}})
     model = make(num_policy_iterations=9, architecture="shared" if shared else "dual", num_epochs=2, **options)
     torch.manual_seed(0)
     kept = {n: model.hparams[n] for n in ("gamma", "value_coef", "entropy_coef", "normalize_advantages")}
-    ppo = PPO(VECTOR, DISCRETE, shared_encoder=shared, num_epochs=2, max_grad_norm=None, **SMALL | kept | options)
+    ppo = PPO(
+        VECTOR,
+        DISCRETE,
+        num_epochs=2,
+        **merged({"policy": {"shared_encoder": shared}, "optimizer": {"max_grad_norm": None}}, SMALL | kept | options),
+    )
     before = parameters_of(model)
     for one in (model, ppo):
         fit(one, 3)
@@ -142,7 +150,9 @@ def test_every_option_makes_a_difference(options: dict[str, Any]) -> None:
 
 
 def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> None:
-    recorder = fit(make(aux_learning_rate_scale=0.25, lr_scheduler=STEP, separate_aux_optimizer=False), 4)
+    recorder = fit(
+        make(aux_learning_rate_scale=0.25, optimizer={"scheduler": {"name": STEP}}, separate_aux_optimizer=False), 4
+    )
     assert recorder.column("learning_rate") == pytest.approx([3e-4, 3e-5, 3e-6, 3e-7])  # after each rollout
     assert recorder.rows[1]["aux_learning_rate"] == pytest.approx(0.25 * 3e-4)
     assert recorder.rows[3]["aux_learning_rate"] == pytest.approx(0.25 * 3e-6)
@@ -219,8 +229,8 @@ def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
 
     memory = {"kind": "gru", "hidden_size": 4, "sequence_length": 8}
     options = {"num_policy_iterations": 2, "num_aux_epochs": 2, "num_aux_minibatches": 4, "num_minibatches": 1}
-    options |= {"memory": memory, "action_distribution": "beta"}
-    model = LastAlone(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    options = merged(options, {"policy": {"memory": memory, "action_distribution": "beta"}})
+    model = LastAlone(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     sizes: list[int] = []
     evaluated = model.auxiliary_loss
     model.auxiliary_loss = lambda batch: sizes.append(int((batch.weights != 0).sum())) or evaluated(batch)
@@ -235,7 +245,13 @@ def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
 
 def test_images_are_kept_as_bytes_on_the_cpu_and_once() -> None:
     data = make_data(PIXELS, num_envs=2, rollout_length=8, rollouts_per_epoch=2)
-    model = PPG(data.observation_space, data.action_space, num_policy_iterations=3, hidden_sizes=(), num_minibatches=2)
+    model = PPG(
+        data.observation_space,
+        data.action_space,
+        num_policy_iterations=3,
+        policy={"hidden_sizes": ()},
+        num_minibatches=2,
+    )
     recorder = Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
     kept = model.kept.gather(model.kept.steps())
@@ -278,7 +294,7 @@ class Broken(PPG):
 
 @pytest.mark.parametrize("check_numerics", [False, True])
 def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> None:
-    model = make(Broken, num_policy_iterations=3, max_skipped_updates=1, check_numerics=check_numerics)
+    model = make(Broken, num_policy_iterations=3, debug={"max_skipped_updates": 1, "check_numerics": check_numerics})
     model.broken = (1, 3)
     with pytest.warns(UserWarning, match="were left out"):
         recorder = fit(model, 6)

@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
 from lightning_rl.training.minibatches import BatchPair
-from tests.helpers import FixedRollouts, Recorder, make_trainer, parameters_of
+from tests.helpers import FixedRollouts, Recorder, make_trainer, merged, parameters_of
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -127,7 +127,7 @@ class Scripted(PPG):
         return batch.replace(places=torch.arange(len(batch)))
 
     def make_policy(self) -> DingPolicy:
-        return DingPolicy(SHARED[-1], value_normalization=self.hparams["value_normalization"])
+        return DingPolicy(SHARED[-1], value_normalization=self.hparams["normalization"]["values"])
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
         events = self.events("aux_minibatch")
@@ -187,15 +187,19 @@ def run(algorithm: type[Scripted], name: str, **options: Any) -> tuple[Scripted,
         cloning_coef=cfg["aux_bc_weight"],
         learning_rate=cfg["learning_rate"],
         clip_range=cfg["clip_ratio"],
-        clip_range_value=cfg["clip_ratio"],
         aux_clip_range_value=cfg["clip_ratio"],
         value_coef=cfg["value_weight"],
         entropy_coef=cfg["entropy_weight"],
-        normalize_advantages="minibatch",
         separate_aux_optimizer=False,
-        optimizer={"class_path": "torch.optim.Adam"},
         num_minibatches=1,
-        **options,
+        **merged(
+            {
+                "clipping": {"value": cfg["clip_ratio"]},
+                "advantages": {"normalize": "minibatch"},
+                "optimizer": {"name": "torch.optim.Adam"},
+            },
+            options,
+        ),
     )
     model.case = case
     weights = {own(theirs): double(numbers) for theirs, numbers in case["weights_init"].items()}
@@ -238,7 +242,7 @@ def test_ding_cycle(name: str) -> None:
 def test_ding_cycle_with_values_in_units_of_their_deviation() -> None:
     """Its moments begin with a ten-thousandth of an observation, and it keeps returns in units of different times."""
     name = "ppg_value_norm_kl_fixed_shared"
-    model, after, _ = run(ScriptedPPG, name, value_normalization="running_std")
+    model, after, _ = run(ScriptedPPG, name, normalization={"values": "running_std"})
     first, second = CYCLES[name]["calls"]
     for theirs, numbers in first["weights_after"].items():
         torch.testing.assert_close(after[0][own(theirs)], double(numbers), rtol=1e-8, atol=1e-8)

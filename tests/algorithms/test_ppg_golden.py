@@ -8,7 +8,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import PPG, Batch, Rollout
-from tests.helpers import FixedRollouts, Recorder, make_trainer
+from tests.helpers import FixedRollouts, Recorder, make_trainer, merged
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -63,7 +63,10 @@ def make(algorithm: type[PPG], arch: str, **options: Any) -> PPG:
     encoder = {"class_path": f"{__name__}.Encoder"}
     adam = {"class_path": "torch.optim.Adam"}
     return algorithm(
-        OBSERVATIONS, ACTIONS, network=encoder, optimizer=adam, architecture=ARCHITECTURES[arch], **options
+        OBSERVATIONS,
+        ACTIONS,
+        architecture=ARCHITECTURES[arch],
+        **merged({"policy": {"network": encoder}, "optimizer": {"name": adam}}, options),
     )
 
 

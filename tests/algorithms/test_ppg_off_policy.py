@@ -87,9 +87,9 @@ def test_off_policy_rollouts_are_on_policy_when_they_come() -> None:
         {"value_max_use": 1},
         {"num_epochs": 2},
         {"num_minibatches": 1},
-        {"num_value_epochs": 2},
-        {"kl_rollback": True, "target_kl": 1e-6},
-        {"normalize_advantages": "rollout"},
+        {"optimizer": {"num_value_epochs": 2}},
+        {"clipping": {"rollback": True}, "target_kl": 1e-6},
+        {"advantages": {"normalize": "rollout"}},
         {"num_policy_iterations": 1},
     ],
     ids=str,
@@ -108,7 +108,7 @@ def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
                 rollout.rewards[:] = torch.nan
             super().training_step(rollout, batch_idx)
 
-    model = make(BrokenRollouts, max_skipped_updates=1)
+    model = make(BrokenRollouts, debug={"max_skipped_updates": 1})
     with pytest.warns(UserWarning, match="were left out"):
         fit(model, 2)
     for buffer in model.sources.values():
@@ -126,8 +126,11 @@ def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
         ({"value_buffer_size": 0}, r"value_buffer_size=0 .* an integer of at least 1"),
         ({"policy_max_use": 0}, r"policy_max_use=0 .* an integer of at least 1"),
         ({"num_minibatches": 64}, r"num_minibatches=64 .* no more than batch_size=32"),
-        ({"memory": "lstm"}, r"memory='lstm' .* None: steps are drawn one by one"),
-        ({"recompute_advantages": True}, r"recompute_advantages=True .* False: those of a step are made once"),
+        ({"policy": {"memory": "lstm"}}, r"policy.memory='lstm' .* None: steps are drawn one by one"),
+        (
+            {"advantages": {"recompute_advantages": True}},
+            r"advantages.recompute_advantages=True .* False: those of a step are made once",
+        ),
         ({"aux_sequences": True}, r"aux_sequences=True .* False: auxiliary phases learn from steps"),
     ],
 )

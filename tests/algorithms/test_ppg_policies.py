@@ -18,6 +18,7 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 @pytest.mark.parametrize("architecture", ["dual", "shared", "detached"])
 @pytest.mark.parametrize("space", [DISCRETE, CONTINUOUS, spaces.Dict({"a": CONTINUOUS, "b": spaces.MultiBinary(2)})])
 def test_every_action_space_learns_in_every_architecture(algorithm: Any, architecture: Any, space: Any) -> None:
-    model = make(algorithm, space, architecture=architecture, action_distribution=None)
+    model = make(algorithm, space, architecture=architecture, policy={"action_distribution": None})
     before = parameters_of(model)
     rollouts = [nested_rollout(model, seed) for seed in range(4)]
     recorder = Recorder()
@@ -41,7 +42,7 @@ def test_every_action_space_learns_in_every_architecture(algorithm: Any, archite
 
 
 def nested_rollout(model: PPG, seed: int) -> Rollout:
-    rollout = random_rollout(PPO(VECTOR, DISCRETE, hidden_sizes=(8,)).policy, seed=seed)
+    rollout = random_rollout(PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}).policy, seed=seed)
     observations = rollout.observations[:-1]
     with torch.no_grad():
         distribution, _ = model.policy(observations)
@@ -100,8 +101,15 @@ def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any
     memory = {"kind": memory} | shared if isinstance(memory, str) else memory | shared
     for options in ({"cloning_coef": 0.0, "aux_value_coef": 0.0, "aux_learning_rate_scale": 1e-30}, {}):
         torch.manual_seed(0)
-        arguments: dict[str, Any] = PHASE | {"memory": memory, "architecture": architecture, "num_minibatches": 1}
-        model = PPG(data.observation_space, data.action_space, **arguments | options)
+        arguments: dict[str, Any] = merged(
+            PHASE,
+            {
+                "policy": {"memory": memory},
+                "architecture": architecture,
+                "num_minibatches": 1,
+            },
+        )
+        model = PPG(data.observation_space, data.action_space, **merged(arguments, options))
         before = parameters_of(model)
         recorder = Recorder()
         make_trainer(precision="64-true", callbacks=[recorder]).fit(model, data)
@@ -117,7 +125,7 @@ def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any
 @pytest.mark.parametrize("value_normalization", ["running_std", "popart"])
 def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) -> None:
     """PopArt keeps the predictions of both as they are when its moments change."""
-    model = make(value_normalization=value_normalization, num_policy_iterations=9)
+    model = make(normalization={"values": value_normalization}, num_policy_iterations=9)
     fit(model, 1)
     before = [x.detach() for x in model.policy.forward_auxiliary(torch.ones(1, 3))[1:]]
     normalizer = model.policy.value_normalizer
@@ -128,7 +136,7 @@ def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) ->
     for one, other in zip(before, model.policy.forward_auxiliary(torch.ones(1, 3))[1:], strict=True):
         expected = one if value_normalization == "popart" else one * grown.float()
         torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-4)
-    model = make(value_normalization=value_normalization)
+    model = make(normalization={"values": value_normalization})
     plain = make()
     for each in (model, plain):
         fit(each, 4)
@@ -140,7 +148,10 @@ def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) ->
 def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
     algorithm: type[PPG], separate_aux_optimizer: bool
 ) -> None:
-    options = {"critic_learning_rate": 1e-2, "separate_aux_optimizer": separate_aux_optimizer, "num_value_epochs": 2}
+    options = {
+        "optimizer": {"critic": {"learning_rate": 1e-2}, "num_value_epochs": 2},
+        "separate_aux_optimizer": separate_aux_optimizer,
+    }
     model = make(algorithm, aux_learning_rate_scale=0.5, **options)
     recorder = fit(model, 4)
     assert len(model.steps.all_optimizers) == (4 if separate_aux_optimizer else 2)
@@ -164,7 +175,7 @@ def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
         ({"separate_aux_optimizer": None}, r"separate_aux_optimizer=None .* true or false"),
         ({"aux_memory_gib": 0}, r"aux_memory_gib=0 .* above 0"),
         ({"architecture": "single"}, r"architecture='single' .* one of dual, shared, detached"),
-        ({"shared_encoder": True}, r"shared_encoder=True .* architecture says"),
+        ({"policy": {"shared_encoder": True}}, r"policy.shared_encoder=True .* architecture says"),
         ({"clip_range": -1}, r"clip_range=-1"),
     ],
 )
@@ -175,6 +186,6 @@ def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
 
 def test_what_only_the_critic_sees_needs_two_networks() -> None:
     space = spaces.Dict({"seen": VECTOR, "hidden": spaces.Box(-1, 1, (2,), np.float32)})
-    PPG(space, DISCRETE, critic_only=["hidden"])
+    PPG(space, DISCRETE, policy={"critic_only": ["hidden"]})
     with pytest.raises(ConfigurationError, match=r"architecture='shared' .* dual, since critic_only"):
-        PPG(space, DISCRETE, critic_only=["hidden"], architecture="shared")
+        PPG(space, DISCRETE, policy={"critic_only": ["hidden"]}, architecture="shared")

@@ -19,6 +19,7 @@ from tests.helpers import (
     FixedRollouts,
     Recorder,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -33,27 +34,29 @@ ROWS = 48  # of each of the two rollouts
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "clip_range": ({"clip_range": 0.1}, {}),
-    "clip_range_value": ({"clip_range_value": 0.1}, {}),
+    "clipping": {"value": ({"clipping": {"value": 0.1}}, {})},
+    "advantages": {"on_truncation": ({"advantages": {"on_truncation": "terminal"}}, {})},
+    "normalization": {
+        "observations": ({"normalization": {"observations": True}}, {}),
+        "rewards": ({"normalization": {"rewards": True}}, {}),
+    },
+    "optimizer": {"anneal": ({"optimizer": {"anneal": True}}, {"learning_rates": [1e-3, 1e-3 * 2 / 3]})},
     "value_coef": ({"value_coef": 2.0}, {}),
     "entropy_coef": ({"entropy_coef": 0.1}, {}),
-    "advantages_of_rollout": ({"normalize_advantages": "rollout"}, {}),
-    "advantages_as_they_are": ({"normalize_advantages": "none"}, {}),
-    "no_gradient_clipping": ({"max_grad_norm": None}, {}),
+    "advantages_of_rollout": ({"advantages": {"normalize": "rollout"}}, {}),
+    "advantages_as_they_are": ({"advantages": {"normalize": "none"}}, {}),
+    "no_gradient_clipping": ({"optimizer": {"max_grad_norm": None}}, {}),
     "target_kl": ({"target_kl": 0.04}, {}),
-    "on_truncation": ({"on_truncation": "terminal"}, {}),
     "gae_lambda": ({"gae_lambda": 0.0}, {}),
     "gamma": ({"gamma": 0.5}, {}),
     "num_epochs": ({"num_epochs": 1}, {}),
     "num_minibatches": ({"num_minibatches": 1}, {}),
-    "normalize_observations": ({"normalize_observations": True}, {}),
-    "normalize_rewards": ({"normalize_rewards": True}, {}),
-    "anneal_learning_rate": ({"anneal_learning_rate": True}, {"learning_rates": [1e-3, 1e-3 * 2 / 3]}),
     "lr_scheduler": (
-        {"lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}},
+        {"optimizer": {"scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1}}}},
         {"learning_rates": [1e-3, 1e-4]},
     ),
     "optimizer": (
-        {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.5}}},
+        {"optimizer": {"name": "torch.optim.SGD", "options": {"momentum": 0.5}}},
         {"make_optimizer": functools.partial(torch.optim.SGD, momentum=0.5)},
     ),
 }
@@ -72,7 +75,7 @@ class GeneratorStates(Callback):
 def make(space: str, dtype: torch.dtype, **options: Any) -> PPO:
     torch.manual_seed(0)
     kept = {k: v for k, v in DEFAULTS.items() if not (k == "learning_rate" and k in options)}
-    model = PPO(VECTOR, SPACES[space], hidden_sizes=(8, 8), **kept | options).to(dtype)
+    model = PPO(VECTOR, SPACES[space], **merged({"policy": {"hidden_sizes": (8, 8)}}, kept | options)).to(dtype)
     with torch.no_grad():  # away from the uniform policy, where too much is symmetric
         for parameter in model.policy.action_head.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -142,7 +145,7 @@ def test_steps_that_only_reset_are_not_learned_from(space):
 def test_diagnostics_are_what_their_names_say(space):
     """One update from a rollout whose log-probabilities are off by known amounts."""
     recorder = Recorder()
-    model = make(space, torch.float64, num_epochs=1, num_minibatches=1, normalize_advantages="none")
+    model = make(space, torch.float64, num_epochs=1, num_minibatches=1, advantages={"normalize": "none"})
     rollout = random_rollout(model.policy, seed=1)
     batch = rollout.flatten(
         advantages=(advantages := model.estimator.gae(rollout, 0.9)), returns=advantages + rollout.values
@@ -178,7 +181,7 @@ def test_diagnostics_are_what_their_names_say(space):
 @pytest.mark.parametrize(("how", "num_minibatches"), [("minibatch", 4), ("minibatch", 5), ("none", 4)])
 def test_advantages_of_all_minibatches_are_normalized_at_once(how, num_minibatches):
     torch.manual_seed(0)
-    model = PPO(VECTOR, DISCRETE, normalize_advantages=how)
+    model = PPO(VECTOR, DISCRETE, advantages={"normalize": how})
     batch = model.batch(random_rollout(model.policy))
     batch = batch.replace(given=batch.advantages)
     assert len(batch) == 48

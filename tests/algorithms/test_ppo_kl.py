@@ -20,19 +20,20 @@ from tests.helpers import (
     assert_equal_parameters,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
 from tests.recorded import remember
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-SMALL: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 3, "num_minibatches": 2}
+SMALL: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 3, "num_minibatches": 2}
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def make(cls: type[PPO] = PPOKLPenalty, space: Any = CONTINUOUS, **options: Any) -> Any:
     torch.manual_seed(0)
-    return cls(VECTOR, space, **SMALL | options).double()
+    return cls(VECTOR, space, **merged(SMALL, options)).double()
 
 
 def fit(model: PPO, *rollouts: Any) -> Recorder:
@@ -151,7 +152,7 @@ def test_coefficient_stays_within_the_tolerance():
 
 
 def test_coefficient_stays_where_an_update_is_skipped():
-    model = make(adaptive_kl_target=1e-9, max_skipped_updates=1)
+    model = make(adaptive_kl_target=1e-9, debug={"max_skipped_updates": 1})
     rollout = random_rollout(model.policy)
     rollout.log_probs[2, 1] = torch.nan
     with pytest.warns(UserWarning, match="policy_loss is nan"):
@@ -170,7 +171,7 @@ def test_without_penalties_it_is_ppo():
 
 
 def test_divergence_is_from_the_policy_that_acted_through_the_normalizer_that_acted():
-    model = make(normalize_observations=True, update_normalizers="before")
+    model = make(normalization={"observations": True, "update": "before"})
     rollout = random_rollout(model.policy, off_policy=0.0)
     acted = model.policy(rollout.observations[:-1])[0].parameters()
     batch = model.batch(rollout)
@@ -191,7 +192,7 @@ NESTED = spaces.Dict(
 
 @pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 6}])
 def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
-    model = make(normalize_observations=True, update_normalizers="before", memory=memory)
+    model = make(normalization={"observations": True, "update": "before"}, policy={"memory": memory})
     rollout = random_rollout(make().policy)
     if memory is not None:
         remember(model.policy, rollout)
@@ -206,7 +207,7 @@ def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
 
 
 def test_distributions_of_every_kind_are_made_again_from_their_parameters():
-    options = {"action_distribution": {"arm.0": "squashed_gaussian", "grip": "beta"}}
+    options = {"policy": {"action_distribution": {"arm.0": "squashed_gaussian", "grip": "beta"}}}
     old, new = make(space=NESTED, **options).policy, make(space=NESTED, **options).policy
     with torch.no_grad():
         for parameter in new.parameters():
@@ -224,7 +225,7 @@ def test_distributions_of_every_kind_are_made_again_from_their_parameters():
 @pytest.mark.parametrize("memory", [None, "lstm"])
 def test_distributions_of_the_policy_that_acted_stay_what_they_were(memory):
     """Also the standard deviation, which here is a parameter that is updated in place."""
-    model = make(memory=memory)
+    model = make(policy={"memory": memory})
     rollout = random_rollout(make().policy)
     if memory is not None:
         remember(model.policy, rollout)

@@ -25,6 +25,7 @@ from tests.helpers import (
     MemoryLogger,
     Recorder,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -36,16 +37,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 FAST = {"learning_rate": 2e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "more_value_epochs": {"num_epochs": 2, "num_value_epochs": 4},
-    "fewer_value_epochs": {"num_epochs": 4, "num_value_epochs": 2},
-    "clip_range_low": {"clip_range_low": 0.05},
-    "clip_range_high": {"clip_range_high": 0.05},
-    "both_ranges": {"clip_range_low": 0.3, "clip_range_high": 0.1},
-    "dual_clip": {"dual_clip": 1.2, **FAST},
-    "value_huber_delta": {"value_huber_delta": 0.3},
-    "huber_and_clipped": {"value_huber_delta": 0.3, "clip_range_value": 0.05, **FAST},
-    "recompute_advantages": {"recompute_advantages": True, **FAST},
-    "kl_rollback": {"kl_rollback": True, "target_kl": 0.06, **FAST},
+    "more_value_epochs": {"num_epochs": 2, "optimizer": {"num_value_epochs": 4}},
+    "fewer_value_epochs": {"num_epochs": 4, "optimizer": {"num_value_epochs": 2}},
+    "clipping": {
+        "low": {"clipping": {"low": 0.05}},
+        "high": {"clipping": {"high": 0.05}},
+        "dual": merged({"clipping": {"dual": 1.2}}, FAST),
+        "value_huber_delta": {"clipping": {"value_huber_delta": 0.3}},
+        "rollback": merged({"clipping": {"rollback": True}, "target_kl": 0.06}, FAST),
+    },
+    "advantages": {"recompute_advantages": merged({"advantages": {"recompute_advantages": True}}, FAST)},
+    "both_ranges": {"clipping": {"low": 0.3, "high": 0.1}},
+    "huber_and_clipped": merged({"clipping": {"value_huber_delta": 0.3, "value": 0.05}}, FAST),
 }
 
 
@@ -88,9 +91,16 @@ def test_steps_that_only_reset_are_left_out_of_recomputed_advantages():
 @pytest.mark.parametrize("separate", [False, True])
 def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
     """Its moments too: Adam would go on along them with a gradient of zero."""
-    options: dict[str, Any] = {"critic_learning_rate": 1e-3} if separate else {}
-    fast, _, model, updates = learn("more_value_epochs", normalize_advantages="none", max_grad_norm=None, **options)
-    joint = learn("nothing", num_epochs=2, normalize_advantages="none", max_grad_norm=None, **options)[0]
+    options: dict[str, Any] = {"optimizer": {"critic": {"learning_rate": 1e-3}}} if separate else {}
+    fast, _, model, updates = learn(
+        "more_value_epochs",
+        **merged({"advantages": {"normalize": "none"}, "optimizer": {"max_grad_norm": None}}, options),
+    )
+    joint = learn(
+        "nothing",
+        num_epochs=2,
+        **merged({"advantages": {"normalize": "none"}, "optimizer": {"max_grad_norm": None}}, options),
+    )[0]
     moved = {name for name, p in fast.items() if not torch.equal(p, joint[name])}
     assert {name.split(".")[0] for name in moved} >= {"critic_encoder", "value_head"}
     steps = {
@@ -104,7 +114,13 @@ def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
 
 
 def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
-    model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, num_epochs=1, num_value_epochs=3)
+    model = PPO(
+        VECTOR,
+        DISCRETE,
+        policy={"hidden_sizes": (8,), "shared_encoder": True},
+        optimizer={"num_value_epochs": 3},
+        num_epochs=1,
+    )
     make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
     steps = {name: int(model.optimizers().state[p]["step"]) for name, p in model.policy.named_parameters()}
     assert {steps[name] for name in steps if name.startswith("action_head")} == {4}
@@ -113,7 +129,9 @@ def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
 
 def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
     """Before any update there is none; the ratios, of clipped log-probabilities to those that acted, are far from 1."""
-    model = make("continuous", torch.float64, log_prob_clip=0.1, target_kl=0.01, num_epochs=1, num_minibatches=1)
+    model = make(
+        "continuous", torch.float64, clipping={"log_prob": 0.1}, target_kl=0.01, num_epochs=1, num_minibatches=1
+    )
     recorder = Recorder()
     rollout = random_rollout(model.policy, off_policy=0)
     trainer = make_trainer(precision="64-true", callbacks=[recorder])
@@ -132,7 +150,7 @@ def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
 def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(half, separate, shared):
     """DDP waits for each gradient: what has none must be known."""
     memory = {"kind": "gru", "hidden_size": 4, "separate": separate or not shared}
-    model = PPO(VECTOR, DISCRETE, hidden_sizes=(4,), shared_encoder=shared, memory=memory)
+    model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,), "shared_encoder": shared, "memory": memory})
     rollout = random_rollout(make("discrete", torch.float32).policy)
     remember(model.policy, rollout)
     (batch,) = model.one_pass(model.batch(rollout), 1)
@@ -148,7 +166,7 @@ def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(ha
 
 def test_an_update_that_goes_too_far_is_taken_back_to_the_last_bit():
     """With a limit below any, that is the first: parameters and optimiser end as they began."""
-    model = make("discrete", torch.float64, kl_rollback=True, target_kl=1e-9)
+    model = make("discrete", torch.float64, clipping={"rollback": True}, target_kl=1e-9)
     before = parameters_of(model)
     rollout = random_rollout(model.policy, off_policy=0)
     logger = MemoryLogger()
@@ -195,9 +213,9 @@ def test_adapted_learning_rate_stays_within_its_bounds_and_groups_keep_their_pro
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, separate):
     recorder = Recorder()
-    critics = {"critic_learning_rate": 1e-3} if separate else {}
+    critics = {"optimizer": {"critic": {"learning_rate": 1e-3}}} if separate else {}
     adaptive = {"target_kl": target, "factor": 3.0, "minimum": 1e-9, "maximum": 10.0}
-    model = make("discrete", torch.float32, adaptive_learning_rate=adaptive, **critics)
+    model = make("discrete", torch.float32, **merged({"optimizer": {"adaptive_learning_rate": adaptive}}, critics))
     rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
     make_trainer(callbacks=[recorder]).fit(model, FixedRollouts(rollouts, model))
     assert recorder.column("learning_rate") == pytest.approx([1e-3 * factor**n for n in (1, 2, 3)])
@@ -208,9 +226,14 @@ def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, s
 # -- failures, and what is refused
 
 
-@pytest.mark.parametrize("options", [{}, {"critic_learning_rate": 1e-3}])
+@pytest.mark.parametrize("options", [{}, {"optimizer": {"critic": {"learning_rate": 1e-3}}}])
 def test_a_failed_update_of_the_value_alone_is_made_again(options, in_tmp_path):
-    model = BrokenLater(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=1, num_value_epochs=2, **options)
+    model = BrokenLater(
+        VECTOR,
+        DISCRETE,
+        num_epochs=1,
+        **merged({"policy": {"hidden_sizes": (8,)}, "optimizer": {"num_value_epochs": 2}}, options),
+    )
     with pytest.raises(FloatingPointError, match=r"value_loss is nan"):
         make_trainer(default_root_dir=in_tmp_path).fit(model, FixedRollouts([random_rollout(model.policy)], model))
     failed = FailedUpdate.load(in_tmp_path / "failed-update-0.pt")
@@ -235,28 +258,34 @@ class BrokenLater(PPO):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_value_epochs": 0}, r"num_value_epochs=0 .* an integer of at least 1"),
-        ({"clip_range_low": 0}, r"clip_range_low=0 .* above 0"),
-        ({"clip_range_high": -1}, r"clip_range_high=-1 .* above 0"),
-        ({"dual_clip": 1.0}, r"dual_clip=1\.0 .* above 1"),
-        ({"value_huber_delta": 0}, r"value_huber_delta=0 .* above 0"),
-        ({"recompute_advantages": 1}, r"recompute_advantages=1 .* true or false"),
-        ({"kl_rollback": "yes"}, r"kl_rollback='yes' .* true or false"),
-        ({"kl_rollback": True}, r"kl_rollback=True .* a target_kl beside it"),
-        ({"adaptive_learning_rate": {}}, r"adaptive_learning_rate=\{\} .* target_kl and, if needed, factor"),
-        ({"adaptive_learning_rate": {"target_kl": 0}}, r"adaptive_learning_rate: target_kl=0 .* above 0"),
-        ({"adaptive_learning_rate": {"target_kl": 1, "factor": 1}}, r"factor=1 .* above 1"),
-        ({"adaptive_learning_rate": {"target_kl": 1, "minimum": 2}}, r"maximum=0\.01 .* at least 2"),
+        ({"optimizer": {"num_value_epochs": 0}}, r"optimizer.num_value_epochs=0 .* an integer of at least 1"),
+        ({"clipping": {"low": 0}}, r"clipping.low=0 .* above 0"),
+        ({"clipping": {"high": -1}}, r"clipping.high=-1 .* above 0"),
+        ({"clipping": {"dual": 1.0}}, r"clipping.dual=1\.0 .* above 1"),
+        ({"clipping": {"value_huber_delta": 0}}, r"clipping.value_huber_delta=0 .* above 0"),
+        ({"advantages": {"recompute_advantages": 1}}, r"advantages.recompute_advantages=1 .* true or false"),
+        ({"clipping": {"rollback": "yes"}}, r"clipping.rollback='yes' .* true or false"),
+        ({"clipping": {"rollback": True}}, r"clipping.rollback=True .* a target_kl beside it"),
         (
-            {"adaptive_learning_rate": {"target_kl": 1}, "anneal_learning_rate": True},
-            r"adaptive_learning_rate=.* null, since anneal_learning_rate is given",
+            {"optimizer": {"adaptive_learning_rate": {}}},
+            r"optimizer.adaptive_learning_rate=\{\} .* target_kl and, if needed, factor",
+        ),
+        (
+            {"optimizer": {"adaptive_learning_rate": {"target_kl": 0}}},
+            r"adaptive_learning_rate: target_kl=0 .* above 0",
+        ),
+        ({"optimizer": {"adaptive_learning_rate": {"target_kl": 1, "factor": 1}}}, r"factor=1 .* above 1"),
+        ({"optimizer": {"adaptive_learning_rate": {"target_kl": 1, "minimum": 2}}}, r"maximum=0\.01 .* at least 2"),
+        (
+            {"optimizer": {"adaptive_learning_rate": {"target_kl": 1}, "anneal": True}},
+            r"optimizer.adaptive_learning_rate=.* null, since anneal_learning_rate is given",
         ),
         (
             {
-                "adaptive_learning_rate": {"target_kl": 1},
+                "optimizer": {"adaptive_learning_rate": {"target_kl": 1}},
                 "learning_rate": {"kind": "linear", "start": 1, "end": 0, "over": 5},
             },
-            r"adaptive_learning_rate=.* null, since learning_rate, a schedule, is given",
+            r"optimizer.adaptive_learning_rate=.* null, since learning_rate, a schedule, is given",
         ),
     ],
 )

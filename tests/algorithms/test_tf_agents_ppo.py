@@ -14,7 +14,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, random_rollout
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, Recorder, make_trainer, merged, random_rollout
 from tests.policies.distributions.test_golden import as_action, build
 from tests.vectors.load import load
 
@@ -70,10 +70,10 @@ def in_our_terms(config: dict[str, Any]) -> dict[str, Any]:
 AGENTS: dict[str, dict[str, Any]] = {
     "PPOAgent": {},
     "PPOClipAgent": {"initial_adaptive_kl_beta": 0, "kl_cutoff_factor": 0},
-    "PPOKLPenaltyAgent": {
-        **{"use_gae": True, "use_td_lambda_return": True, "normalize_observations": False},
-        **{"reward_norm_clipping": 0, "kl_cutoff_coef": 0},
-    },
+    "PPOKLPenaltyAgent": merged(
+        {"use_gae": True, "use_td_lambda_return": True, "normalization": {"observations": False}},
+        {"reward_norm_clipping": 0, "kl_cutoff_coef": 0},
+    ),
 }
 
 
@@ -123,14 +123,16 @@ def make_model(scenario: dict[str, Any]) -> FromFrames:
     if "epochs" in scenario:
         options |= {"num_epochs": scenario["epochs"], "num_minibatches": 40 // scenario["minibatch_size"]}
     common: dict[str, Any] = {
-        "activation": activation,
+        "policy": {
+            "activation": activation,
+            "action_distribution": None if isinstance(action_space, spaces.Discrete) else "tf_agents_normal",
+        },
         "optimizer": adam,
         "learning_rate": scenario["optimizer"]["lr"],
-        "action_distribution": None if isinstance(action_space, spaces.Discrete) else "tf_agents_normal",
     }
     observation_space = spaces.Box(-torch.inf, torch.inf, (4,))
-    model = FromFrames(observation_space, action_space, hidden_sizes=(6, 5), **common, **options)
-    smaller = FromFrames(observation_space, action_space, hidden_sizes=(5,), **common, **options)
+    model = FromFrames(observation_space, action_space, policy={"hidden_sizes": (6, 5)}, **common, **options)
+    smaller = FromFrames(observation_space, action_space, policy={"hidden_sizes": (5,)}, **common, **options)
     model.policy.critic_encoder = smaller.policy.critic_encoder
     model.epsilon = scenario["optimizer"]["eps"]
     with torch.no_grad():
@@ -319,8 +321,8 @@ def loss_of(
     new = build(kind, params)
     old = build(kind, {name: x.flatten(0, 1) for name, x in case["old_params"].items()})
     action = map_leaves(lambda x: x.flatten(0, 1), case["action"])
-    options = in_our_terms(config) | {"normalize_advantages": "none"}
-    model = TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(2,), **options)
+    options = merged(in_our_terms(config), {"advantages": {"normalize": "none"}})
+    model = TFAgentsPPO(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (2,)}}, options))
     model.policy = Given(new, values)
     batch = Batch(
         {
@@ -393,7 +395,7 @@ def test_penalties_on_weights(name):
         if name == "unshared":
             coefficients["shared_l2"] = 0.0  # which theirs ignores
         space = spaces.Box(-1, 1, (inputs,))
-        sizes: dict[str, Any] = {"hidden_sizes": (hidden,), "shared_encoder": name == "shared"}
+        sizes: dict[str, Any] = {"policy": {"hidden_sizes": (hidden,), "shared_encoder": name == "shared"}}
         model = PPO(space, spaces.Discrete(outputs), **sizes, **coefficients)
         encoder, policy = model.policy.actor_encoder.layers[0].weight, model.policy
         critic = encoder if policy.critic_encoder is None else policy.critic_encoder.layers[0].weight
@@ -417,12 +419,12 @@ def test_penalties_on_weights(name):
 
 def small(**options: Any) -> TFAgentsPPO:
     torch.manual_seed(0)
-    common = {"hidden_sizes": (4,), "normalize_rewards": False, "normalize_observations": False}
-    return TFAgentsPPO(VECTOR, DISCRETE, **common | options).double()
+    common = {"policy": {"hidden_sizes": (4,)}, "normalization": {"rewards": False, "observations": False}}
+    return TFAgentsPPO(VECTOR, DISCRETE, **merged(common, options)).double()
 
 
 def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
-    model = small(advantage_estimator="gae", gae_lambda=0.5, gamma=0.9)
+    model = small(advantages={"estimator": "gae"}, gae_lambda=0.5, gamma=0.9)
     rollout = random_rollout(model.policy)
     advantages, _ = model.estimator.advantages_and_returns(rollout)
     t, b = rollout.truncated[:-2].nonzero()[0].tolist()
@@ -446,7 +448,7 @@ def test_real_steps_whose_return_and_advantage_are_0_are_not_counted():
 
 
 def test_the_first_rollout_is_seen_31_times_larger():
-    model = TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(4,))
+    model = TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)})
     x = torch.tensor([[0.1, -0.01, 1.0]])
     torch.testing.assert_close(model.policy.observation_normalizer(x), torch.tensor([[3.162278, -0.3162278, 5.0]]))
     rollout = random_rollout(model.policy)
@@ -455,7 +457,7 @@ def test_the_first_rollout_is_seen_31_times_larger():
 
 
 def test_other_variances_begin_as_elsewhere_or_as_is_asked():
-    model = small(value_normalization="running_std", normalize_observations={"initial_variance": 4.0, "epsilon": 0.0})
+    model = small(normalization={"values": "running_std", "observations": {"initial_variance": 4.0, "epsilon": 0.0}})
     assert model.policy.value_normalizer.moments.variance == 1
     x = torch.tensor([[0.2, -1.0, 3.0]], dtype=torch.float64)
     torch.testing.assert_close(model.policy.observation_normalizer(x), x / 2)
@@ -466,7 +468,9 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
     """As if two ranks had the same rows: a sum over both is twice a mean."""
     terms = []
     for ranks in (1, 2):
-        model = small(sum_losses_over_ranks=summed, clip_range=0.1, kl_cutoff_coef=50.0, policy_l2=0.01)
+        model = small(
+            sum_losses_over_ranks=summed, clip_range=0.1, kl_cutoff_coef=50.0, optimizer={"l2": {"policy": 0.01}}
+        )
         batch = model.batch(random_rollout(model.policy))
         with torch.no_grad():
             model.policy.action_head.logits.weight[0].add_(1.0)
@@ -498,7 +502,13 @@ def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
     gradients = []
     for spoil in (False, True):
         torch.manual_seed(0)
-        model = Weighing(VECTOR, CONTINUOUS, hidden_sizes=(4,), normalize_observations=False, policy_l2=0.1)
+        model = Weighing(
+            VECTOR,
+            CONTINUOUS,
+            policy={"hidden_sizes": (4,)},
+            normalization={"observations": False},
+            optimizer={"l2": {"policy": 0.1}},
+        )
         rollout = random_rollout(model.policy)
         batch = model.batch(rollout)
         if spoil:
@@ -522,8 +532,8 @@ def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
 
 
 def test_time_limits_that_bootstrap_are_refused():
-    with pytest.raises(ConfigurationError, match=r"on_truncation='bootstrap' .* expected terminal"):
-        small(on_truncation="bootstrap")
+    with pytest.raises(ConfigurationError, match=r"advantages.on_truncation='bootstrap' .* expected terminal"):
+        small(advantages={"on_truncation": "bootstrap"})
 
 
 # -- Returns, advantages and masks of every configuration
@@ -538,7 +548,7 @@ def test_returns_advantages_and_masks(case):
     x = map_leaves(lambda x: x.T, inputs)
     over, rewards = x["next_step_type"] == 2, x["reward"]
     terminated = over & (x["discount"] == 0)
-    model = TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(2,), **in_our_terms(config))
+    model = TFAgentsPPO(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (2,)}}, in_our_terms(config)))
     rollout = Rollout(
         observations=torch.zeros(len(rewards) + 1, rewards.shape[1], 3),
         actions=torch.zeros_like(rewards).long(),

@@ -7,14 +7,18 @@ import torch
 
 import lightning_rl
 from lightning_rl import OnPolicyAlgorithm
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, random_rollout
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, merged, random_rollout
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "ppo": ("PPO", DISCRETE, {"entropy_coef": 0.1, "target_kl": 0.1}),
     "ppo_options": (
         "PPO",
         CONTINUOUS,
-        {"value_normalization": "popart", "dual_clip": 3.0, "policy_l2": 1e-3, "normalize_observations": True},
+        {
+            "normalization": {"values": "popart", "observations": True},
+            "clipping": {"dual": 3.0},
+            "optimizer": {"l2": {"policy": 1e-3}},
+        },
     ),
     "a2c": ("A2C", DISCRETE, {}),
     "vmpo": ("VMPO", DISCRETE, {}),
@@ -40,7 +44,9 @@ def gradients(model: OnPolicyAlgorithm, loss: Any) -> list[torch.Tensor | None]:
 def test_the_loss_is_traced_as_one_graph_with_the_same_numbers(case):
     name, space, options = CASES[case]
     torch.manual_seed(0)
-    model: OnPolicyAlgorithm = getattr(lightning_rl, name)(VECTOR, space, hidden_sizes=(8,), **options)
+    model: OnPolicyAlgorithm = getattr(lightning_rl, name)(
+        VECTOR, space, **merged({"policy": {"hidden_sizes": (8,)}}, options)
+    )
     batch = model.batch(random_rollout(model.policy))
     torch.compiler.reset()
     traced = torch.compile(model.loss, fullgraph=True, backend="eager")(batch)

@@ -18,6 +18,7 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -29,7 +30,7 @@ MEMORY = {"kind": "gru", "hidden_size": 4, "sequence_length": 4, "burn_in": 3}
 
 def make(cls: type[VMPO] = VMPO, space: Any = CONTINUOUS, **options: Any) -> VMPO:
     torch.manual_seed(0)
-    return cls(VECTOR, space, **{"hidden_sizes": (8,)} | options).double()
+    return cls(VECTOR, space, **merged({"policy": {"hidden_sizes": (8,)}}, options)).double()
 
 
 def fit(model: VMPO, rollouts: int = 1) -> Recorder:
@@ -89,7 +90,7 @@ def test_steps_that_do_not_count_change_nothing_with_memory_either():
     """There they stay in their sequences: here with numbers that would be in the better half."""
     losses = []
     for large in (0.0, 100.0):
-        model = make(Weighing, memory=MEMORY)
+        model = make(Weighing, policy={"memory": MEMORY})
         rollout = random_rollout(make().policy)
         remember(model.policy, rollout)
         batch = model.batch(rollout)
@@ -152,7 +153,7 @@ def test_passes_parts_and_lambda_are_as_asked():
 
 
 def test_the_value_loss_is_in_units_of_the_head_and_penalties_leave_the_duals_alone():
-    plain, in_units = make(), make(value_normalization="running_std", policy_l2=0.1)
+    plain, in_units = make(), make(normalization={"values": "running_std"}, optimizer={"l2": {"policy": 0.1}})
     rollout = random_rollout(plain.policy)
     in_units.policy.value_normalizer.update(3 * torch.randn(100, dtype=torch.float64), [], lambda x: x)
     one, other = (model.compute_loss(model.batch(rollout)) for model in (plain, in_units))
@@ -167,7 +168,7 @@ def is_weight_of_actor(name: str, parameter: torch.Tensor) -> bool:
 
 def test_a_group_of_the_duals_has_options_of_its_own():
     groups = {"dual": {"learning_rate_scale": 0.0, "weight_decay": 0.0}}
-    model = make(parameter_groups=groups, optimizer={"class_path": "torch.optim.AdamW"})
+    model = make(optimizer={"groups": groups, "name": "torch.optim.AdamW"})
     before = parameters_of(model)
     fit(model)
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == ["policy.dual"]
@@ -177,13 +178,13 @@ def test_other_algorithms_and_exports_take_the_policy_without_its_duals(tmp_path
     data = make_data()
     torch.manual_seed(0)
     spaces = data.observation_space, data.action_space
-    model, other = VMPO(*spaces, hidden_sizes=(8,)), PPO(*spaces, hidden_sizes=(8,))
+    model, other = VMPO(*spaces, policy={"hidden_sizes": (8,)}), PPO(*spaces, policy={"hidden_sizes": (8,)})
     trainers = [make_trainer() for _ in range(2)]
     for trainer, one in zip(trainers, (model, other), strict=True):
         trainer.fit(one, data)
         trainer.save_checkpoint(tmp_path / f"{type(one).__name__}.ckpt")
-    assert PPO(*spaces, hidden_sizes=(8,)).init_from(tmp_path / "VMPO.ckpt").not_here == ["policy.dual"]
-    begun = VMPO(*spaces, hidden_sizes=(8,), initial_kl_coef=7.0)
+    assert PPO(*spaces, policy={"hidden_sizes": (8,)}).init_from(tmp_path / "VMPO.ckpt").not_here == ["policy.dual"]
+    begun = VMPO(*spaces, policy={"hidden_sizes": (8,)}, initial_kl_coef=7.0)
     assert begun.init_from(tmp_path / "PPO.ckpt").not_stored == ["policy.dual"]
     assert begun.duals.tolist() == pytest.approx([1, 7])
     export_policy(model, tmp_path / "exported", format="torch_export", programs=["greedy"])  # compares the two

@@ -266,7 +266,7 @@ def test_a_resumed_run_goes_on_with_counters_optimiser_and_schedule(tmp_path, st
 
     def train(limit, ckpt_path=None):
         data = make_data()
-        model = make_model(data, learning_rate=1.0, lr_scheduler=schedule)
+        model = make_model(data, learning_rate=1.0, optimizer={"scheduler": {"name": schedule}})
         checkpoints = EnvStepCheckpoint(stop, tmp_path)
         trainer = make_trainer(callbacks=[EnvStepLimit(limit), checkpoints], max_epochs=-1, enable_checkpointing=True)
         trainer.fit(model, data, ckpt_path=ckpt_path)
@@ -295,7 +295,9 @@ def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp
 
     for limit, learning_rate, ckpt_path in ((64, 1e-3, None), (128, 4e-3, tmp_path / "last.ckpt")):
         data = make_data()
-        model = make_model(data, learning_rate=learning_rate, lr_scheduler=schedule if scheduled else None)
+        model = make_model(
+            data, learning_rate=learning_rate, optimizer={"scheduler": {"name": schedule if scheduled else None}}
+        )
         callbacks = [EnvStepLimit(limit), LastCheckpoint(tmp_path), Rates()]
         trainer = make_trainer(callbacks=callbacks, max_epochs=-1, enable_checkpointing=True)
         trainer.fit(model, data, ckpt_path=ckpt_path)
@@ -306,13 +308,22 @@ def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"hidden_sizes": (8,)}, r"hidden_sizes=\[8\] does not fit the checkpoint: expected hidden_sizes=\[16\]"),
-        ({"activation": "relu"}, "activation='relu' does not fit the checkpoint: expected activation='tanh'"),
         (
-            {"action_distribution": "tf_agents_categorical"},
-            "action_distribution='tf.* expected action_distribution=None",
+            {"policy": {"hidden_sizes": (8,)}},
+            r"policy.hidden_sizes=\[8\] does not fit the checkpoint: expected policy.hidden_sizes=\[16\]",
         ),
-        ({"normalize_observations": True}, "normalize_observations=True does not fit .* normalize_observations=False"),
+        (
+            {"policy": {"activation": "relu"}},
+            "policy.activation='relu' does not fit the checkpoint: expected policy.activation='tanh'",
+        ),
+        (
+            {"policy": {"action_distribution": "tf_agents_categorical"}},
+            "policy.action_distribution='tf.* expected policy.action_distribution=None",
+        ),
+        (
+            {"normalization": {"observations": True}},
+            "normalization.observations=True does not fit .* normalization.observations=False",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -326,7 +337,7 @@ def test_a_checkpoint_of_another_network_is_refused(tmp_path, options, message):
 def test_a_checkpoint_with_another_number_of_environments_is_accepted(tmp_path):
     for epochs, num_envs, ckpt_path in ((1, 2, None), (2, 4, tmp_path / "last.ckpt")):
         data = make_data(num_envs=num_envs)
-        model = make_model(data, normalize_rewards=True)
+        model = make_model(data, normalization={"rewards": True})
         trainer = make_trainer(max_epochs=epochs, callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True)
         trainer.fit(model, data, ckpt_path=ckpt_path)
     assert model.env_steps == 2 * 32 + 2 * 64
@@ -479,7 +490,7 @@ def test_nothing_is_exported_in_a_fast_dev_run(tmp_path):
 
 def test_what_cannot_be_exported_or_written_is_refused_before_anything_is_trained(tmp_path):
     data, clock = make_data("Pendulum-v1"), Clock()
-    model = make_model(data, action_distribution="beta")  # which ONNX cannot draw samples of
+    model = make_model(data, policy={"action_distribution": "beta"})  # which ONNX cannot draw samples of
     (tmp_path / "file").touch()
 
     def refused(match: str, *arguments: Any, **options: Any) -> None:

@@ -69,7 +69,9 @@ def data():
 
 
 def model(kind=PPO):
-    return kind(data().observation_space, data().action_space, num_epochs=1, num_minibatches=1, hidden_sizes=[8])
+    return kind(
+        data().observation_space, data().action_space, num_epochs=1, num_minibatches=1, policy={"hidden_sizes": [8]}
+    )
 
 
 def trainer(*callbacks, **kwargs):

@@ -25,13 +25,14 @@ from tests.helpers import (
     assert_equal_parameters,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
 from tests.training.test_numerics import NAN, Sabotaged, make
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-OPTIONS: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 3}
+OPTIONS: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 3}
 
 
 class BrokenRollouts(PPO):
@@ -78,7 +79,7 @@ def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Pat
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("spoil", ["advantage", "return", "loss", "gradient"])
 def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_path):
-    model = make(spoil, check_numerics=check_numerics, target_kl=1e9, normalize_rewards=True)
+    model = make(spoil, debug={"check_numerics": check_numerics}, normalization={"rewards": True}, target_kl=1e9)
     path = fail(model, tmp_path, precision=precision)
     assert path == tmp_path / "failed-update-0.pt"
     failed = FailedUpdate.load(path)
@@ -157,13 +158,15 @@ def test_the_newest_checkpoint_is_named(tmp_path):
 def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
     logger = MemoryLogger()
     torch.manual_seed(0)
-    options = {"normalize_observations": True, "normalize_rewards": True, "max_skipped_updates": 1} | OPTIONS
+    options = merged(
+        {"normalization": {"observations": True, "rewards": True}, "debug": {"max_skipped_updates": 1}}, OPTIONS
+    )
     # Normalised over the rollout, so that no minibatch of a broken one is good.
-    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], normalize_advantages="rollout", **options)
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], **merged({"advantages": {"normalize": "rollout"}}, options))
     before = parameters_of(model)
     rollouts = [random_rollout(model.policy) for _ in range(4)]
     trainer = make_trainer(logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
-    with pytest.warns(UserWarning, match="left out, 1 of at most max_skipped_updates=1 times in a row"):
+    with pytest.warns(UserWarning, match="left out, 1 of at most debug.max_skipped_updates=1 times in a row"):
         trainer.fit(model, FixedRollouts(rollouts, model))
     assert model.policy_version == 4
     assert [value for _, value in logger.rows("train/skipped_updates")] == [1, 0, 1, 0]
@@ -177,8 +180,10 @@ def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
 
 def test_too_many_in_a_row_end_the_run(tmp_path):
     torch.manual_seed(0)
-    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], max_skipped_updates=2, **OPTIONS)
-    with pytest.warns(UserWarning, match="2 of at most max_skipped_updates=2"):
+    model = BrokenRollouts(
+        VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], **merged({"debug": {"max_skipped_updates": 2}}, OPTIONS)
+    )
+    with pytest.warns(UserWarning, match="2 of at most debug.max_skipped_updates=2"):
         path = fail(model, tmp_path, num_rollouts=8)
     assert model.policy_version == 5
     assert path.name == f"failed-update-{model.env_steps}.pt"
@@ -189,7 +194,7 @@ def test_the_number_in_a_row_goes_on_in_a_resumed_run(tmp_path):
 
     def build() -> BrokenRollouts:
         torch.manual_seed(0)
-        return BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1], max_skipped_updates=1, **OPTIONS)
+        return BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1], **merged({"debug": {"max_skipped_updates": 1}}, OPTIONS))
 
     model = build()
     trainer = make_trainer(callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True, limit_train_batches=1)
@@ -222,9 +227,9 @@ def test_what_is_no_failed_update_is_refused(tmp_path):
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
 def test_nonsense_is_refused(value):
     with pytest.raises(
-        ConfigurationError, match=r"max_skipped_updates=.* is not valid: expected an integer of at least 0"
+        ConfigurationError, match=r"debug.max_skipped_updates=.* is not valid: expected an integer of at least 0"
     ):
-        PPO(VECTOR, DISCRETE, max_skipped_updates=value)
+        PPO(VECTOR, DISCRETE, debug={"max_skipped_updates": value})
 
 
 class Interrupts(Callback):
@@ -245,10 +250,10 @@ def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(
     model = algorithm(
         data.observation_space,
         data.action_space,
-        hidden_sizes=(8,),
-        normalize_observations=True,
-        update_normalizers="before",
-        **options[algorithm],
+        **merged(
+            {"policy": {"hidden_sizes": (8,)}, "normalization": {"observations": True, "update": "before"}},
+            options[algorithm],
+        ),
     )
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)

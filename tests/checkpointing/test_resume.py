@@ -29,7 +29,7 @@ from lightning_rl import (
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.spaces import space_to_dict
 from tests import programs
-from tests.helpers import MemoryLogger
+from tests.helpers import MemoryLogger, merged
 from tests.mask_probes import kwargs_of
 from tests.nested_probes import PAIR
 
@@ -51,13 +51,16 @@ HYBRID = space_to_dict(
 )
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "discrete": ({"env_id": "CartPole-v1"}, {"anneal_learning_rate": True}),
-    "continuous": ({"env_id": "Pendulum-v1"}, {"normalize_observations": True, "normalize_rewards": True}),
+    "discrete": ({"env_id": "CartPole-v1"}, {"optimizer": {"anneal": True}}),
+    "continuous": ({"env_id": "Pendulum-v1"}, {"normalization": {"observations": True, "rewards": True}}),
     "scheduler": (
         {"env_id": "Acrobot-v1"},
         {
-            "optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
-            "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.9}},
+            "optimizer": {
+                "name": "torch.optim.RMSprop",
+                "options": {"momentum": 0.5},
+                "scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.9}},
+            },
         },
     ),
     "schedules_and_two_optimizers": (
@@ -65,19 +68,28 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "learning_rate": {"kind": "cosine", "start": 1e-2, "end": 1e-3},
             "clip_range": {"kind": "piecewise", "points": [[0, 0.3], [300, 0.1]], "interpolate": True},
-            "critic_optimizer": {"class_path": "torch.optim.RMSprop", "init_args": {"momentum": 0.5}},
-            "parameter_groups": {"*.bias": {"learning_rate_scale": 2.0}},
-            "num_value_epochs": 5,
+            "optimizer": {
+                "critic": {"name": "torch.optim.RMSprop", "options": {"momentum": 0.5}},
+                "groups": {"*.bias": {"learning_rate_scale": 2.0}},
+                "num_value_epochs": 5,
+            },
         },
     ),
     "adaptive": (
         {"env_id": "CartPole-v1"},
-        {"adaptive_learning_rate": {"target_kl": 0.01}, "target_kl": 0.02, "kl_rollback": True},
+        {
+            "optimizer": {"adaptive_learning_rate": {"target_kl": 0.01}},
+            "clipping": {"rollback": True},
+            "target_kl": 0.02,
+        },
     ),
-    "popart": ({"env_id": "Pendulum-v1"}, {"value_normalization": "popart", "recompute_advantages": True}),
+    "popart": (
+        {"env_id": "Pendulum-v1"},
+        {"normalization": {"values": "popart"}, "advantages": {"recompute_advantages": True}},
+    ),
     "toy_text": ({"env_id": "FrozenLake-v1"}, {}),
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
-    "mujoco": ({"env_id": "Hopper-v5"}, {"normalize_rewards": True}),
+    "mujoco": ({"env_id": "Hopper-v5"}, {"normalization": {"rewards": True}}),
     "minigrid": (
         {"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]},
         {"num_epochs": 1},
@@ -85,12 +97,12 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
-    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "normalize_advantages": True}),
+    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "advantages": {"normalize": True}}),
     "vmpo": ({"env_id": "CartPole-v1"}, {"algorithm": VMPO, "num_minibatches": 2, "learning_rate": 1e-2}),
     # Stopped after three rollouts at the end of a phase, after four in the next one.
     "ppg": (
         {"env_id": "CartPole-v1"},
-        {"algorithm": PPG, "num_policy_iterations": 3, "num_aux_epochs": 2, "anneal_learning_rate": True},
+        {"algorithm": PPG, "num_policy_iterations": 3, "num_aux_epochs": 2, "optimizer": {"anneal": True}},
     ),
     "ppg_sequences": (
         {"env_id": "CartPole-v1"},
@@ -98,7 +110,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "algorithm": PPG,
             "num_policy_iterations": 3,
             "num_minibatches": 3,
-            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+            "policy": {"memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5}},
         },
     ),
     "ppg_off_policy": (
@@ -110,19 +122,21 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "batch_size": 32,
             "policy_buffer_size": 100,
             "policy_max_use": 2,
-            "normalize_observations": True,
-            "normalize_rewards": True,
+            "normalization": {"observations": True, "rewards": True},
         },
     ),
-    "impala": ({"env_id": "CartPole-v1"}, {"algorithm": IMPALA, "reward_scale": 0.5, "normalize_observations": True}),
+    "impala": (
+        {"env_id": "CartPole-v1"},
+        {"algorithm": IMPALA, "reward_scale": 0.5, "normalization": {"observations": True}},
+    ),
     # A memory that is full after four rollouts.
     "clear": (
         {"env_id": "CartPole-v1"},
-        {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalize_rewards": True},
+        {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalization": {"rewards": True}},
     ),
     "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
     # A warm-up that the stop falls into the end of.
-    "critic_warmup": ({"env_id": "CartPole-v1"}, {"critic_warmup_steps": 217}),
+    "critic_warmup": ({"env_id": "CartPole-v1"}, {"optimizer": {"critic_warmup_steps": 217}}),
     "learned_repeat": (
         {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
         {"algorithm": CLEAR},
@@ -133,7 +147,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "algorithm": CLEAR,
             "replay_policy": "fifo",
             "replay_memory_gib": 1e-4,
-            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
+            "policy": {"memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5}},
         },
     ),
     "kl_penalty": (
@@ -142,12 +156,17 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "algorithm": PPOKLPenalty,
             "adaptive_kl_target": 1e-4,
             "kl_cutoff_coef": 10.0,
-            "normalize_rewards": "reward_std",
+            "normalization": {"rewards": "reward_std"},
         },
     ),
     "tf_agents": (
         {"env_id": "Pendulum-v1"},
-        {"algorithm": TFAgentsPPO, "num_epochs": 2, "update_normalizers": "before", "recompute_values": True},
+        {
+            "algorithm": TFAgentsPPO,
+            "num_epochs": 2,
+            "normalization": {"update": "before"},
+            "advantages": {"recompute_values": True},
+        },
     ),
     "nested_actions": (
         # A length that leaves episodes, of eight steps, in their middle.
@@ -157,16 +176,23 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_envs": 4,
             "rollout_length": 23,
         },
-        {"action_distribution": {"arm.0": "beta"}},
+        {"policy": {"action_distribution": {"arm.0": "beta"}}},
     ),
-    "squashed": ({"env_id": "Pendulum-v1", "backend": "async"}, {"action_distribution": "squashed_gaussian"}),
+    "squashed": (
+        {"env_id": "Pendulum-v1", "backend": "async"},
+        {"policy": {"action_distribution": "squashed_gaussian"}},
+    ),
     "dict_with_image": (
         {"env_id": "tests.nested_probes:Probe/Puzzle-v0"},
-        {"normalize_observations": True, "critic_only": ["answer"], "num_epochs": 1},
+        {"normalization": {"observations": True}, "policy": {"critic_only": ["answer"]}, "num_epochs": 1},
     ),
     "tuple": (
         {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
-        {"network": "mlp", "discrete_encoding": "embedding", "normalize_observations": True, "num_epochs": 1},
+        {
+            "policy": {"network": "mlp", "discrete_encoding": "embedding"},
+            "normalization": {"observations": True},
+            "num_epochs": 1,
+        },
     ),
     "wrapper_options": (
         {
@@ -180,7 +206,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "previous_action": True,
             "previous_reward": True,
         },
-        {"normalize_observations": True},
+        {"normalization": {"observations": True}},
     ),
     "previous_nested_action": (
         {
@@ -214,15 +240,15 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rollout_length": 25,
             "backend": "async",
         },
-        {"action_distribution": "autoregressive"},
+        {"policy": {"action_distribution": "autoregressive"}},
     ),
-    "restarts": (FRAGILE, {"normalize_rewards": True}),
-    "memory": ({"env_id": "CartPole-v1"}, {"memory": "lstm", "shared_encoder": True, "num_minibatches": 3}),
+    "restarts": (FRAGILE, {"normalization": {"rewards": True}}),
+    "memory": ({"env_id": "CartPole-v1"}, {"policy": {"memory": "lstm", "shared_encoder": True}, "num_minibatches": 3}),
     "memory_of_each": (
         {"env_id": "tests.probes:Probe/Random-v0", "on_env_failure": "restart"},
         {
-            "memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5},
-            "normalize_observations": True,
+            "policy": {"memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5}},
+            "normalization": {"observations": True},
             "num_minibatches": 3,
         },
     ),
@@ -264,7 +290,7 @@ def _fit(
     data = RolloutDataModule(
         **{"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "eval_episodes": 1} | data_options
     )
-    options = {"algorithm": PPO, "hidden_sizes": (8,)} | model_options
+    options = merged({"algorithm": PPO, "policy": {"hidden_sizes": (8,)}}, model_options)
     algorithm: type[OnPolicyAlgorithm] = options.pop("algorithm")
     model = algorithm(data.observation_space, data.action_space, **options)
     # max_epochs is the same in all parts of a run: it is the horizon of the annealing.
@@ -483,7 +509,7 @@ def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_p
     fit("discrete", tmp_path / "first", 2)
     checkpoint = str(tmp_path / "first/after_2.ckpt")
     data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, eval_episodes=1, seed=123)
-    model = PPO(data.observation_space, data.action_space, hidden_sizes=(8,))
+    model = PPO(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
     assert data.seed == 123

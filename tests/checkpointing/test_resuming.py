@@ -16,6 +16,7 @@ from lightning_rl.checkpointing.format import FORMAT
 from lightning_rl.data import collector
 from lightning_rl.validation import ConfigurationError
 from tests.checkpointing.test_resume import SETTINGS, fit
+from tests.helpers import merged
 from tests.programs import run_ranks
 
 
@@ -85,7 +86,7 @@ def test_another_schedule_begins_anew(resume):
 
 
 @pytest.mark.parametrize(
-    ("setting", "changed"), [("scheduler", {"lr_scheduler": None}), ("discrete", {"anneal_learning_rate": False})]
+    ("setting", "changed"), [("scheduler", {"lr_scheduler": None}), ("discrete", {"optimizer": {"anneal": False}})]
 )
 def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, resume):
     model, messages = resume(setting, model=changed)
@@ -123,7 +124,7 @@ def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
 
 
 def test_a_schedule_that_begins_with_another_end_is_said_of_what_has_one(resume):
-    changed = {"anneal_learning_rate": False, "learning_rate": LINE}
+    changed = {"optimizer": {"anneal": False}, "learning_rate": LINE}
     _, messages = resume("discrete", model=changed, max_epochs=8)
     assert any("of learning_rate: they go on" in message for message in messages)
 
@@ -136,14 +137,14 @@ def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resum
 
 
 def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
-    model, _ = resume(TWO, model={"learning_rate": 5e-3, "critic_learning_rate": 1e-3}, stop=5)
+    model, _ = resume(TWO, model={"learning_rate": 5e-3, "optimizer": {"critic": {"learning_rate": 1e-3}}}, stop=5)
     rates = [[group["lr"] for group in x.param_groups] for x in model.steps.all_optimizers]
     assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
 
 
 def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_path):
     changed = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
-    model, (message,) = resume(TWO, stop=5, model={"parameter_groups": changed})
+    model, (message,) = resume(TWO, stop=5, model={"optimizer": {"groups": changed}})
     assert message.endswith(", with the state it had")
     for optimizer in model.steps.all_optimizers:
         first, biases = optimizer.param_groups
@@ -155,7 +156,11 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
 
 @pytest.mark.parametrize(
     "changed",
-    [{"parameter_groups": None}, {"parameter_groups": {"*.weight": {}}}, {"critic_optimizer": "torch.optim.SGD"}],
+    [
+        {"optimizer": {"groups": None}},
+        {"optimizer": {"groups": {"*.weight": {}}}},
+        {"critic_optimizer": "torch.optim.SGD"},
+    ],
     ids=["no_groups", "other_groups", "other_class"],
 )
 def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
@@ -166,8 +171,8 @@ def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_pat
 
 
 def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
-    model, (message,) = resume("discrete", stop=5, model={"critic_learning_rate": 1e-3})
-    assert message == "Resuming with critic_learning_rate=0.001 (before: None); optimisers begin anew"
+    model, (message,) = resume("discrete", stop=5, model={"optimizer": {"critic": {"learning_rate": 1e-3}}})
+    assert message == "Resuming with optimizer.critic.learning_rate=0.001 (before: None); optimisers begin anew"
     assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
     assert len(model.steps.all_optimizers) == 2
 
@@ -193,7 +198,7 @@ def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monke
 def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     model, _ = resume("adaptive", stop=5)
     assert model.optimizers().param_groups[0]["lr"] != 3e-4
-    model, _ = resume("adaptive", stop=5, model={"adaptive_learning_rate": None})
+    model, _ = resume("adaptive", stop=5, model={"optimizer": {"adaptive_learning_rate": None}})
     assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
@@ -217,7 +222,7 @@ def test_other_settings_of_the_environments_are_said(data, said, resume):
 
 
 def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
-    model, _ = resume("continuous", stop=5, model={"normalize_rewards": "return_std", "normalize_observations": {}})
+    model, _ = resume("continuous", stop=5, model={"normalization": {"rewards": "return_std", "observations": {}}})
     assert model.policy_version == 5
     for name, other in (("normalize_rewards", "reward_std"), ("normalize_observations", {"clip": 0.1})):
         expected = re.escape(f"{name}={other!r} does not fit the checkpoint: expected {name}=True")
@@ -226,8 +231,8 @@ def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, 
 
 
 def test_a_setting_without_effect_is_said_to_have_none(resume):
-    _, (message,) = resume("continuous", model={"initial_log_std": -1.0})
-    assert message.startswith("Resuming with initial_log_std=-1.0 (before: 0.0), which takes no effect")
+    _, (message,) = resume("continuous", model={"policy": {"initial_log_std": -1.0}})
+    assert message.startswith("Resuming with policy.initial_log_std=-1.0 (before: 0.0), which takes no effect")
 
 
 def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
@@ -357,8 +362,12 @@ def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
 def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first, tmp_path):
     """Ranks that were not there have no metrics to go on from: all of them must begin with the same ones."""
     data = {"on_env_failure": "restart"}
-    before = {"data": data, "model": {"max_skipped_updates": 3}, "log_every_n_steps": 100}
-    after = {"data": {"on_env_failure": "raise"}, "model": {"max_skipped_updates": 0}, "log_every_n_steps": 1}
+    before = {"data": data, "model": {"debug": {"max_skipped_updates": 3}}, "log_every_n_steps": 100}
+    after = {
+        "data": {"on_env_failure": "raise"},
+        "model": {"debug": {"max_skipped_updates": 0}},
+        "log_every_n_steps": 1,
+    }
     for part, ranks, options, stop in (("first", first, before, 4), ("second", 3 - first, after, 6)):
         ckpt_path = None if part == "first" else str(tmp_path / "first/after_4.ckpt")
         if ranks == 1:
@@ -407,9 +416,9 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     ],
 )
 def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
-    memory = {**SETTINGS[name][1]["memory"], **changed}
-    model, (message,) = resume(name, stop=7, model={"memory": memory})
-    assert message.startswith("Resuming with memory=")
+    memory = merged(SETTINGS[name][1]["memory"], changed)
+    model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
+    assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
     dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
     assert caplog.messages.count(dropped) == 1

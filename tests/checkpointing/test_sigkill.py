@@ -22,7 +22,7 @@ from tests.programs import Program
 
 def line(epochs: int) -> list[str]:
     """What a job script would start and restart a run by."""
-    more = ["--model.anneal_learning_rate=true", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
+    more = ["--model.optimizer.anneal=true", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
     return ["fit", *SMALL, f"--trainer.max_epochs={epochs}", *more]
 
 

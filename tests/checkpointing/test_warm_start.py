@@ -13,9 +13,9 @@ from lightning_rl import PPO
 from lightning_rl.cli.main import main
 from lightning_rl.validation import ConfigurationError
 from tests.cli.test_main import SMALL
-from tests.helpers import make_data, make_model, make_trainer
+from tests.helpers import make_data, make_model, make_trainer, merged
 
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
 
 @pytest.fixture
@@ -90,26 +90,26 @@ def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
 
 
 def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
-    model = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "reward_std"})
+    model = make_model(make_data(), **merged(NORMALIZED, {"normalization": {"rewards": "reward_std"}}))
     result = model.init_from(path)
     moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
     assert result.other_scale == moments != []
     assert model.reward_normalizer.moments.count == 0
     assert "left as they were, since normalize_rewards is another: reward_normalizer.moments.count" in str(result)
-    same = make_model(make_data(), **NORMALIZED | {"normalize_rewards": "return_std"})
+    same = make_model(make_data(), **merged(NORMALIZED, {"normalization": {"rewards": "return_std"}}))
     assert same.init_from(path, ["normalizers"]).other_scale == []
     assert same.reward_normalizer.moments.count > 0
 
 
 def test_a_shared_encoder_leaves_the_critic_of_another_one_unfilled(path):
-    model = make_model(make_data(), shared_encoder=True)
+    model = make_model(make_data(), policy={"shared_encoder": True})
     result = model.init_from(path, ["policy", "critic"])
     assert all(name.startswith("policy.critic_encoder.") for name in result.not_here)
     assert result.not_here and not result.not_stored
 
 
 def test_nothing_that_fits_is_an_error(path):
-    model = make_model(make_data("Acrobot-v1"), hidden_sizes=(5,))
+    model = make_model(make_data("Acrobot-v1"), policy={"hidden_sizes": (5,)})
     with pytest.raises(ConfigurationError, match="nothing of the part 'policy' fits"):
         model.init_from(path, ["critic", "policy"])  # the bias of the value head is a number in any network
     with pytest.raises(ConfigurationError, match="nothing of the part 'normalizers' fits"):

@@ -51,7 +51,7 @@ gymnasium.register("Probe/Exploding-v0", Exploding)
 
 def command_line() -> None:
     arguments = ["--data.env_id=Probe/Exploding-v0", "--data.num_envs=2", "--data.rollout_length=16"]
-    arguments += ["--model=__main__.FailingPPO", "--model.num_minibatches=2", "--model.hidden_sizes=[8]"]
+    arguments += ["--model=__main__.FailingPPO", "--model.num_minibatches=2", "--model.policy.hidden_sizes=[8]"]
     arguments += [
         "--trainer.accelerator=cpu",
         "--trainer.devices=2",
@@ -65,7 +65,7 @@ def command_line() -> None:
 
 def script() -> None:
     data = make_data("Probe/Exploding-v0", rollouts_per_epoch=10)
-    model = FailingPPO(data.observation_space, data.action_space, hidden_sizes=(8,), num_minibatches=2)
+    model = FailingPPO(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, num_minibatches=2)
     make_trainer(devices=2, strategy="ddp").fit(model, data)
 
 

@@ -1,4 +1,4 @@
-"""Class specs on the command line, in parts: `--model.network.init_args.width 64`."""
+"""Class specs on the command line, in parts: `--model.policy.network.init_args.width 64`."""
 
 import shlex
 import sys
@@ -40,35 +40,39 @@ def options(capsys, line: str) -> dict:
 @pytest.mark.parametrize(
     ("line", "name", "expected"),
     [
-        (f"--model.network {ENCODER} --model.network.init_args.width 64", "network", (ENCODER, {"width": 64})),
         (
-            f"--model.network.init_args.width 64 --model.network.class_path {ENCODER}",
+            f"--model.policy.network {ENCODER} --model.policy.network.init_args.width 64",
             "network",
             (ENCODER, {"width": 64}),
         ),
         (
-            f"--model.init_args.network={ENCODER} --model.init_args.network.init_args.width=64 "
-            "--model.network.init_args.bias false",
+            f"--model.policy.network.init_args.width 64 --model.policy.network.class_path {ENCODER}",
+            "network",
+            (ENCODER, {"width": 64}),
+        ),
+        (
+            f"--model.init_args.policy.network={ENCODER} --model.init_args.policy.network.init_args.width=64 "
+            "--model.policy.network.init_args.bias false",
             "network",
             (ENCODER, {"width": 64, "bias": False}),
         ),
         (
-            "--model.optimizer.class_path torch.optim.AdamW --model.optimizer.init_args.betas [0.8,0.9] "
-            "--model.optimizer.init_args.eps 1e-3 --model.optimizer.init_args.fused null",
+            "--model.optimizer.name torch.optim.AdamW --model.optimizer.options.betas [0.8,0.9] "
+            "--model.optimizer.options.eps 1e-3 --model.optimizer.options.fused null",
             "optimizer",
             ("torch.optim.AdamW", {"betas": [0.8, 0.9], "eps": 0.001, "fused": None}),
         ),
         # The class by another name is another class: what the first one was given goes.
         (
-            "--model.optimizer=torch.optim.Adam --model.optimizer.init_args.eps=0.1 --model.optimizer.init_args.foo 1 "
-            f"--model.optimizer.class_path {SGD} --model.optimizer.init_args.momentum 0.9",
+            "--model.optimizer.name=torch.optim.Adam --model.optimizer.options.eps=0.1 --model.optimizer.options.foo 1 "
+            f"--model.optimizer.name {SGD} --model.optimizer.options.momentum 0.9",
             "optimizer",
             (SGD, {"momentum": 0.9}),
         ),
         # In one piece twice, which the parser cannot do by itself.
         (
-            f"--model.optimizer '{{class_path: {SGD}, init_args: {{momentum: 0.9, dampening: 0.1}}}}' "
-            f"--model.optimizer '{{class_path: {SGD}, init_args: {{momentum: 0.8}}}}'",
+            f"--model.optimizer.name '{{class_path: {SGD}, init_args: {{momentum: 0.9, dampening: 0.1}}}}' "
+            f"--model.optimizer.name '{{class_path: {SGD}, init_args: {{momentum: 0.8}}}}'",
             "optimizer",
             (SGD, {"momentum": 0.8}),
         ),
@@ -82,17 +86,17 @@ def test_a_class_and_its_arguments_are_given_one_by_one(capsys, line, name, expe
 def test_one_argument_of_a_class_in_a_configuration_is_changed(capsys, in_tmp_path):
     spec = {"class_path": SGD, "init_args": {"momentum": 0.9, "nesterov": True}}
     (in_tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"optimizer": spec}}}))
-    made = options(capsys, "--config mine.yaml --model.optimizer.init_args.momentum 0.5")
+    made = options(capsys, "--config mine.yaml --model.optimizer.options.momentum 0.5")
     assert made["optimizer"] == {"class_path": SGD, "init_args": {"momentum": 0.5, "nesterov": True}}
-    made = options(capsys, "--config mine.yaml --model.optimizer torch.optim.Adam")
+    made = options(capsys, "--config mine.yaml --model.optimizer.name torch.optim.Adam")
     assert made["optimizer"] == "torch.optim.Adam"
 
 
 def test_leaves_of_an_observation_have_their_own(capsys):
     made = options(
         capsys,
-        f"--model.network.rest mlp --model.network.camera {ENCODER} --model.network.camera.init_args.width 64 "
-        f"--model.network.arm.0.class_path {ENCODER}",
+        f"--model.policy.network.rest mlp --model.policy.network.camera {ENCODER} --model.policy.network.camera.init_args.width 64 "
+        f"--model.policy.network.arm.0.class_path {ENCODER}",
     )
     assert made["network"] == {
         "rest": "mlp",
@@ -102,7 +106,9 @@ def test_leaves_of_an_observation_have_their_own(capsys):
 
 
 def test_other_dicts_are_given_as_before(capsys):
-    made = options(capsys, "--model.memory.kind lstm --model.memory.hidden_size 8 --model.learning_rate.kind linear")
+    made = options(
+        capsys, "--model.policy.memory.kind lstm --model.policy.memory.hidden_size 8 --model.learning_rate.kind linear"
+    )
     assert made["memory"] == {"kind": "lstm", "hidden_size": 8}
     assert made["learning_rate"] == {"kind": "linear"}
 
@@ -110,8 +116,8 @@ def test_other_dicts_are_given_as_before(capsys):
 def test_the_model_is_made_of_them(in_tmp_path):
     line = (
         "fit --model PPO --data.env_id CartPole-v1 --data.num_envs 2 --data.rollout_length 16 --trainer.fast_dev_run 1 "
-        f"--trainer.accelerator cpu --model.network {ENCODER} --model.network.init_args.width 24 "
-        f"--model.optimizer {SGD} --model.optimizer.init_args.momentum 0.9"
+        f"--trainer.accelerator cpu --model.policy.network {ENCODER} --model.policy.network.init_args.width 24 "
+        f"--model.optimizer.name {SGD} --model.optimizer.options.momentum 0.9"
     )
     cli = main(line.split())
     assert cli.model.policy.actor_encoder.out_features == 24
@@ -119,7 +125,7 @@ def test_the_model_is_made_of_them(in_tmp_path):
 
 
 def test_arguments_of_no_class_are_refused(capsys):
-    line = "fit --model PPO --data.env_id CartPole-v1 --model.optimizer.init_args.momentum 0.9"
+    line = "fit --model PPO --data.env_id CartPole-v1 --model.optimizer.options.momentum 0.9"
     with pytest.raises(SystemExit) as exit_:
         main(line.split())
     assert exit_.value.code == 1

@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 CARTPOLE = str(ROOT / "configs/ppo/cartpole.yaml")
 SMALL = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.rollouts_per_epoch=2"]
 SMALL += ["--data.eval_episodes=1", "--model=PPO", "--model.num_minibatches=2", "--trainer.accelerator=cpu"]
-SMALL += ["--model.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
+SMALL += ["--model.policy.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
 
 
 @pytest.fixture(autouse=True)
@@ -345,8 +345,8 @@ model:
 )
 def test_distribution_of_the_action_comes_from_the_command_line_and_survives_loading(option, expected):
     data = "--data.env_id=LunarLanderContinuous-v3"
-    cli = main(["fit", *SMALL, data, f"--model.action_distribution={option}", "--max_env_steps=32"])
-    stored = cli.model.hparams["action_distribution"]
+    cli = main(["fit", *SMALL, data, f"--model.policy.action_distribution={option}", "--max_env_steps=32"])
+    stored = cli.model.hparams["policy"]["action_distribution"]
     assert stored == (expected or yaml.safe_load(option))
     loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
     observations = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -357,14 +357,18 @@ def test_distributions_of_parts_come_from_a_configuration():
     space = spaces.Dict(move=spaces.Discrete(3), arm=spaces.Tuple([spaces.Box(-1, 1, (2,))]))
     content = {
         "data": {"env_id": "tests.probes:Probe/Aim-v0", "env_kwargs": {"action_space": space_to_dict(space)}},
-        "model": {"init_args": {"action_distribution": {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}}},
+        "model": {
+            "init_args": {
+                "policy": {"action_distribution": {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}}
+            }
+        },
     }
     Path("parts.yaml").write_text(yaml.safe_dump(content))
     cli = main(["fit", *SMALL, "--config", "parts.yaml", "--max_env_steps=64"])
     distribution = cli.model.policy(torch.zeros(1, 1))[0]
     assert isinstance(distribution.parts["arm"][0], SquashedGaussian)
     again = main(["validate", "--config", str(cli.run_dir / "config.yaml"), "--ckpt_path", "last"])
-    assert again.model.hparams["action_distribution"] == content["model"]["init_args"]["action_distribution"]
+    assert again.model.hparams["policy"]["action_distribution"] == content["model"]["init_args"]["action_distribution"]
 
 
 # ---------------------------------------------------------------------- what a run leaves and says
@@ -531,8 +535,8 @@ def test_a_missing_info_key_is_one_warning():
         (["--model.clip_range=-1"], "clip_range=-1.0 is not valid: expected a number above 0"),
         (["--model.learning_rate=0"], "learning_rate=0.0 is not valid: expected a number above 0"),
         (["--model.num_minibatches=5"], "num_minibatches=5 does not divide the 32 steps of a rollout"),
-        (["--model.network=resnet"], "network='resnet' is not valid: expected auto, mlp, nature, impala"),
-        (["--model.optimizer.class_path=torch.optim.Nope"], r"optimizer: class_path='torch.optim.Nope' cannot be"),
+        (["--model.policy.network=resnet"], "policy.network='resnet' is not valid: expected auto, mlp, nature, impala"),
+        (["--model.optimizer.name=torch.optim.Nope"], r"optimizer: class_path='torch.optim.Nope' cannot be"),
         (["--data.wrappers=[no.such.Wrapper]"], "wrappers: class_path='no.such.Wrapper' cannot be imported"),
         (["--data.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
         (["--data.atari.frame_skip=2"], "atari=.* expected None, since CartPole-v1 is no Atari game"),
@@ -546,22 +550,28 @@ def test_a_missing_info_key_is_one_warning():
         (["--trainer.gradient_clip_val=1"], "trainer.gradient_clip_val=1 is .* expected null; set .*max_grad_norm"),
         (["--trainer.accelerator=tpuu"], "trainer: You selected an invalid accelerator name: `accelerator='tpuu'`"),
         (
-            ["--model.anneal_learning_rate=true", "--trainer.max_epochs=-1"],
-            "anneal_learning_rate=True is not valid: .* with an end",
+            ["--model.optimizer.anneal=true", "--trainer.max_epochs=-1"],
+            "optimizer.anneal=True is not valid: .* with an end",
         ),
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
         (["--model=A2C", "--data.num_actors=2"], "num_actors=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
-        (["--model.optimizer=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
-        (["--model.optimizer=torch.optim.SparseAdam"], "optimizer=.*SparseAdam'.* is not valid .* on dense gradients"),
+        (["--model.optimizer.name=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
+        (
+            ["--model.optimizer.name=torch.optim.SparseAdam"],
+            "optimizer=.*SparseAdam'.* is not valid .* on dense gradients",
+        ),
         (
             [
-                "--model.lr_scheduler=torch.optim.lr_scheduler.CosineAnnealingLR",
-                "--model.lr_scheduler.init_args.T_max=0",
+                "--model.optimizer.scheduler.name=torch.optim.lr_scheduler.CosineAnnealingLR",
+                "--model.optimizer.scheduler.options.T_max=0",
             ],
             "lr_scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
         ),
-        (["--model.optimizer={class_path: 5}"], "optimizer: class_path=5 is not valid: expected the path of a class"),
+        (
+            ["--model.optimizer.name={class_path: 5}"],
+            "optimizer: class_path=5 is not valid: expected the path of a class",
+        ),
         (["--data.wrappers=[{class_path: 5}]"], "wrappers: class_path=5 is not valid: expected the path of a class"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -615,7 +625,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             )
             for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
         ),
-        (["fit", *SMALL, "--model.activation=[0]"], r"\"activation\":.*Expected .*str.* Got value: \[0\]"),
+        (["fit", *SMALL, "--model.policy.activation=[0]"], r"\"activation\":.*Expected .*str.* Got value: \[0\]"),
         (["fit", *SMALL, "--data.info_keys=1"], '"data.info_keys":.*Expected .*Sequence.* Got value: 1'),
         (["fit", *SMALL, "--data.wrappers=1"], '"data.wrappers":.*Expected .*list.*Given value: 1'),
         (["fit", *SMALL, "--data.env_kwargs=x"], '"data.env_kwargs":.*Expected .*dict.*Given value: x'),

@@ -47,7 +47,7 @@ def test_a_shipped_configuration_goes_on_in_a_new_process():
     def fit(*arguments: str) -> str:
         small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.rollouts_per_epoch=5"]
         small += ["--data.eval_episodes=2", "--model.num_minibatches=1", "--model.num_epochs=20", "--num_threads=1"]
-        small += ["--model.learning_rate=1e-3", "--model.anneal_learning_rate=true", "--trainer.log_every_n_steps=1"]
+        small += ["--model.learning_rate=1e-3", "--model.optimizer.anneal=true", "--trainer.log_every_n_steps=1"]
         done = programs.run("-m", "lightning_rl", "fit", "--config", CARTPOLE, *small, *arguments)
         assert done.returncode == 0, done.stderr
         assert unexpected(done.stderr) == []
@@ -149,7 +149,7 @@ def test_going_on_from_an_older_checkpoint_begins_a_new_folder(capsys, recwarn):
 def test_a_run_of_another_algorithm_or_environment_is_not_gone_on_with(capsys):
     """Though networks and spaces are the same; what may begin with its parameters is a new run."""
     other = [argument for argument in SMALL if not argument.startswith(("--model", "--data.env_id"))]
-    network = ["--model.hidden_sizes=[8]"]
+    network = ["--model.policy.hidden_sizes=[8]"]
     main(["fit", *SMALL, "--max_env_steps=64"])
     before = files(Path("runs"))
     for arguments, message in (

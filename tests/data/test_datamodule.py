@@ -60,7 +60,7 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
     expected, validations = None, {}
     for name, (trainer_options, data_options) in kinds.items():
         data = make_data(env_id, rollouts_per_epoch=4, **data_options)
-        model = make_model(data, normalize_observations=normalize, normalize_rewards=normalize)
+        model = make_model(data, normalization={"observations": normalize, "rewards": normalize})
         seen = []
         play = data.run_episodes
         data.run_episodes = lambda *args, play=play, seen=seen: seen.append(1) or play(*args)
@@ -234,7 +234,7 @@ def test_evaluation_has_other_seeds_than_training(monkeypatch):
 
 def test_statistics_are_frozen_in_evaluation():
     data = make_data("HalfCheetah-v5", env_kwargs={"max_episode_steps": 20})
-    model = make_model(data, normalize_observations=True, normalize_rewards=True)
+    model = make_model(data, normalization={"observations": True, "rewards": True})
     trainer = make_trainer()
     trainer.fit(model, data)
     before = {name: x.clone() for name, x in model.state_dict().items()}

@@ -18,7 +18,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.distributions import from_environment, to_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_trainer, parameters_of
+from tests.helpers import Recorder, make_data, make_trainer, merged, parameters_of
 
 ROOT = Path(__file__).parents[2]
 AIM: dict[str, Any] = {"env_kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}
@@ -39,7 +39,7 @@ def expert(num_episodes: int = 10) -> list[Episode]:
 
 def recorded(episodes: Any = None, **options: Any) -> RecordedEpisodes:
     return RecordedEpisodes(
-        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **AIM | SMALL | options
+        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **merged(AIM | SMALL, options)
     )
 
 
@@ -65,7 +65,7 @@ def test_actions_go_to_the_environment_and_back(space):
 
 def test_a_batch_has_recorded_steps_with_actions_as_the_policy_has_them():
     data = recorded()
-    model = BehaviourCloning(data.observation_space, data.action_space, hidden_sizes=(4,))
+    model = BehaviourCloning(data.observation_space, data.action_space, policy={"hidden_sizes": (4,)})
     batches: list[Any] = []
 
     class Keep(Recorder):
@@ -82,7 +82,7 @@ def test_a_batch_has_recorded_steps_with_actions_as_the_policy_has_them():
 def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_it_can_do(tmp_path):
     data = recorded(rollouts_per_epoch=40)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"hidden_sizes": (16,), "learning_rate": 1e-2}
+    options: dict[str, Any] = {"policy": {"hidden_sizes": (16,)}, "learning_rate": 1e-2}
     cloned = BehaviourCloning(data.observation_space, data.action_space, **options)
     before = parameters_of(cloned)
     trainer, recorder = make_trainer(limit_val_batches=1), Recorder()
@@ -142,7 +142,7 @@ def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
 
 def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
     played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
-    model = PPO(played.observation_space, played.action_space, hidden_sizes=(4,))
+    model = PPO(played.observation_space, played.action_space, policy={"hidden_sizes": (4,)})
     episodes = [e for batch in make_trainer().predict(model, played) for e in batch]
     save_episodes(episodes, tmp_path / "episodes.pt")
     found = load_episodes(tmp_path / "episodes.pt")
@@ -159,7 +159,10 @@ def test_a_run_that_is_resumed_draws_the_steps_of_the_uninterrupted_one(tmp_path
         data = recorded(rollouts_per_epoch=3)
         torch.manual_seed(0)
         model = BehaviourCloning(
-            data.observation_space, data.action_space, hidden_sizes=(4,), normalize_observations=True
+            data.observation_space,
+            data.action_space,
+            policy={"hidden_sizes": (4,)},
+            normalization={"observations": True},
         )
         trainer = make_trainer(max_epochs=epochs)
         trainer.fit(model, data, ckpt_path=ckpt_path)
@@ -211,7 +214,13 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"memory": "lstm"}, {"gamma": 0.5}, {"action_distribution": "beta"}, {"num_epochs": 0}, {"value_l2": 0.1}],
+    [
+        {"policy": {"memory": "lstm"}},
+        {"gamma": 0.5},
+        {"policy": {"action_distribution": "beta"}},
+        {"num_epochs": 0},
+        {"optimizer": {"l2": {"value": 0.1}}},
+    ],
 )
 def test_options_that_have_no_meaning_are_refused(options):
     data = recorded()

@@ -50,7 +50,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
 @pytest.mark.parametrize("kind", ["box", "discrete"])
 @pytest.mark.parametrize("mode", MODES)
 def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memory):
-    policy, tensors, arrays = collectors({"memory": memory}, mode=mode, kind=kind)
+    policy, tensors, arrays = collectors({"policy": {"memory": memory}}, mode=mode, kind=kind)
     for _ in range(3):
         own, other = tensors.collect(policy), arrays.collect(policy)
         for name in FIELDS:
@@ -117,7 +117,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
 
 @pytest.mark.parametrize("memory", [None, "gru"])
 def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_with_a_warning(memory):
-    policy, tensors, _ = collectors({"memory": memory}, tells_final=False)
+    policy, tensors, _ = collectors({"policy": {"memory": memory}}, tells_final=False)
     with pytest.warns(UserWarning, match=r"do not tell in info\['final_obs'\] what an episode reached"):
         rollout = tensors.collect(policy)
     cut = rollout.truncated
@@ -242,7 +242,7 @@ def test_a_run_trains_evaluates_and_learns():
 def test_a_run_resumes_bit_for_bit(tmp_path, memory):
     def run(max_epochs: int, ckpt_path: Path | None = None) -> PPO:
         data = make_data(ID, backend="torch", num_envs=4, rollout_length=10, rollouts_per_epoch=3)
-        model = make_model(data, memory=memory)
+        model = make_model(data, policy={"memory": memory})
         trainer = make_trainer(max_epochs=max_epochs)
         trainer.fit(model, data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / f"{max_epochs}.ckpt")
@@ -259,7 +259,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, memory):
 def test_masks_that_are_observed_and_memory_go_with_tensors(mode):
     """The environment raises if an action is not valid, in training and evaluation."""
     data = make_data(f"tests.torch_environments:{MASKED_ID}", backend="torch", env_kwargs={"mode": mode}, num_envs=4)
-    model, recorder = make_model(data, memory="gru", learning_rate=1e-2), Recorder()
+    model, recorder = make_model(data, policy={"memory": "gru"}, learning_rate=1e-2), Recorder()
     trainer = make_trainer(callbacks=[recorder], limit_val_batches=1)
     trainer.fit(model, data)
     assert max(recorder.column("first_ratio_error")) <= 1e-6

@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from lightning_rl import PPO
 from lightning_rl.environments import EnvironmentBatch
-from tests.helpers import FixedRollouts, make_trainer
+from tests.helpers import FixedRollouts, make_trainer, merged
 from tests.probes import Greedy, Tape, Told, make_batch, make_collector
 
 SAME, NEXT, DISABLED = AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED
@@ -21,9 +21,17 @@ def make_model(environments, **options) -> PPO:
     spaces = environments.single_observation_space, environments.single_action_space
     model = PPO(
         *spaces,
-        **{"num_epochs": 1, "num_minibatches": 1, "max_grad_norm": None, "learning_rate": 1.0, "entropy_coef": 0.01}
-        | {"optimizer": {"class_path": "torch.optim.SGD"}, "normalize_observations": True, "normalize_rewards": True}
-        | options,
+        **merged(
+            {
+                "num_epochs": 1,
+                "num_minibatches": 1,
+                "optimizer": {"max_grad_norm": None},
+                "learning_rate": 1.0,
+                "entropy_coef": 0.01,
+            },
+            {"optimizer": {"name": "torch.optim.SGD"}, "normalization": {"observations": True, "rewards": True}},
+            options,
+        ),
     )
     return model.double()
 
@@ -142,7 +150,7 @@ def record(rollout, first_observation) -> Tape:
 def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitions(backend):
     environments = make_batch("CartPole-v1", backend=backend, max_episode_steps=9)
     assert environments.mode is NEXT
-    model = make_model(environments, normalize_observations=False)
+    model = make_model(environments, normalization={"observations": False})
     rollout = make_collector(environments, 63, torch.float64).collect(Greedy(model.policy))
     assert rollout.valid is not None and not rollout.valid.all() and rollout.valid[-1]
     assert rollout.truncated.any() and (rollout.rewards[~rollout.valid] == 0).all()
@@ -164,7 +172,7 @@ def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitio
     assert rollout.episodes.lengths == again.episodes.lengths
     initial = {name: x.clone() for name, x in model.state_dict().items()}
     changed = learn(model, rollout)
-    reference = make_model(replay, normalize_observations=False)
+    reference = make_model(replay, normalization={"observations": False})
     reference.load_state_dict(initial)
     for name, x in learn(reference, again).items():
         torch.testing.assert_close(changed[name], x, rtol=1e-12, atol=1e-14, msg=name)

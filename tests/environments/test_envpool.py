@@ -23,7 +23,7 @@ envpool = pytest.importorskip("envpool")
 )
 def test_families_with_a_time_limit_are_trained_and_evaluated(env_id):
     data = make_data(env_id, backend="envpool", max_episode_steps=12, eval_episodes=3)
-    model = make_model(data, normalize_rewards=True)
+    model = make_model(data, normalization={"rewards": True})
     trainer = make_trainer(limit_val_batches=1.0)
     trainer.fit(model, data)
     # 16 steps of each of two environments: a limit or a fall costs at least one step of each to reset.

@@ -384,7 +384,7 @@ def test_rewards_that_a_game_shows_the_policy_are_clipped_in_evaluation_too(back
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_a_policy_learns_from_and_is_exported_with_the_previous_step(backend):
     data = make_data(backend=backend, previous_action=True, previous_reward=True, frame_stack=2)
-    model = make_model(data, normalize_observations=True)
+    model = make_model(data, normalization={"observations": True})
     make_trainer(limit_val_batches=1.0).fit(model, data)
     assert model.policy_version == 2
     moments = model.state_dict()

@@ -98,9 +98,8 @@ def test_critic_learns_the_value_of_an_endless_task_from_short_episodes():
         data.action_space,
         gamma=0.8,
         learning_rate=5e-2,
-        anneal_learning_rate=True,
-        max_grad_norm=None,
-        hidden_sizes=(),
+        optimizer={"anneal": True, "max_grad_norm": None},
+        policy={"hidden_sizes": ()},
     )
     make_trainer().fit(model, data)
     with torch.no_grad():

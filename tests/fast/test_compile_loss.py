@@ -10,24 +10,23 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_rl import PPO
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_trainer, parameters_of, random_rollout
+from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_trainer, merged, parameters_of, random_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 OPTIONS: dict[str, Any] = {
-    "hidden_sizes": (8,),
+    "policy": {"hidden_sizes": (8,)},
+    "clipping": {"value": {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150}, "dual": 3.0},
     "num_epochs": 2,
     "num_minibatches": 2,
     "learning_rate": 1e-2,
     "clip_range": {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150},
-    "clip_range_value": {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150},
-    "dual_clip": 3.0,
 }
 
 
 def learn(**options: Any) -> PPO:
     torch.manual_seed(0)
-    model = PPO(VECTOR, DISCRETE, **OPTIONS | options)
+    model = PPO(VECTOR, DISCRETE, **merged(OPTIONS, options))
     rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
     make_trainer().fit(model, FixedRollouts(rollouts, model))
     return model
@@ -46,7 +45,7 @@ def test_schedules_compile_at_most_twice(monkeypatch):
     counter = CompileCounterWithBackend("eager")
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda loss, **options: compile_(loss, backend=counter, **options))
-    model = learn(compile_loss=True)
+    model = learn(debug={"compile_loss": True})
     # With the first numbers, then with those that change as inputs.
     assert counter.frame_count <= 2
     assert_close(model, learn())
@@ -57,9 +56,9 @@ def test_schedules_compile_at_most_twice(monkeypatch):
 
 
 def test_it_is_refused_where_it_cannot_work():
-    with pytest.raises(ConfigurationError, match="compile_loss='yes' is not valid: expected true or false"):
-        PPO(VECTOR, DISCRETE, compile_loss="yes")
-    model, trainer = PPO(VECTOR, DISCRETE, compile_loss=True), make_trainer()
+    with pytest.raises(ConfigurationError, match="debug.compile_loss='yes' is not valid: expected true or false"):
+        PPO(VECTOR, DISCRETE, debug={"compile_loss": "yes"})
+    model, trainer = PPO(VECTOR, DISCRETE, debug={"compile_loss": True}), make_trainer()
     on_xla: Any = SimpleNamespace(
         precision="32-true",
         strategy=SimpleNamespace(root_device=torch.device("xla")),
@@ -68,14 +67,14 @@ def test_it_is_refused_where_it_cannot_work():
         max_epochs=1,
     )
     model.check_run(trainer, None)
-    with pytest.raises(ConfigurationError, match="compile_loss=True is not valid: expected false on XLA"):
+    with pytest.raises(ConfigurationError, match="debug.compile_loss=True is not valid: expected false on XLA"):
         model.check_run(on_xla, None)
-    recurrent = PPO(VECTOR, DISCRETE, compile_loss=True, memory="gru")
-    with pytest.raises(ConfigurationError, match="compile_loss=True is not valid: expected false with memory"):
+    recurrent = PPO(VECTOR, DISCRETE, debug={"compile_loss": True}, policy={"memory": "gru"})
+    with pytest.raises(ConfigurationError, match="debug.compile_loss=True is not valid: expected false with memory"):
         recurrent.check_run(trainer, None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_losses_learn_the_same():
-    assert_close(learn(compile_loss=True), learn())
+    assert_close(learn(debug={"compile_loss": True}), learn())

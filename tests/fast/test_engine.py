@@ -19,7 +19,7 @@ import lightning_rl
 from lightning_rl import A2C, IMPALA, PPG, PPO, PPOKLPenalty, fast
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.training.gradient_steps import EagerEngine
-from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
+from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, merged
 
 PACKAGE = Path(lightning_rl.__file__).parent
 DOOR = re.compile(r"^.*\b(import fast|fast\.(engine_for|actor|default_optimizer|closed_form))\b.*\n", re.MULTILINE)
@@ -77,17 +77,23 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 FAST = "{} updates by the fast engine, with "
 LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "defaults": (PPO, {}, FAST + "the closed form of its loss"),
-    "an option": (PPO, {"dual_clip": 3.0}, FAST + "autograd: dual_clip is set"),
-    "activation": (
-        PPO,
-        {"activation": "relu"},
-        FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
-    ),
+    "an option": (PPO, {"clipping": {"dual": 3.0}}, FAST + "autograd: dual_clip is set"),
+    "policy": {
+        "activation": (
+            PPO,
+            {"policy": {"activation": "relu"}},
+            FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
+        )
+    },
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
     "A2C": (A2C, {}, FAST + "autograd: no closed form of its loss is known"),
     "IMPALA": (IMPALA, {}, FAST + "autograd: no closed form of its loss is known"),
-    "switched off": (PPO, {"fast_paths": False}, "{} updates by plain PyTorch and Lightning: fast_paths is false"),
+    "switched off": (
+        PPO,
+        {"debug": {"fast_paths": False}},
+        "{} updates by plain PyTorch and Lightning: fast_paths is false",
+    ),
 }
 
 
@@ -139,8 +145,8 @@ def test_a_line_is_logged_again_only_where_it_changes(caplog):
 
 
 ALGORITHMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
-    "closed form": (PPO, {"entropy_coef": 0.01, "normalize_observations": True}),
-    "autograd": (PPO, {"dual_clip": 3.0, "critic_learning_rate": 1e-3}),
+    "closed form": (PPO, {"entropy_coef": 0.01, "normalization": {"observations": True}}),
+    "autograd": (PPO, {"clipping": {"dual": 3.0}, "optimizer": {"critic": {"learning_rate": 1e-3}}}),
     "PPG": (PPG, {"num_policy_iterations": 1, "num_aux_epochs": 1}),
 }
 
@@ -149,7 +155,11 @@ ALGORITHMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 def test_runs_without_fast_paths_learn_the_same(case):
     cls, options = ALGORITHMS[case]
     ends = [
-        fitted(cls, {"precision": "64-true"}, fast_paths=fast_paths, hidden_sizes=(16,), **options)
+        fitted(
+            cls,
+            {"precision": "64-true"},
+            **merged({"debug": {"fast_paths": fast_paths}, "policy": {"hidden_sizes": (16,)}}, options),
+        )
         for fast_paths in (True, False)
     ]
     (quick, engine), (plain, other) = ends

@@ -102,14 +102,14 @@ class NoisyEncoder(MLPEncoder):
 
 ACTING: dict[str, tuple[type[ActorCritic], dict[str, Any], bool]] = {
     "plain": (ActorCritic, {}, True),
-    "normalized": (ActorCritic, {"normalize_observations": True}, True),
+    "normalized": (ActorCritic, {"normalization": {"observations": True}}, True),
     "PPG": (AuxiliaryActorCritic, {}, True),
     "own features": (OwnFeatures, {}, False),
     "noisy": (NoisyActor, {}, False),
-    "memory": (ActorCritic, {"memory": "lstm"}, False),
-    "one encoder for both": (ActorCritic, {"shared_encoder": True}, False),
-    "another activation": (ActorCritic, {"activation": "relu"}, False),
-    "no layers": (ActorCritic, {"hidden_sizes": ()}, False),
+    "memory": (ActorCritic, {"policy": {"memory": "lstm"}}, False),
+    "one encoder for both": (ActorCritic, {"policy": {"shared_encoder": True}}, False),
+    "another activation": (ActorCritic, {"policy": {"activation": "relu"}}, False),
+    "no layers": (ActorCritic, {"policy": {"hidden_sizes": ()}}, False),
 }
 
 
@@ -197,7 +197,7 @@ def test_rollouts_are_collected_by_an_actor_unless_switched_off(fast_paths, monk
 
     monkeypatch.setattr(Actor, "outputs", counted)
     data = RolloutDataModule("CartPole-v1", 2, 16, rollouts_per_epoch=2)
-    model = PPO(data.observation_space, data.action_space, fast_paths=fast_paths)
+    model = PPO(data.observation_space, data.action_space, debug={"fast_paths": fast_paths})
     make_trainer().fit(model, data)
     assert calls == [2] * 32 * fast_paths
     assert fast.actor(model.policy) is None or fast_paths

@@ -21,14 +21,14 @@ from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.heads import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer, merged
 
 ROWS = 48
 
 
 def make(action_space: spaces.Space[Any] = DISCRETE, dtype: torch.dtype = torch.float64, **options: Any) -> PPO:
     torch.manual_seed(3)
-    model = PPO(VECTOR, action_space, **{"hidden_sizes": (6, 5), "entropy_coef": 0.02} | options)
+    model = PPO(VECTOR, action_space, **merged({"policy": {"hidden_sizes": (6, 5)}, "entropy_coef": 0.02}, options))
     return model.to(dtype)
 
 
@@ -74,13 +74,13 @@ def in_order(known: KnownLoss, model: PPO) -> list[Tensor]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "no bonus": {"entropy_coef": 0.0},
-    "ranges": {"clip_range_low": 0.1, "clip_range_high": 0.3, "value_coef": 0.7},
+    "ranges": {"clipping": {"low": 0.1, "high": 0.3}, "value_coef": 0.7},
     "not clipped": {"clip_range": None},
-    "clipped below": {"clip_range": None, "clip_range_low": 0.1},
-    "advantages as they are": {"normalize_advantages": "none"},
-    "normalised observations": {"normalize_observations": True},
-    "values clipped": {"clip_range_value": 0.5},
-    "one layer": {"hidden_sizes": (4,)},
+    "clipped below": {"clip_range": None, "clipping": {"low": 0.1}},
+    "advantages as they are": {"advantages": {"normalize": "none"}},
+    "normalised observations": {"normalization": {"observations": True}},
+    "values clipped": {"clipping": {"value": 0.5}},
+    "one layer": {"policy": {"hidden_sizes": (4,)}},
 }
 
 
@@ -114,9 +114,9 @@ def test_numbers_of_numpy_are_numbers():
 
 
 def test_a_range_that_a_schedule_has_closed_is_a_range():
-    model = make(clip_range_value=0.5, clip_range=0.2)
+    model = make(clipping={"value": 0.5}, clip_range=0.2)
     batch = make_batch(model)
-    model.clip_range_value = 0.0
+    model.clipping.value = 0.0
     expected = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
@@ -133,7 +133,7 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
         values, returns, old_values = (x.to(dtype) for x in quarters)
         limit = float(torch.randint(0, 5, (), generator=generator)) / 4
         model = make(dtype=dtype)
-        model.clip_range_value = limit
+        model.clipping.value = limit
         fast = closed_form(model)
         changes = values - old_values
         clipped = old_values + changes.clamp(-limit, limit)
@@ -151,7 +151,7 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
 
 def test_a_value_as_far_from_its_return_as_the_clipped_value_has_half_of_the_gradient():
     """A value of 3 with a return of 2, an old value of 0 and a range of 1: the clipped value is 1."""
-    model = make(clip_range_value=1.0, value_coef=0.5, entropy_coef=0.0)
+    model = make(clipping={"value": 1.0}, value_coef=0.5, entropy_coef=0.0)
     batch = make_batch(model)
     with torch.no_grad():
         model.policy.value_head.weight.zero_()
@@ -182,7 +182,7 @@ def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dt
         advantages = torch.randn(200, generator=generator, dtype=torch.float64).to(dtype)
         advantages[::5] = 0.0
         model = make(dtype=dtype)
-        model.clip_range_low, model.clip_range_high = low, high
+        model.clipping.low, model.clipping.high = low, high
         fast = closed_form(model)
         x = log_ratios.clone().requires_grad_()
         losses = rl.dual_clipped_surrogate_loss(x, advantages, low, high)
@@ -207,7 +207,7 @@ INFINITE: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("case", INFINITE)
 def test_what_is_not_finite_by_autograd_is_not_finite(case):
-    model = make(CONTINUOUS, torch.float32, normalize_advantages="none")
+    model = make(CONTINUOUS, torch.float32, advantages={"normalize": "none"})
     batch = make_batch(model)
     for name, value in INFINITE[case].items():
         batch.fields[name][3] = value
@@ -327,15 +327,15 @@ CHANGES: dict[str, Callable[[PPO], Any]] = {
     "half precision": lambda model: model.bfloat16(),
 }
 UNSUITED_OPTIONS: list[dict[str, Any]] = [
-    {"log_prob_clip": 5.0},
-    {"dual_clip": 3.0},
-    {"value_huber_delta": 1.0},
-    {"compile_loss": True},
-    {"policy_l2": 0.1},
-    {"value_normalization": "running_std"},
-    {"shared_encoder": True},
-    {"activation": "relu"},
-    {"hidden_sizes": ()},
+    {"clipping": {"log_prob": 5.0}},
+    {"clipping": {"dual": 3.0}},
+    {"clipping": {"value_huber_delta": 1.0}},
+    {"debug": {"compile_loss": True}},
+    {"optimizer": {"l2": {"policy": 0.1}}},
+    {"normalization": {"values": "running_std"}},
+    {"policy": {"shared_encoder": True}},
+    {"policy": {"activation": "relu"}},
+    {"policy": {"hidden_sizes": ()}},
 ]
 UNSUITED_DISTRIBUTIONS: list[Any] = ["beta", "squashed_gaussian", {"kind": "gaussian", "max_std": 2.0}]
 
@@ -381,14 +381,16 @@ def draw(generator: np.random.Generator) -> dict[str, Any]:
     ranges = [None, 0.1, 0.2, 0.5]
     return {
         "clip_range": generator.choice(ranges),
-        "clip_range_low": generator.choice(ranges),
-        "clip_range_high": generator.choice(ranges),
-        "clip_range_value": generator.choice([None, 0.25, 0.5]),
+        "clipping": {
+            "low": generator.choice(ranges),
+            "high": generator.choice(ranges),
+            "value": generator.choice([None, 0.25, 0.5]),
+        },
+        "advantages": {"normalize": str(generator.choice(["minibatch", "rollout", "none"]))},
+        "normalization": {"observations": bool(generator.integers(2))},
+        "policy": {"hidden_sizes": tuple(generator.integers(1, 9, generator.integers(1, 4)).tolist())},
         "entropy_coef": float(generator.choice([0.0, 0.01, 0.1])),
         "value_coef": float(generator.choice([0.5, 1.0])),
-        "normalize_advantages": str(generator.choice(["minibatch", "rollout", "none"])),
-        "normalize_observations": bool(generator.integers(2)),
-        "hidden_sizes": tuple(generator.integers(1, 9, generator.integers(1, 4)).tolist()),
     }
 
 
@@ -429,7 +431,7 @@ def test_other_options_are_left_to_autograd(options):
 
 @pytest.mark.parametrize("action_distribution", UNSUITED_DISTRIBUTIONS, ids=str)
 def test_other_distributions_are_left_to_autograd(action_distribution):
-    assert isinstance(closed_form_of(make(CONTINUOUS, action_distribution=action_distribution)), str)
+    assert isinstance(closed_form_of(make(CONTINUOUS, policy={"action_distribution": action_distribution})), str)
 
 
 def test_other_rows_are_left_to_autograd():
@@ -516,7 +518,7 @@ class OwnBackward(PPO):
 def test_a_backward_pass_of_ones_own_is_made():
     data = make_data()
     torch.manual_seed(0)
-    model = OwnBackward(data.observation_space, data.action_space, hidden_sizes=(16,), learning_rate=1e-3)
+    model = OwnBackward(data.observation_space, data.action_space, policy={"hidden_sizes": (16,)}, learning_rate=1e-3)
     before = model.policy.value_head.bias.detach().clone()
     make_trainer().fit(model, data)
     assert model.policy.value_head.bias < before - 0.02  # 32 steps along a gradient that is positive, 1e-3 each

@@ -70,14 +70,16 @@ def test_what_does_not_fit_is_named():
         model.act({"place": np.zeros(4), "action_mask": np.ones(3)})
     with pytest.raises(ConfigurationError, match="its parts are of different numbers of rows"):
         model.act({"place": np.zeros((2, 3)), "action_mask": np.ones((1, 3))})
-    with pytest.raises(ConfigurationError, match="memory='given' is not valid: expected None, since the policy has"):
-        PPO(VECTOR, DISCRETE, hidden_sizes=(4,)).act(np.zeros(3), memory={})
+    with pytest.raises(
+        ConfigurationError, match="policy.memory='given' is not valid: expected None, since the policy has"
+    ):
+        PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(np.zeros(3), memory={})
 
 
 def test_observations_may_be_numbers():
     space = spaces.Dict({"cell": spaces.Discrete(4), "action_mask": ActionMask((3,))})
     torch.manual_seed(0)
-    model = PPO(space, DISCRETE, hidden_sizes=(4,))
+    model = PPO(space, DISCRETE, policy={"hidden_sizes": (4,)})
     one = {"cell": 2, "action_mask": np.int8([0, 1, 0])}
     assert model.act(one) == 1
     assert model.act(map_leaves(lambda x: np.stack([x] * 2), one)).tolist() == [1, 1]

@@ -23,6 +23,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
 )
 
@@ -60,7 +61,7 @@ def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDa
     data_options = {"num_envs": 4, "rollout_length": 32} | options
     data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": space_to_dict(space)}, **data_options)
     model = {"num_epochs": num_epochs, "gamma": 0.0, "learning_rate": 0.01}
-    return make_model(data, action_distribution=choice, **model), data
+    return make_model(data, **merged({"policy": {"action_distribution": choice}}, model)), data
 
 
 @ALL
@@ -77,7 +78,9 @@ def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
     data = make_data(
         "tests.probes:Probe/Space-v0", env_kwargs=kwargs, num_envs=4, rollout_length=32, rollouts_per_epoch=4
     )
-    model = make_model(data, action_distribution=choice, shared_encoder=shared_encoder, learning_rate=0.01)
+    model = make_model(
+        data, policy={"action_distribution": choice, "shared_encoder": shared_encoder}, learning_rate=0.01
+    )
     make_trainer(callbacks=[recorder], precision=precision).fit(model, data)
     assert len(recorder.rows) == 4
     assert max(recorder.column("first_ratio_error")) <= bound

@@ -50,7 +50,9 @@ def samples(space, num_rows=6):
 
 
 def test_unknown_encoding_is_refused():
-    with pytest.raises(ConfigurationError, match=r"^discrete_encoding='binary' .* expected one of one_hot, embedding"):
+    with pytest.raises(
+        ConfigurationError, match=r"^policy.discrete_encoding='binary' .* expected one of one_hot, embedding"
+    ):
         ActorCritic(spaces.Discrete(3), DISCRETE, discrete_encoding="binary")
 
 
@@ -96,7 +98,7 @@ def test_each_box_that_is_no_image_is_normalised_by_its_own_moments():
 
 def test_normaliser_learns_from_rollouts():
     data = make_data("tests.nested_probes:Probe/Puzzle-v0")
-    model = make_model(data, network="mlp", normalize_observations=True)
+    model = make_model(data, policy={"network": "mlp"}, normalization={"observations": True})
     make_trainer().fit(model, data)
     moments = model.policy.observation_normalizer.leaves[":noise"].moments
     assert moments.count == 2 * 2 * 16 and (moments.variance - 1 / 3).abs().max() < 0.15
@@ -104,7 +106,7 @@ def test_normaliser_learns_from_rollouts():
 
 def test_observations_without_a_box_cannot_be_normalised():
     space = spaces.Dict({"image": SENSORS["camera"], "class": spaces.Discrete(2)})
-    with pytest.raises(ConfigurationError, match=r"^normalize_observations=True .* there is none in Dict"):
+    with pytest.raises(ConfigurationError, match=r"^normalization.observations=True .* there is none in Dict"):
         ActorCritic(space, DISCRETE, normalize_observations=True)
 
 
@@ -141,16 +143,28 @@ def test_leaf_encoder_of_what_is_for_the_critic_only_is_the_critics():
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
-        (ROBOT, {"critic_only": ["mass"]}, r"critic_only=\['mass'\] .* some of joints, robot, robot\.mass, got 'mass'"),
         (
             ROBOT,
-            {"critic_only": ["joints", "robot"]},
-            r"critic_only=.* expected to leave something that the actor sees",
+            {"policy": {"critic_only": ["mass"]}},
+            r"policy.critic_only=\['mass'\] .* some of joints, robot, robot\.mass, got 'mass'",
         ),
-        (SENSORS, {"critic_only": ["arm.0"]}, r"critic_only=.*, got 'arm\.0'"),
-        (PAIR, {"critic_only": ["0"]}, r"critic_only=\['0'\] .* expected None, since observations are no Dict"),
-        (ROBOT, {"critic_only": ["robot"], "shared_encoder": True}, r"shared_encoder=True .* None or False, since"),
-        (ROBOT, {"critic_only": "robot"}, r"critic_only='robot' .* a list of paths"),
+        (
+            ROBOT,
+            {"policy": {"critic_only": ["joints", "robot"]}},
+            r"policy.critic_only=.* expected to leave something that the actor sees",
+        ),
+        (SENSORS, {"policy": {"critic_only": ["arm.0"]}}, r"policy.critic_only=.*, got 'arm\.0'"),
+        (
+            PAIR,
+            {"policy": {"critic_only": ["0"]}},
+            r"policy.critic_only=\['0'\] .* expected None, since observations are no Dict",
+        ),
+        (
+            ROBOT,
+            {"policy": {"critic_only": ["robot"], "shared_encoder": True}},
+            r"policy.shared_encoder=True .* None or False, since",
+        ),
+        (ROBOT, {"policy": {"critic_only": "robot"}}, r"policy.critic_only='robot' .* a list of paths"),
     ],
 )
 def test_what_cannot_be_for_the_critic_only_is_refused(space, options, message):
@@ -211,8 +225,8 @@ def test_leaf_encoders_and_critic_only_parts_are_set_from_yaml_and_come_back_fro
 
 
 def test_classes_of_leaf_encoders_are_stored_by_their_paths():
-    model = PPO(SENSORS, DISCRETE, network={"camera": Mean, "place": "mlp"})
-    assert model.hparams["network"] == {
+    model = PPO(SENSORS, DISCRETE, policy={"network": {"camera": Mean, "place": "mlp"}})
+    assert model.hparams["policy"]["network"] == {
         "camera": {"class_path": f"{__name__}.Mean", "init_args": {}},
         "place": "mlp",
     }

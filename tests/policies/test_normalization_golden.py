@@ -74,7 +74,7 @@ def test_rewards_are_normalized_as_by_tf_agents():
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_normalized_as_by_tf_agents(name):
-    case, model = ADVANTAGES[name], TFAgentsPPO(VECTOR, DISCRETE, hidden_sizes=(2,))
+    case, model = ADVANTAGES[name], TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (2,)})
     # Where a small spread cancels, float32 there has noise of its own.
     noisy = name in ("large_mean_small_spread", "all_equal")
     tolerance = {"rtol": 1e-4, "atol": 3e-2 if noisy else 1e-5}

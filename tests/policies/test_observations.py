@@ -20,7 +20,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.training.loss import Loss
-from tests.helpers import Recorder, make_data, make_model, make_trainer
+from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
 from tests.programs import run_ranks
@@ -54,7 +54,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def make_policy(space: spaces.Space[Any] = SENSORS, **options: Any) -> ActorCritic:
     torch.manual_seed(0)
-    options = {"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False} | options
+    options = merged({"policy": {"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False}}, options)
     return ActorCritic(space, spaces.Discrete(3), **options)
 
 
@@ -225,7 +225,7 @@ def test_episode_that_is_played_again_is_compared_leaf_by_leaf(changed):
 
 def test_trainer_validates_and_predicts():
     data = make_data(PUZZLE, eval_episodes=3)
-    model = make_model(data, network="mlp")
+    model = make_model(data, policy={"network": "mlp"})
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
     assert 0 <= trainer.callback_metrics["val/episode_return"] <= 10
@@ -245,7 +245,12 @@ def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_acto
     }
     data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, eval_episodes=20)
     options = {"learning_rate": 3e-3, "entropy_coef": 0.01, "gamma": 0.0, "num_epochs": 4, "num_minibatches": 4}
-    model = make_model(data, network={"picture": small}, critic_only=["answer"], hidden_sizes=(32,), **options)
+    model = make_model(
+        data,
+        **merged(
+            {"policy": {"network": {"picture": small}, "critic_only": ["answer"], "hidden_sizes": (32,)}}, options
+        ),
+    )
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] >= 9.5  # 5 by chance, or without one of the two
@@ -266,7 +271,7 @@ class Broken(PPO):
 def test_update_that_failed_is_made_again_with_nested_observations(tmp_path):
     data = make_data(SENSORS_ID)
     torch.manual_seed(0)
-    small = {"hidden_sizes": (16,), "num_epochs": 2, "num_minibatches": 2, "network": "mlp"}
+    small = {"policy": {"hidden_sizes": (16,), "network": "mlp"}, "num_epochs": 2, "num_minibatches": 2}
     model = Broken(data.observation_space, data.action_space, **small)
     kept: list[Any] = []
     in_order = model.minibatches
@@ -319,7 +324,7 @@ def test_ranks_agree_on_nested_observations(tmp_path):
         "import torch\n"
         "from tests.helpers import make_data, make_model, make_trainer\n"
         f"data = make_data({PUZZLE!r})\n"
-        "model = make_model(data, network='mlp', normalize_observations=True, critic_only=['answer'])\n"
+        "model = make_model(data, policy.network='mlp', normalization.observations=True, policy.critic_only=['answer'])\n"
         "trainer = make_trainer(devices=2, strategy='ddp')\n"
         "trainer.fit(model, data)\n"
         f"torch.save(model.state_dict(), {str(tmp_path)!r} + f'/{{trainer.global_rank}}.pt')\n"

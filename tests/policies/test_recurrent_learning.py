@@ -16,7 +16,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.checkpointing.test_failed_update import BrokenRollouts
-from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, merged, parameters_of
 
 SEQUENCES = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
 
@@ -27,8 +27,8 @@ def learn_to_repeat(memory: Any, algorithm: type[PPO] | type[A2C] = PPO, **optio
     data = RolloutDataModule(
         "tests.probes:Probe/RepeatFirst-v0", 16, 24, 25, eval_episodes=40, env_kwargs={"length": 8}
     )
-    common = {"memory": memory, "learning_rate": 1e-2, "hidden_sizes": (16,), "gamma": 0.9}
-    model = algorithm(data.observation_space, data.action_space, **common | options)
+    common = {"policy": {"memory": memory, "hidden_sizes": (16,)}, "learning_rate": 1e-2, "gamma": 0.9}
+    model = algorithm(data.observation_space, data.action_space, **merged(common, options))
     trainer = make_trainer(max_epochs=1, limit_val_batches=1)
     trainer.fit(model, data)
     return trainer.callback_metrics["val/episode_return"].item()
@@ -52,15 +52,15 @@ def test_without_memory_it_cannot_be():
 
 def test_a2c_remembers_too():
     memory = {"kind": "gru", "hidden_size": 16}
-    assert learn_to_repeat(memory, A2C, optimizer="torch.optim.Adam", shared_encoder=True) > 0.95
+    assert learn_to_repeat(memory, A2C, optimizer={"name": "torch.optim.Adam"}, policy={"shared_encoder": True}) > 0.95
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"memory": SEQUENCES | {"kind": "lstm"}, "normalize_observations": True, "normalize_rewards": True},
-        {"memory": SEQUENCES | {"burn_in": 4, "num_layers": 2}, "shared_encoder": True},
-        {"memory": "lstm", "shared_encoder": True, "num_minibatches": 1},
+        {"memory": SEQUENCES | {"kind": "lstm"}, "normalization": {"observations": True, "rewards": True}},
+        {"memory": SEQUENCES | {"burn_in": 4, "num_layers": 2}, "policy": {"shared_encoder": True}},
+        {"policy": {"memory": "lstm", "shared_encoder": True}, "num_minibatches": 1},
     ],
     ids=["normalized", "burn_in", "whole"],
 )
@@ -101,12 +101,12 @@ def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
 
 def test_one_acts_from_what_one_remembers():
     data = make_data()
-    model = make_model(data, memory="lstm", shared_encoder=True)
+    model = make_model(data, policy={"memory": "lstm", "shared_encoder": True})
     observations = torch.rand(2, 4)
     with pytest.raises(ValueError, match="needs memory: initial_memory"):
         model(observations)
     memory = model.policy.initial_memory(2)
-    actions, after = model(observations, memory=memory)
+    actions, after = model(observations, policy={"memory": memory})
     assert actions.shape == (2,) and [x.shape for x in leaves(after)] == [(2, 1, 128)] * 2
     assert not any(map(torch.equal, leaves(memory), leaves(after)))
 
@@ -114,7 +114,7 @@ def test_one_acts_from_what_one_remembers():
 def test_options_change_what_is_learned():
     def train(**memory):
         data = make_data(num_envs=4, rollout_length=16)
-        model = make_model(data, memory=SEQUENCES | memory, learning_rate=1e-2, shared_encoder=True)
+        model = make_model(data, memory=SEQUENCES | memory, learning_rate=1e-2, policy={"shared_encoder": True})
         make_trainer().fit(model, data)
         return model
 
@@ -131,7 +131,7 @@ def test_options_change_what_is_learned():
     [
         ({"memory": SEQUENCES | {"sequence_length": 5}}, "memory.sequence_length=5 is not valid: expected a divisor"),
         ({"memory": SEQUENCES, "num_minibatches": 3}, "num_minibatches=3 does not divide the 4 sequences"),
-        ({"memory": "lstm", "num_minibatches": 4}, "num_minibatches=4 does not divide the 2 sequences"),
+        ({"policy": {"memory": "lstm"}, "num_minibatches": 4}, "num_minibatches=4 does not divide the 2 sequences"),
     ],
 )
 def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, message):
@@ -143,9 +143,9 @@ def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, m
 
 
 def test_memory_is_refused_on_xla():
-    model = make_model(make_data(), memory="lstm")
+    model = make_model(make_data(), policy={"memory": "lstm"})
     model._device = torch.device("xla")
-    with pytest.raises(ConfigurationError, match="memory='lstm' is not valid: expected None on XLA"):
+    with pytest.raises(ConfigurationError, match="policy.memory='lstm' is not valid: expected None on XLA"):
         model.check_run(make_trainer(), None)
 
 
@@ -160,14 +160,14 @@ def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
     outputs = [one.policy.value(torch.ones(2, 4), memory) for one in (model, loaded)]
     assert torch.equal(*outputs)
     for other in (None, SEQUENCES | {"hidden_size": 9}, SEQUENCES | {"kind": "lstm"}):
-        with pytest.raises(ConfigurationError, match="does not fit the checkpoint: expected memory="):
+        with pytest.raises(ConfigurationError, match="does not fit the checkpoint: expected policy.memory="):
             make_trainer(max_epochs=2).fit(make_model(data, memory=other), data, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_every_rollout_is_on_policy_while_it_learns():
     """Through 20 rollouts of episodes that begin and end inside of sequences."""
     data = make_data(num_envs=4, rollout_length=32, rollouts_per_epoch=20)
-    model, recorder = make_model(data, memory="lstm", learning_rate=3e-3, num_epochs=4), Recorder()
+    model, recorder = make_model(data, policy={"memory": "lstm"}, learning_rate=3e-3, num_epochs=4), Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
     assert max(recorder.column("first_ratio_error")) <= 1e-6
     assert max(recorder.column("approx_kl")) > 1e-3
@@ -176,26 +176,30 @@ def test_every_rollout_is_on_policy_while_it_learns():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("--model.memory=lstm", "lstm"),
-        ("--model.memory={kind: gru, hidden_size: 8}", {"kind": "gru", "hidden_size": 8}),
+        ("--model.policy.memory=lstm", "lstm"),
+        ("--model.policy.memory={kind: gru, hidden_size: 8}", {"kind": "gru", "hidden_size": 8}),
     ],
 )
 def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     small = ["--data.env_id=CartPole-v1", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
     cli = main(["fit", "--model=PPO", given, *small, "--max_env_steps=64", "--trainer.accelerator=cpu"])
-    assert cli.model.hparams["memory"] == expected
+    assert cli.model.hparams["policy"]["memory"] == expected
     assert cli.model.policy.actor_core.is_lstm == (expected == "lstm")
     stored = torch.load(cli.run_dir / "checkpoints/last.ckpt", weights_only=True)
-    assert stored["hyper_parameters"]["memory"] == expected
+    assert stored["hyper_parameters"]["policy"]["memory"] == expected
     assert stored["RolloutDataModule"]["ranks"][0]["memory"]["actor"] is not None
 
 
 def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_it():
     aim = space_to_dict(spaces.Dict({"move": spaces.Discrete(3), "arm": spaces.Box(-1, 1, (2,))}))
     for env_id, env_kwargs, options in (
-        ("tests.nested_probes:Probe/Puzzle-v0", {}, {"critic_only": ["answer"], "normalize_observations": True}),
-        ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"action_distribution": {"arm": "beta"}}),
+        (
+            "tests.nested_probes:Probe/Puzzle-v0",
+            {},
+            {"policy": {"critic_only": ["answer"]}, "normalization": {"observations": True}},
+        ),
+        ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"policy": {"action_distribution": {"arm": "beta"}}}),
     ):
         data = make_data(env_id, env_kwargs=env_kwargs, num_envs=4, rollouts_per_epoch=3)
         model, recorder = make_model(data, memory=SEQUENCES, learning_rate=3e-3, **options), Recorder()
@@ -208,7 +212,9 @@ def test_a_failed_update_is_made_again_with_its_sequences(tmp_path):
     data = make_data(num_envs=3)
     torch.manual_seed(0)
     memory = SEQUENCES | {"burn_in": 4}
-    model = BrokenRollouts(data.observation_space, data.action_space, broken=[1], memory=memory, num_minibatches=3)
+    model = BrokenRollouts(
+        data.observation_space, data.action_space, broken=[1], policy={"memory": memory}, num_minibatches=3
+    )
     with pytest.raises(FloatingPointError) as caught:
         make_trainer(default_root_dir=tmp_path).fit(model, data)
     failed = FailedUpdate.load(re.search(r"load\('(.*)'\)", str(caught.value))[1])

@@ -23,6 +23,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     random_rollout,
 )
 from tests.vectors.load import load
@@ -83,7 +84,7 @@ def test_deviation_is_that_of_ding():
 
 def learn(algorithm: Any, num_rollouts: int, **options: Any) -> tuple[Any, Recorder]:
     torch.manual_seed(0)
-    model = algorithm(VECTOR, DISCRETE, hidden_sizes=(8,), **options).double()
+    model = algorithm(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options)).double()
     rollouts = [random_rollout(make_policy(None).double(), seed=seed) for seed in range(num_rollouts)]
     for rollout in rollouts:
         rollout.actions = torch.zeros(rollout.shape, dtype=torch.long)
@@ -100,20 +101,23 @@ def test_the_first_rollout_sets_the_units_of_the_second(algorithm, kind):
     options: dict[str, Any] = {"gamma": 0.9}
     if algorithm is PPO:
         options |= {"num_epochs": 1, "num_minibatches": 1}
-    plain, normalized = learn(algorithm, 1, **options)[0], learn(algorithm, 1, value_normalization=kind, **options)[0]
+    plain, normalized = (
+        learn(algorithm, 1, **options)[0],
+        learn(algorithm, 1, **merged({"normalization": {"values": kind}}, options))[0],
+    )
     observations = OBSERVATIONS.double()
     deviation = 1 / normalized.policy.value_normalizer.moments.scale(1e-8)
     assert deviation > 5
     factor = deviation if kind == "running_std" else 1.0
     torch.testing.assert_close(normalized.policy.value(observations), factor * plain.policy.value(observations))
     if kind == "popart":  # the same values: the loss is what it would be, in other units
-        rows = [learn(algorithm, 2, **more, **options)[1].rows for more in ({}, {"value_normalization": kind})]
+        rows = [learn(algorithm, 2, **more, **options)[1].rows for more in ({}, {"normalization": {"values": kind}})]
         assert rows[1][0] == pytest.approx(rows[0][0])
         assert rows[1][1]["value_loss"] == pytest.approx(rows[0][1]["value_loss"] / float(deviation) ** 2)
 
 
 def test_targets_are_the_returns_that_were_learned_from():
-    model, _ = learn(PPO, 1, value_normalization="popart", num_epochs=1)
+    model, _ = learn(PPO, 1, normalization={"values": "popart"}, num_epochs=1)
     rollout = random_rollout(make_policy(None).double(), seed=0)
     rollout.rewards = 10 * rollout.rewards
     returns = (model.estimator.gae(rollout, model.estimator.gae_lambda) + rollout.values).flatten()
@@ -126,7 +130,7 @@ def test_targets_are_the_returns_that_were_learned_from():
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
     data, logger = make_data(rollouts_per_epoch=6), MemoryLogger()
-    model = make_model(data, value_normalization=kind, shared_encoder=shared, normalize_rewards=True)
+    model = make_model(data, normalization={"values": kind, "rewards": True}, policy={"shared_encoder": shared})
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
     errors = [value for _, value in logger.rows("train/first_ratio_error")]
     assert len(errors) == 6 and max(errors) <= 1e-6
@@ -145,12 +149,12 @@ def test_a_loss_without_values_is_told():
             return loss
 
     torch.manual_seed(0)
-    model = Silent(VECTOR, DISCRETE, hidden_sizes=(8,), value_normalization="popart")
+    model = Silent(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, normalization={"values": "popart"})
     with pytest.raises(RuntimeError, match=r"value_normalization needs a loss of values: call loss\.add_value"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ConfigurationError, match=r"value_normalization='std' .* null or one of running_std, popart"):
-        PPO(VECTOR, DISCRETE, value_normalization="std")
+    with pytest.raises(ConfigurationError, match=r"normalization.values='std' .* null or one of running_std, popart"):
+        PPO(VECTOR, DISCRETE, normalization={"values": "std"})
     assert make_value_normalizer(None) is None

@@ -21,7 +21,7 @@ from lightning_rl.policies.distributions import to_environment
 from lightning_rl.spaces import observation_dtype, space_from_dict
 from lightning_rl.tools.export import RoundTripError, export_policy, export_program, policy
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import DISCRETE, VECTOR
+from tests.helpers import DISCRETE, VECTOR, merged
 from tests.nested_probes import SENSORS
 
 BOX = spaces.Box(np.array([-2, -1], np.float32), np.array([1, 3], np.float32))
@@ -36,12 +36,12 @@ HYBRID = spaces.Dict(
 MASKED = spaces.Dict({"place": VECTOR, "action_mask": ActionMask((3,))})
 
 CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = {
-    "normalised_gaussian": (VECTOR, BOX, {"normalize_observations": True, "initial_log_std": 1.0}),
-    "squashed": (VECTOR, BOX, {"action_distribution": "squashed_gaussian"}),
-    "beta": (VECTOR, BOX, {"action_distribution": "beta"}),
-    "lstm": (VECTOR, DISCRETE, {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}),
+    "normalised_gaussian": (VECTOR, BOX, {"normalization": {"observations": True}, "policy": {"initial_log_std": 1.0}}),
+    "squashed": (VECTOR, BOX, {"policy": {"action_distribution": "squashed_gaussian"}}),
+    "beta": (VECTOR, BOX, {"policy": {"action_distribution": "beta"}}),
+    "lstm": (VECTOR, DISCRETE, {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "num_layers": 2}}}),
     "masks": (MASKED, DISCRETE, {}),
-    "nested": (SENSORS, HYBRID, {"critic_only": ["camera"], "normalize_observations": True}),
+    "nested": (SENSORS, HYBRID, {"policy": {"critic_only": ["camera"]}, "normalization": {"observations": True}}),
 }
 
 
@@ -75,7 +75,7 @@ torch.save(found, f"{folder}/found.pt")
 def make(case: str) -> PPO:
     observation_space, action_space, options = CASES[case]
     torch.manual_seed(0)
-    model = PPO(observation_space, action_space, **{"hidden_sizes": (8,)} | options)
+    model = PPO(observation_space, action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     with torch.no_grad():
         for parameter in model.policy.action_head.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
@@ -109,7 +109,9 @@ def inputs(model: PPO, rows: int) -> tuple[Any, ...]:
 @torch.no_grad()
 def act(model: PPO, deterministic: bool, x: Any, memory: Any = None) -> Any:
     """What an environment would get, and the next memory."""
-    output = model.policy.act(x, deterministic=deterministic, **({} if memory is None else {"memory": memory}))
+    output = model.policy.act(
+        x, deterministic=deterministic, **({} if memory is None else {"policy": {"memory": memory}})
+    )
     arrays = to_environment(model.action_space, map_leaves(lambda a: a.numpy(), output.environment_action))
     actions = map_leaves(torch.from_numpy, arrays)
     return actions if memory is None else (actions, output.memory)
@@ -231,7 +233,7 @@ def test_a_policy_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path
 
     model = make("beta")
     model.policy.actor_encoder = Branching()
-    model.policy.action_head = PPO(VECTOR, DISCRETE, hidden_sizes=(3,)).policy.action_head
+    model.policy.action_head = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (3,)}).policy.action_head
     model.action_space = DISCRETE
     with pytest.raises(ConfigurationError, match=r"policy=ActorCritic cannot be exported: .* torch\.export can trace"):
         export_policy(model, tmp_path / "policy")

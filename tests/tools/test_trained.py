@@ -35,7 +35,7 @@ def run(tmp_path_factory) -> Path:
     """A run folder with a checkpoint of a policy with a memory."""
     folder = tmp_path_factory.mktemp("run")
     data = make_data(wrappers=[PARTIAL])
-    model = make_model(data, memory="gru")
+    model = make_model(data, policy={"memory": "gru"})
     trainer = make_trainer(limit_train_batches=1)
     trainer.fit(model, data)
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")

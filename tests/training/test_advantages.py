@@ -22,18 +22,25 @@ from tests.helpers import (
     Recorder,
     make_data,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
-SMALL: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2, "gamma": 0.9, "gae_lambda": 0.7}
+SMALL: dict[str, Any] = {
+    "policy": {"hidden_sizes": (8,)},
+    "num_epochs": 2,
+    "num_minibatches": 2,
+    "gamma": 0.9,
+    "gae_lambda": 0.7,
+}
 
 
 def make(cls: type[PPO] = PPO, **options: Any) -> PPO:
     torch.manual_seed(0)
-    return cls(VECTOR, DISCRETE, **SMALL | options).double()
+    return cls(VECTOR, DISCRETE, **merged(SMALL, options)).double()
 
 
 def fit(model: PPO, *rollouts: Rollout, **trainer: Any) -> Recorder:
@@ -55,7 +62,7 @@ def empirical_returns(rollout: Rollout, gamma: float) -> Tensor:
 
 
 def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
-    model = make(advantage_estimator="monte_carlo")
+    model = make(advantages={"estimator": "monte_carlo"})
     rollout = random_rollout(model.policy)
     assert rollout.truncated.any()
     assert rollout.terminated.any()
@@ -65,7 +72,7 @@ def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
 
 
 def test_empirical_value_targets_leave_the_advantages_alone():
-    model, usual = make(value_target="empirical"), make()
+    model, usual = make(advantages={"value_target": "empirical"}), make()
     rollout = random_rollout(model.policy)
     batch = model.batch(rollout)
     torch.testing.assert_close(batch.returns, empirical_returns(rollout, 0.9).flatten(), **EXACT)
@@ -115,8 +122,8 @@ def test_no_algorithm_takes_a_step_where_no_row_counts(cls, memory):
 
     torch.manual_seed(0)
     adam = {"class_path": "torch.optim.Adam"}
-    options = {"memory": memory, "optimizer": adam, "value_normalization": "popart"}
-    model = Every(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    options = {"policy": {"memory": memory}, "normalization": {"values": "popart"}, "optimizer": adam}
+    model = Every(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     before = parameters_of(model)
     make_trainer().fit(model, data)
     assert changed == [True, False, True]
@@ -160,7 +167,7 @@ def test_an_override_of_how_advantages_are_normalized_counts_in_minibatches_too(
 
 
 def test_rewards_are_divided_by_their_own_deviation():
-    model, usual = make(normalize_rewards="reward_std", normalized_reward_clip=1.5), make()
+    model, usual = make(normalization={"rewards": "reward_std", "reward_clip": 1.5}), make()
     first, second = (random_rollout(model.policy, seed=seed) for seed in (1, 2))
     first.rewards *= 5
     fit(model, first)
@@ -176,14 +183,14 @@ def test_rewards_are_divided_by_their_own_deviation():
 
 def test_reward_clip_bounds_and_none_does_not():
     for clip, expected in ((2.0, 2.0), (None, 50.0)):
-        model = make(normalize_rewards=True, normalized_reward_clip=clip)
+        model = make(normalization={"rewards": True, "reward_clip": clip})
         rollout = random_rollout(model.policy)
         rollout.rewards[:] = 50
         torch.testing.assert_close(model.normalizers.rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
 
 
 def test_observations_are_clipped_and_scaled_as_asked():
-    model = make(normalize_observations={"clip": 0.5, "epsilon": 3.0, "initial_variance": 1.0})
+    model = make(normalization={"observations": {"clip": 0.5, "epsilon": 3.0, "initial_variance": 1.0}})
     x = torch.tensor([[0.2, -7.0, 0.6]], dtype=torch.float64)
     expected = torch.tensor([[0.1, -0.5, 0.3]], dtype=torch.float64)
     torch.testing.assert_close(model.policy.observation_normalizer(x), expected)
@@ -199,12 +206,12 @@ class Watching(PPO):
         return super().loss(batch)
 
 
-NORMALIZED = {"normalize_observations": True, "normalize_rewards": "reward_std"}
+NORMALIZED = {"normalization": {"observations": True, "rewards": "reward_std"}}
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
-    model = make(Watching, update_normalizers=when, **NORMALIZED)
+    model = make(Watching, **merged({"normalization": {"update": when}}, NORMALIZED))
     rollout = random_rollout(model.policy, off_policy=0.0)
     recorder = fit(model, rollout)
     assert model.seen[0] == (48 if when == "before" else 0)
@@ -215,7 +222,11 @@ def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_values_are_those_of_collection_or_computed_anew(recompute):
-    model = make(Watching, update_normalizers="before", recompute_values=recompute, num_minibatches=1, **NORMALIZED)
+    model = make(
+        Watching,
+        num_minibatches=1,
+        **merged({"normalization": {"update": "before"}, "advantages": {"recompute_values": recompute}}, NORMALIZED),
+    )
     rollout = random_rollout(model.policy)
     before = rollout.values.clone()
     fit(model, rollout)
@@ -226,7 +237,7 @@ def test_values_are_those_of_collection_or_computed_anew(recompute):
 
 
 def test_recomputed_values_end_episodes_as_collected_ones_do():
-    model = make(recompute_values=True)
+    model = make(advantages={"recompute_values": True})
     rollout = random_rollout(model.policy)
     expected = make().batch(rollout)
     rollout.values, rollout.next_values = rollout.values + 1, rollout.next_values + 1
@@ -236,7 +247,7 @@ def test_recomputed_values_end_episodes_as_collected_ones_do():
 
 
 def test_a_rollout_that_is_skipped_leaves_the_normalizers_as_they_were(tmp_path):
-    model = make(update_normalizers="before", max_skipped_updates=1, **NORMALIZED)
+    model = make(**merged({"normalization": {"update": "before"}, "debug": {"max_skipped_updates": 1}}, NORMALIZED))
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
     bad.log_probs[3, 1] = torch.nan
     fit(model, good)
@@ -260,7 +271,7 @@ class Weighing(PPO):
 
 
 def test_loss_is_a_weighted_mean():
-    model, usual = make(Weighing, normalize_advantages="none"), make(normalize_advantages="none")
+    model, usual = make(Weighing, advantages={"normalize": "none"}), make(advantages={"normalize": "none"})
     rollout = random_rollout(model.policy)
     model.given = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     whole = usual.batch(rollout)
@@ -274,7 +285,7 @@ def test_loss_is_a_weighted_mean():
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
 def test_weights_of_environments_or_of_times_alone_are_refused(cls):
     """With as many environments as steps either would be taken for the other."""
-    model = type("Weighed", (Weighing, cls), {})(VECTOR, DISCRETE, hidden_sizes=(8,))
+    model = type("Weighed", (Weighing, cls), {})(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)})
     rollout = random_rollout(model.policy, length=4, num_envs=4)
     model.given = torch.tensor([1.0, 0.0, 1.0, 1.0])
     with pytest.raises(ConfigurationError, match=r"step_weights: shape=\(4,\) is not valid: expected \(4, 4\)"):
@@ -286,7 +297,7 @@ def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
     weights[5, 2] = weights[9, 0] = 0
     results = []
     for spoil in (False, True):
-        model = make(Weighing, normalize_observations=False)
+        model = make(Weighing, normalization={"observations": False})
         model.given = weights
         rollout = random_rollout(model.policy)
         if spoil:
@@ -314,7 +325,9 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
     """They stay in their sequences."""
     data = make_data(rollout_length=8, rollouts_per_epoch=1)
     torch.manual_seed(0)
-    model = kind(data.observation_space, data.action_space, memory="gru", value_normalization="popart")
+    model = kind(
+        data.observation_space, data.action_space, policy={"memory": "gru"}, normalization={"values": "popart"}
+    )
     model.num_minibatches = 1
     model.given = torch.tensor([0.0, 1.0, 2.0, 1.0, 0.0, 0.0, 1.0, 3.0]).unsqueeze(1).expand(8, 2)
     rollouts: list[Rollout] = []
@@ -333,9 +346,9 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
 
 @pytest.mark.parametrize("part", ["policy", "value", "shared"])
 def test_weight_penalty_is_on_its_part_alone(part):
-    options: dict[str, Any] = {"shared_encoder": part == "shared", "action_distribution": "gaussian"}
+    options: dict[str, Any] = {"policy": {"shared_encoder": part == "shared", "action_distribution": "gaussian"}}
     torch.manual_seed(0)
-    model = PPO(VECTOR, CONTINUOUS, hidden_sizes=(8,), **options, **{f"{part}_l2": 0.3})
+    model = PPO(VECTOR, CONTINUOUS, policy={"hidden_sizes": (8,)}, **options, **{f"{part}_l2": 0.3})
     loss = model.new_loss(Batch({"log_probs": torch.zeros(1)})).total
     loss.backward()
     names = {
@@ -355,7 +368,9 @@ def test_weight_penalty_is_on_its_part_alone(part):
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
     memory = {"kind": "gru", "hidden_size": 5, "separate": separate}
-    parts = weights_by_part(PPO(VECTOR, DISCRETE, hidden_sizes=(8,), shared_encoder=True, memory=memory).policy)
+    parts = weights_by_part(
+        PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,), "shared_encoder": True, "memory": memory}).policy
+    )
     sizes = {part: sorted(weight.numel() for weight in weights) for part, weights in parts.items()}
     encoder, core, heads = [3 * 8], [3 * 5 * 5, 3 * 5 * 8], {"policy": [3 * 5], "value": [5]}
     if separate:
@@ -367,17 +382,20 @@ def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared_l2": 0.1}, r"shared_l2=0\.1 .* share nothing"),
-        ({"policy_l2": -1}, r"policy_l2=-1 .* at least 0"),
-        ({"advantage_estimator": "td"}, r"advantage_estimator='td' .* gae or monte_carlo"),
-        ({"value_target": "td"}, r"value_target='td' .* td_lambda or empirical"),
-        ({"update_normalizers": True}, r"update_normalizers=True .* after or before"),
-        ({"recompute_values": "no"}, r"recompute_values='no' .* true or false"),
-        ({"normalized_reward_clip": 0}, r"normalized_reward_clip=0 .* above 0"),
-        ({"normalize_observations": {"clip": 0}}, r"normalize_observations\.clip=0 .* above 0"),
-        ({"normalize_observations": {"mean": 0}}, r"normalize_observations=\{'mean': 0\} .* clip, epsilon"),
-        ({"log_prob_clip": 0}, r"log_prob_clip=0 .* above 0"),
-        ({"histograms": 1}, r"histograms=1 .* true or false"),
+        ({"optimizer": {"l2": {"shared": 0.1}}}, r"optimizer.l2.shared=0\.1 .* share nothing"),
+        ({"optimizer": {"l2": {"policy": -1}}}, r"optimizer.l2.policy=-1 .* at least 0"),
+        ({"advantages": {"estimator": "td"}}, r"advantages.estimator='td' .* gae or monte_carlo"),
+        ({"advantages": {"value_target": "td"}}, r"advantages.value_target='td' .* td_lambda or empirical"),
+        ({"normalization": {"update": True}}, r"normalization.update=True .* after or before"),
+        ({"advantages": {"recompute_values": "no"}}, r"advantages.recompute_values='no' .* true or false"),
+        ({"normalization": {"reward_clip": 0}}, r"normalization.reward_clip=0 .* above 0"),
+        ({"normalization": {"observations": {"clip": 0}}}, r"normalize_observations\.clip=0 .* above 0"),
+        (
+            {"normalization": {"observations": {"mean": 0}}},
+            r"normalization.observations=\{'mean': 0\} .* clip, epsilon",
+        ),
+        ({"clipping": {"log_prob": 0}}, r"clipping.log_prob=0 .* above 0"),
+        ({"debug": {"histograms": 1}}, r"debug.histograms=1 .* true or false"),
     ],
 )
 def test_bad_value_is_refused(options, message):

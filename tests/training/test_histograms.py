@@ -19,16 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_path):
     torch.manual_seed(0)
     actions = spaces.Dict({"move": spaces.Discrete(3), "aim": spaces.Box(-1, 1, (2,), np.float32)})
-    model = PPO(VECTOR, actions, hidden_sizes=(4,), num_epochs=3, num_minibatches=1, histograms=True)
+    model = PPO(
+        VECTOR, actions, policy={"hidden_sizes": (4,)}, debug={"histograms": True}, num_epochs=3, num_minibatches=1
+    )
     rollouts = []
     for seed in range(4):
-        rollout = random_rollout(PPO(VECTOR, spaces.Discrete(3), hidden_sizes=(4,)).policy, seed=seed)
+        rollout = random_rollout(PPO(VECTOR, spaces.Discrete(3), policy={"hidden_sizes": (4,)}).policy, seed=seed)
         rollout.actions = {"aim": torch.rand(*rollout.shape, 2), "move": rollout.actions}
         rollouts.append(rollout)
     logger: Any = TensorBoardLogger(tmp_path)
     make_trainer(logger=logger, log_every_n_steps=2).fit(model, FixedRollouts(rollouts, model))
     logger.experiment.flush()
-    found = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload()
+    found = EventAccumulator(logger.log_dir, {"debug": {"histograms": 0}}).Reload()
     tags = found.Tags()["histograms"]
     parts = ["actions/move", "actions/aim", "advantages"]
     parts += [f"{kind}/{name}" for kind in ("parameters", "gradients") for name, _ in model.policy.named_parameters()]
@@ -48,5 +50,5 @@ def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_pa
 
 def test_histograms_that_no_logger_shows_are_refused(tmp_path):
     data = make_data()
-    with pytest.raises(ConfigurationError, match=r"histograms=True .* a TensorBoardLogger"):
-        make_trainer(logger=CSVLogger(tmp_path)).fit(make_model(data, histograms=True), data)
+    with pytest.raises(ConfigurationError, match=r"debug.histograms=True .* a TensorBoardLogger"):
+        make_trainer(logger=CSVLogger(tmp_path)).fit(make_model(data, debug={"histograms": True}), data)

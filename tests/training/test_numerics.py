@@ -15,6 +15,7 @@ from tests.helpers import (
     Recorder,
     assert_equal_parameters,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -60,7 +61,7 @@ class Sabotaged(PPO):
 
 def make(spoil: str, **options: Any) -> Sabotaged:
     torch.manual_seed(0)
-    return Sabotaged(VECTOR, DISCRETE, spoil=spoil, hidden_sizes=(8,), num_epochs=3, **options)
+    return Sabotaged(VECTOR, DISCRETE, spoil=spoil, num_epochs=3, **merged({"policy": {"hidden_sizes": (8,)}}, options))
 
 
 def rollouts(model: PPO) -> FixedRollouts:
@@ -79,7 +80,7 @@ def rollouts(model: PPO) -> FixedRollouts:
     ],
 )
 def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_numerics):
-    model = make(spoil, check_numerics=check_numerics, normalize_observations=True, normalize_rewards=True)
+    model = make(spoil, debug={"check_numerics": check_numerics}, normalization={"observations": True, "rewards": True})
     with pytest.raises(
         FloatingPointError, match=f"^{named} in the update from rollout 0 .environment step 0.; the para"
     ):
@@ -94,7 +95,7 @@ def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_nume
 
 @pytest.mark.parametrize("check_numerics", [False, True])
 def test_checking_numerics_stops_at_the_minibatch(check_numerics):
-    model = make("return", check_numerics=check_numerics)
+    model = make("return", debug={"check_numerics": check_numerics})
     steps = []
     descend = model.descend
     model.descend = lambda *a, **k: (steps.append("begun"), descend(*a, **k), steps.append("done"))  # type: ignore[method-assign, return-value]
@@ -115,7 +116,7 @@ def test_a_rollout_that_is_not_finite_changes_nothing(field):
 
 
 def test_explained_variance_may_be_undefined():
-    model, recorder = make("nothing", normalize_advantages="none"), Recorder()
+    model, recorder = make("nothing", advantages={"normalize": "none"}), Recorder()
     loader = rollouts(model)
     loader.rollouts[0].values.fill_(0)
     loader.rollouts[0].next_values.fill_(0)
@@ -131,7 +132,7 @@ def test_explained_variance_may_be_undefined():
 def test_no_update_is_made_once_the_divergence_exceeds_its_target(target_kl, updates):
     """Ratios are 1 at first, so the first minibatch always counts; the second sees what it did."""
     torch.manual_seed(0)
-    model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), num_epochs=3, target_kl=target_kl, learning_rate=1e-2)
+    model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, num_epochs=3, target_kl=target_kl, learning_rate=1e-2)
     recorder = Recorder()
     trainer = make_trainer(callbacks=[recorder])
     trainer.fit(model, FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model))

@@ -23,6 +23,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
     random_rollout,
 )
@@ -34,8 +35,8 @@ ROWS = 48
 
 def make(algorithm: type[PPO] = PPO, **options: Any) -> PPO:
     torch.manual_seed(0)
-    small: dict[str, Any] = {"hidden_sizes": (8,), "num_epochs": 2, "num_minibatches": 2}
-    return algorithm(VECTOR, DISCRETE, **small | options).double()
+    small: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 2, "num_minibatches": 2}
+    return algorithm(VECTOR, DISCRETE, **merged(small, options)).double()
 
 
 def learn(model: PPO, num_rollouts: int = 3, **trainer: Any) -> Any:
@@ -74,7 +75,7 @@ SCHEDULES: dict[str, Any] = {
     "entropy_coef": {"kind": "piecewise", "points": [[0, 0.1], [ROWS, 0.2], [2 * ROWS, 0.4]]},
     "gae_lambda": {"kind": "linear", "start": 1.0, "end": 0.5, "over": 4 * ROWS},
     "target_kl": {"kind": "cosine", "start": 8.0, "end": 4.0, "over": 2 * ROWS},
-    "clip_range_value": {"kind": "constant", "value": 7},
+    "clipping": {"value": {"kind": "constant", "value": 7}},
     "learning_rate": {"kind": "linear", "start": 3e-3, "end": 0},
 }
 
@@ -117,7 +118,7 @@ def test_what_is_scheduled_is_logged_and_constants_are_not():
 
 
 def test_annealing_is_short_for_a_line_to_zero():
-    models = [make(anneal_learning_rate=True), make(learning_rate={"kind": "linear", "start": 3e-4, "end": 0.0})]
+    models = [make(optimizer={"anneal": True}), make(learning_rate={"kind": "linear", "start": 3e-4, "end": 0.0})]
     for model in models:
         learn(model, callbacks=[EnvStepLimit(3 * ROWS)])
     assert_equal_parameters(models[0], parameters_of(models[1]))
@@ -126,7 +127,7 @@ def test_annealing_is_short_for_a_line_to_zero():
 def test_a2c_takes_schedules_too():
     schedule = {"kind": "piecewise", "points": [[0, 0.5], [ROWS, 0.1]]}
     values = Values("entropy_coef")
-    model = A2C(VECTOR, DISCRETE, hidden_sizes=(8,), entropy_coef=schedule, learning_rate=schedule).double()
+    model = A2C(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, entropy_coef=schedule, learning_rate=schedule).double()
     learn(model, 2, callbacks=[values])
     assert [row[:2] for row in values.rows] == [(0.5, 0.5), (0.1, 0.1)]
 
@@ -143,7 +144,10 @@ def test_schedule_to_the_end_of_a_run_without_one_is_refused(name):
 
 
 def test_two_optimisers_alike_take_the_steps_of_one():
-    one, two = make(max_grad_norm=None), make(max_grad_norm=None, critic_learning_rate=3e-4)
+    one, two = (
+        make(optimizer={"max_grad_norm": None}),
+        make(optimizer={"max_grad_norm": None, "critic": {"learning_rate": 3e-4}}),
+    )
     for model in (one, two):
         learn(model)
     assert_equal_parameters(two, parameters_of(one))
@@ -151,7 +155,7 @@ def test_two_optimisers_alike_take_the_steps_of_one():
 
 
 def test_each_has_its_own_class_rate_and_parameters():
-    model = make(learning_rate=1e-3, critic_learning_rate=0.5, critic_optimizer=SGD)
+    model = make(learning_rate=1e-3, optimizer={"critic": {"learning_rate": 0.5, "name": SGD}})
     actor, critic = model.configure_optimizers()
     assert (type(actor), type(critic)) == (FlatAdam, torch.optim.SGD)
     assert (actor.defaults["lr"], critic.defaults["lr"]) == (1e-3, 0.5)
@@ -164,8 +168,14 @@ def test_each_has_its_own_class_rate_and_parameters():
 def test_each_gradient_is_clipped_by_its_own_norm():
     """One step of SGD at rate 1 moves each half by its own clipped gradient."""
     recorder = Recorder()
-    options = {"optimizer": SGD, "learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1, "max_grad_norm": 0.1}
-    model = make(critic_learning_rate=1.0, **options)
+    options = {
+        "optimizer": SGD,
+        "learning_rate": 1.0,
+        "num_epochs": 1,
+        "num_minibatches": 1,
+        "optimizer": {"max_grad_norm": 0.1},
+    }
+    model = make(**merged({"optimizer": {"critic": {"learning_rate": 1.0}}}, options))
     before = parameters_of(model.policy)
     learn(model, 1, callbacks=[recorder])
     (row,) = recorder.rows
@@ -181,8 +191,11 @@ def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
     """One step of SGD at rate 1 moves each parameter by its clipped gradient."""
     options = {"optimizer": SGD, "learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1}
     gradients = {}
-    for limits in ({"max_grad_norm": None}, {"max_grad_norm": max_grad_norm, "max_grad_value": 0.02}):
-        model = make(**options | limits)
+    for limits in (
+        {"optimizer": {"max_grad_norm": None}},
+        {"optimizer": {"max_grad_norm": max_grad_norm, "max_grad_value": 0.02}},
+    ):
+        model = make(**merged(options, limits))
         before = parameters_of(model.policy)
         learn(model, 1)
         gradients[len(limits)] = {n: before[n] - p.detach() for n, p in model.policy.named_parameters()}
@@ -196,21 +209,24 @@ def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
 
 
 def test_one_update_is_one_global_step_with_two_optimisers_too():
-    trainer = learn(make(critic_learning_rate=1e-3))
+    trainer = learn(make(optimizer={"critic": {"learning_rate": 1e-3}}))
     assert trainer.global_step == 3 * 2 * 2
 
 
 def test_updates_of_the_critic_alone_are_global_steps_too():
     """By which callbacks know that there is something to save."""
-    trainer = learn(make(critic_learning_rate=1e-3, critic_warmup_steps=10**6))
+    trainer = learn(make(optimizer={"critic": {"learning_rate": 1e-3}, "critic_warmup_steps": 10**6}))
     assert trainer.global_step == 3 * 2 * 2
 
 
 def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor():
     line = {"kind": "linear", "start": 3e-3, "end": 0}
     for options, critics in (
-        ({"critic_learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}, [1.0, 0.5, 0.5]),
-        ({"critic_learning_rate": 0.25}, [0.25] * 3),
+        (
+            {"optimizer": {"critic": {"learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}}},
+            [1.0, 0.5, 0.5],
+        ),
+        ({"optimizer": {"critic": {"learning_rate": 0.25}}}, [0.25] * 3),
         ({"critic_optimizer": SGD}, [3e-3, 2e-3, 1e-3]),
     ):
         values = Values()
@@ -220,7 +236,7 @@ def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor(
 
 
 def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
-    for options, critics in (({"critic_learning_rate": 0.25}, [0.25, 0.25]), ({}, [])):
+    for options, critics in (({"optimizer": {"critic": {"learning_rate": 0.25}}}, [0.25, 0.25]), ({}, [])):
         logger = MemoryLogger()
         learn(make(learning_rate=0.5, **options), 2, logger=logger, log_every_n_steps=1)
         assert [value for _, value in logger.rows("train/learning_rate")] == [0.5, 0.5]
@@ -231,8 +247,10 @@ def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
 @pytest.mark.parametrize("setting", ["lr_scheduler", "adaptive_learning_rate"])
 def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(setting):
     halving: dict[str, Any] = {
-        "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}},
-        "adaptive_learning_rate": {"target_kl": 1e-9, "factor": 2.0},
+        "optimizer": {
+            "scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.5}},
+            "adaptive_learning_rate": {"target_kl": 1e-9, "factor": 2.0},
+        },
     }
     logger = MemoryLogger()
     learn(make(learning_rate=4e-3, **{setting: halving[setting]}), logger=logger, log_every_n_steps=1)
@@ -241,7 +259,7 @@ def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(set
 
 def test_a_scheduler_steps_both():
     step = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
-    model = make(learning_rate=1.0, critic_learning_rate=5.0, lr_scheduler=step)
+    model = make(learning_rate=1.0, optimizer={"critic": {"learning_rate": 5.0}, "scheduler": {"name": step}})
     learn(model, 2)
     assert rates(model) == [[pytest.approx(0.01)], [pytest.approx(0.05)]]
 
@@ -253,17 +271,17 @@ def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
             loss.add_scalar("broken", (0 * self.policy.value_head.bias).sum().abs().sqrt())
             return loss
 
-    model = make(Broken, critic_learning_rate=1e-3)
+    model = make(Broken, optimizer={"critic": {"learning_rate": 1e-3}})
     before = parameters_of(model)
     with pytest.raises(FloatingPointError, match="critic_grad_norm is nan"):
         learn(model, 1)
     assert_equal_parameters(model, before)
 
 
-@pytest.mark.parametrize("option", [{"critic_learning_rate": 1e-3}, {"critic_optimizer": SGD}])
+@pytest.mark.parametrize("option", [{"optimizer": {"critic": {"learning_rate": 1e-3}}}, {"critic_optimizer": SGD}])
 def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(option):
     with pytest.raises(ConfigurationError, match=r"actor and critic share parameters: expected separate encoders"):
-        make(shared_encoder=True, **option)
+        make(**merged({"policy": {"shared_encoder": True}}, option))
 
 
 # -- groups of parameters
@@ -271,13 +289,15 @@ def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(option):
 
 def test_groups_scale_the_rate_and_have_options_of_their_own():
     model = make(
-        optimizer="torch.optim.AdamW",
-        learning_rate=1e-3,
-        parameter_groups={
-            "critic_encoder": {"learning_rate_scale": 3.0},
-            "*.bias": {"weight_decay": 0.0, "betas": [0.8, 0.9]},
-            "action_head.logits": {"learning_rate_scale": 0.0},
+        optimizer={
+            "name": "torch.optim.AdamW",
+            "groups": {
+                "critic_encoder": {"learning_rate_scale": 3.0},
+                "*.bias": {"weight_decay": 0.0, "betas": [0.8, 0.9]},
+                "action_head.logits": {"learning_rate_scale": 0.0},
+            },
         },
+        learning_rate=1e-3,
     )
     names = {id(p): name for name, p in model.policy.named_parameters()}
     made = model.configure_optimizers().param_groups
@@ -298,7 +318,7 @@ def test_groups_scale_the_rate_and_have_options_of_their_own():
 def test_a_scale_of_zero_leaves_parameters_as_they_are_and_schedules_keep_the_proportions():
     model = make(
         learning_rate={"kind": "linear", "start": 3e-3, "end": 0},
-        parameter_groups={"actor_encoder": {"learning_rate_scale": 0}, "value_head": {"learning_rate_scale": 10}},
+        optimizer={"groups": {"actor_encoder": {"learning_rate_scale": 0}, "value_head": {"learning_rate_scale": 10}}},
     )
     before = parameters_of(model.policy)
     values = Values()
@@ -309,7 +329,7 @@ def test_a_scale_of_zero_leaves_parameters_as_they_are_and_schedules_keep_the_pr
 
 
 def test_groups_are_divided_among_two_optimisers():
-    model = make(critic_learning_rate=1e-2, parameter_groups={"*.bias": {"learning_rate_scale": 2.0}})
+    model = make(optimizer={"critic": {"learning_rate": 1e-2}, "groups": {"*.bias": {"learning_rate_scale": 2.0}}})
     learn(model, 1)
     assert rates(model) == [[3e-4, 6e-4], [1e-2, 2e-2]]
 
@@ -317,21 +337,21 @@ def test_groups_are_divided_among_two_optimisers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encoder": {}}, r"parameter_groups='encoder' .* some of actor_encoder"),
-        ({"*": {}, "value_head": {}}, r"parameter_groups='value_head' .* that comes first"),
+        ({"encoder": {}}, r"optimizer.groups='encoder' .* some of actor_encoder"),
+        ({"*": {}, "value_head": {}}, r"optimizer.groups='value_head' .* that comes first"),
         ({"value_head": {"lr": 1}}, r"parameter_groups: value_head=.* learning_rate_scale is for the rate"),
         ({"value_head": {"momentum": 1}}, r"parameter_groups: value_head=.* options of .*\.FlatAdam, not mom"),
         ({"value_head": {"learning_rate_scale": -1}}, r"value_head: learning_rate_scale=-1 .* at least 0"),
-        ({"value_head": 3}, r"parameter_groups=.* dict of options"),
+        ({"value_head": 3}, r"optimizer.groups=.* dict of options"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
-        make(parameter_groups=options)
+        make(optimizer={"groups": options})
 
 
 @pytest.mark.parametrize(
-    "other", [{"anneal_learning_rate": True}, {"lr_scheduler": "torch.optim.lr_scheduler.LRScheduler"}]
+    "other", [{"optimizer": {"anneal": True}}, {"lr_scheduler": "torch.optim.lr_scheduler.LRScheduler"}]
 )
 @pytest.mark.parametrize("name", ["learning_rate", "critic_learning_rate"])
 def test_only_one_thing_sets_a_learning_rate(name, other):
@@ -351,15 +371,15 @@ SCHEDULERS = "torch.optim.lr_scheduler"
         ({"optimizer": SGD | {"init_args": {"momentum": 1e300}}}, r"optimizer=.*1e\+300.* not finite"),
         ({"optimizer": SGD | {"init_args": {"momentum": -1}}}, r"optimizer: .*SGD refused .* Invalid momentum"),
         (
-            {"optimizer": SGD, "parameter_groups": {"value_head": {"momentum": "x"}}},
-            r"optimizer=.* with parameter_groups=.*'x'.* step fails",
+            {"optimizer": SGD, "optimizer": {"groups": {"value_head": {"momentum": "x"}}}},
+            r"optimizer=.* with optimizer.groups=.*'x'.* step fails",
         ),
         (
-            {"lr_scheduler": {"class_path": f"{SCHEDULERS}.CosineAnnealingLR", "init_args": {"T_max": 0}}},
+            {"optimizer": {"scheduler": {"name": f"{SCHEDULERS}.CosineAnnealingLR", "options": {"T_max": 0}}}},
             r"lr_scheduler=.*'T_max': 0.* is not valid \(step 1 fails, ZeroDivisionError",
         ),
         (
-            {"lr_scheduler": {"class_path": f"{SCHEDULERS}.ExponentialLR", "init_args": {"gamma": float("nan")}}},
+            {"optimizer": {"scheduler": {"name": f"{SCHEDULERS}.ExponentialLR", "options": {"gamma": float("nan")}}}},
             r"lr_scheduler=.*'gamma': nan.*: learning rate after step 1=nan is not valid: expected a number at least 0",
         ),
         ({"lr_scheduler": f"{SCHEDULERS}.LRScheduler"}, r"lr_scheduler.*NotImplementedError"),
@@ -379,7 +399,7 @@ class NeedsItsDevice(torch.optim.SGD):
 
 def test_an_optimizer_of_another_package_is_tried_where_training_begins(monkeypatch):
     data = make_data()
-    model = make_model(data, optimizer=NeedsItsDevice)
+    model = make_model(data, optimizer={"name": NeedsItsDevice})
     monkeypatch.setattr(data, "collect", lambda: pytest.fail("a rollout was collected"))
     with pytest.raises(ConfigurationError, match=r"^optimizer=.*NeedsItsDevice'.* step fails, RuntimeError: no kern"):
         make_trainer().fit(model, data)
@@ -402,7 +422,7 @@ def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
     plain = PPO(VECTOR, DISCRETE)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    tried = PPO(VECTOR, DISCRETE, optimizer="torch.optim.Adam", lr_scheduler=STEP_LR)
+    tried = PPO(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam", "scheduler": {"name": STEP_LR}})
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal_parameters(tried, parameters_of(plain))
     assert all(parameter.grad is None for parameter in tried.parameters())
@@ -414,6 +434,6 @@ STEP_LR = {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 1}}
 def test_a_scheduler_that_ends_before_the_run_says_so():
     data = make_data(rollouts_per_epoch=4)
     scheduler = {"class_path": f"{SCHEDULERS}.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 2}}
-    model = make_model(data, lr_scheduler=scheduler)
+    model = make_model(data, optimizer={"scheduler": {"name": scheduler}})
     with pytest.raises(ConfigurationError, match=r"^lr_scheduler=.*OneCycleLR.* \(step 3 fails, ValueError: Tried"):
         make_trainer().fit(model, data)

@@ -158,7 +158,7 @@ class Unaware(UpdateRecord):
 def test_an_early_stop_is_reported_the_same_whether_or_not_the_host_waits_for_it(monkeypatch):
     def learn() -> tuple[dict[str, torch.Tensor], list[dict[str, float]], int]:
         torch.manual_seed(0)
-        model = PPO(VECTOR, DISCRETE, hidden_sizes=(8,), learning_rate=1e-2, target_kl=1e-3)
+        model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, learning_rate=1e-2, target_kl=1e-3)
         recorder = Recorder()
         trainer = make_trainer(callbacks=[recorder])
         trainer.fit(model, FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model))

@@ -76,11 +76,10 @@ def main() -> None:
         data.observation_space,
         data.action_space,
         learning_rate=1e-3,
-        anneal_learning_rate=True,
+        optimizer={"anneal": True},
+        normalization={"observations": True, "rewards": True},
         num_epochs=10,
         num_minibatches=4,
-        normalize_observations=True,
-        normalize_rewards=True,
         target_kl=0.02,
     )
     counts = Counts()

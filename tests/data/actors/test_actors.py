@@ -21,7 +21,7 @@ from lightning_rl.data.actors import processes
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.validation import ConfigurationError
 from tests import nested_probes, probes  # noqa: F401 - they register environments
-from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, parameters_of
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, merged, parameters_of
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc, and forks"),
@@ -31,13 +31,15 @@ pytestmark = [
 
 def make_actors(env_id="CartPole-v1", **options):
     small = {"num_actors": 1, "actor_start_method": "fork", "rollouts_per_epoch": 4}
-    return make_data(env_id, **small | options)
+    return make_data(env_id, **merged(small, options))
 
 
 def make(data, algorithm=IMPALA, **options):
     torch.manual_seed(0)
     return algorithm(
-        data.observation_space, data.action_space, **{"hidden_sizes": (8,), "learning_rate": 0.01} | options
+        data.observation_space,
+        data.action_space,
+        **merged({"policy": {"hidden_sizes": (8,)}, "learning_rate": 0.01}, options),
     )
 
 
@@ -77,7 +79,7 @@ class Versions(Callback):
 def test_rollouts_are_those_of_the_version_that_they_name():
     """Weights, normaliser and version belong together, whenever they were read."""
     data = make_actors(num_actors=2, actor_prefetch=2, rollouts_per_epoch=12, rollout_length=8)
-    model, seen, logger = make(data, normalize_observations=True, normalize_rewards=True), Versions(), MemoryLogger()
+    model, seen, logger = make(data, normalization={"observations": True, "rewards": True}), Versions(), MemoryLogger()
     make_trainer(callbacks=[seen], logger=logger, log_every_n_steps=4).fit(model, data)
     lags = [version - rollout.policy_version for version, rollout in enumerate(seen.rollouts)]
     assert max(lags) > 0 and min(lags) >= 0
@@ -145,10 +147,10 @@ def test_rollouts_that_are_too_old_are_dropped_and_counted():
 @pytest.mark.parametrize(
     ("env_id", "algorithm", "options"),
     [
-        ("CartPole-v1", IMPALA, {"memory": {"kind": "lstm", "hidden_size": 4}}),
-        ("Probe/Sensors-v0", CLEAR, {"normalize_observations": True}),
+        ("CartPole-v1", IMPALA, {"policy": {"memory": {"kind": "lstm", "hidden_size": 4}}}),
+        ("Probe/Sensors-v0", CLEAR, {"normalization": {"observations": True}}),
         ("ALE/Pong-v5", IMPALA, {}),
-        ("CartPole-v1", OverlappedPPO, {"memory": {"kind": "gru", "hidden_size": 4}, "num_minibatches": 2}),
+        ("CartPole-v1", OverlappedPPO, {"policy": {"memory": {"kind": "gru", "hidden_size": 4}}, "num_minibatches": 2}),
     ],
 )
 def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, options):
@@ -397,7 +399,7 @@ def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
-    options = {"normalize_observations": True, "normalize_rewards": True}
+    options = {"normalization": {"observations": True, "rewards": True}}
     data = make_actors()
     model = make(data, **options)
     trainer = make_trainer()

@@ -59,7 +59,7 @@ def breaks(rollouts):
 def test_rollouts_are_those_of_the_version_that_they_name_and_actors_go_on(ray):
     data = make_actors(actor_resources={"CPU": 2, "GPU": 0.5, "arena": 1}, ray_address="somewhere", actor_prefetch=2)
     ray.cluster_resources = lambda: {"CPU": 4, "GPU": 1, "arena": 2}
-    model, seen, handlers = make(data, normalize_observations=True), Versions(), set()
+    model, seen, handlers = make(data, normalization={"observations": True}), Versions(), set()
     ray.on_wait = lambda: handlers.add(signal.getsignal(signal.SIGTERM))
     make_trainer(callbacks=[seen]).fit(model, data)
     assert [version - rollout.policy_version for version, rollout in enumerate(seen.rollouts)] == [0, 1, 2, 3] + 4 * [4]

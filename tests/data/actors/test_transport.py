@@ -11,13 +11,13 @@ from lightning_rl.data.actors.transport import pack, unpack
 from lightning_rl.nested import leaves
 from lightning_rl.rollouts.rollout import EpisodeSummary
 from tests import nested_probes  # noqa: F401 - registers
-from tests.helpers import make_data, make_trainer
+from tests.helpers import make_data, make_trainer, merged
 
 
 def collected(env_id="CartPole-v1", **options):
     data = make_data(env_id, rollout_length=24, num_envs=3, **options.pop("data", {}))
     torch.manual_seed(0)
-    model = IMPALA(data.observation_space, data.action_space, hidden_sizes=(8,), **options)
+    model = IMPALA(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
     trainer = make_trainer()
     data.trainer = model.trainer = trainer
     trainer.strategy.connect(model)
@@ -29,7 +29,10 @@ def collected(env_id="CartPole-v1", **options):
 
 CASES = {
     "plain": ("CartPole-v1", {}),
-    "memory": ("CartPole-v1", {"memory": {"kind": "lstm", "hidden_size": 4, "sequence_length": 8, "burn_in": 3}}),
+    "memory": (
+        "CartPole-v1",
+        {"policy": {"memory": {"kind": "lstm", "hidden_size": 4, "sequence_length": 8, "burn_in": 3}}},
+    ),
     "nested": ("Probe/Sensors-v0", {}),
     "infos": ("Probe/Counter-v0", {"data": {"info_keys": ["level"]}}),
     "repeats": ("CartPole-v1", {"data": {"learned_action_repeat": 3}}),

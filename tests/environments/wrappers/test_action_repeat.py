@@ -18,7 +18,7 @@ from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS, Le
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, merged
 from tests.probes import Counter, Told, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -120,7 +120,12 @@ def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algori
         torch.manual_seed(0)
         options = {} if algorithm in (A2C, IMPALA) else {"num_minibatches": 1}
         model = algorithm(
-            data.observation_space, data.action_space, gamma=0.5, hidden_sizes=(4,), **{name: 0.0}, **options
+            data.observation_space,
+            data.action_space,
+            gamma=0.5,
+            policy={"hidden_sizes": (4,)},
+            **{name: 0.0},
+            **options,
         )
         seen: list[tuple[Tensor, Tensor]] = []
 
@@ -150,7 +155,7 @@ def test_evaluation_has_raw_rewards_and_training_counts_frames(backend):
         previous_action=True,
     )
     torch.manual_seed(0)
-    model = PPO(data.observation_space, data.action_space, num_minibatches=1, hidden_sizes=(4,))
+    model = PPO(data.observation_space, data.action_space, num_minibatches=1, policy={"hidden_sizes": (4,)})
     logger = MemoryLogger()
     trainer = make_trainer(limit_val_batches=1, logger=logger, log_every_n_steps=1)
     trainer.fit(model, data)
@@ -172,9 +177,13 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
         learned_action_repeat=4,
     )
     torch.manual_seed(0)
-    options = {"num_minibatches": 2} if algorithm is PPO else {"optimizer": {"class_path": "torch.optim.Adam"}}
+    options = {"num_minibatches": 2} if algorithm is PPO else {"optimizer": {"name": "torch.optim.Adam"}}
     model = algorithm(
-        data.observation_space, data.action_space, hidden_sizes=(8,), learning_rate=1e-2, gamma=0.5, **options
+        data.observation_space,
+        data.action_space,
+        learning_rate=1e-2,
+        gamma=0.5,
+        **merged({"policy": {"hidden_sizes": (8,)}}, options),
     )
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
