@@ -182,6 +182,12 @@ def test_every_script_runs(page, as_in_a_script):
         assert namespace["memory"]["actor"].abs().sum() > 0
     if page.stem == "resuming":
         assert "policy_loss" in namespace["failed"].replay()
+    if page.stem == "one_rollout":
+        in_process, _, elsewhere = page.read_text().partition("## What differs with worker processes")
+        listed = re.findall(r"^\d+\. `([\w/]+\.py)`:", in_process, re.MULTILINE)
+        assert sorted(listed) == sorted(namespace["trace"].files)
+        others = re.findall(r"`([\w/]+/\w+\.py)`", elsewhere)
+        assert len(others) == 4 and all((ROOT / "lightning_rl" / other).exists() for other in others)
 
 
 def signature_default(option, algorithm):

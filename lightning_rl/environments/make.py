@@ -35,7 +35,12 @@ from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
 from lightning_rl.environments.workers import Factory, LocalVectorEnv, ProcessVectorEnv, RestartingProcesses
-from lightning_rl.environments.wrappers.action_repeat import ActionRepeat, LearnedActionRepeat, learned_repeat
+from lightning_rl.environments.wrappers.action_repeat import (
+    ActionRepeat,
+    LearnedActionRepeat,
+    RepeatCounter,
+    learned_repeat,
+)
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
@@ -192,9 +197,8 @@ def make_environments(
             env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    repeats = spec.options.learned_action_repeat is not None
     env = _wrap_vector(spec.options.wrap_vector(env, spec.evaluation, _clips(atari)), vector_wrappers)
-    return EnvironmentBatch(env, seeds, seeds, _frames_per_step(spec, atari), repeats, spec.evaluation)
+    return EnvironmentBatch(env, seeds, seeds, _repeat_counter(spec, atari), spec.evaluation)
 
 
 def _check_single(spec: EnvironmentSpec, gym_spec: EnvSpec) -> None:
@@ -217,7 +221,7 @@ def _vectorised(
             return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
     env = spec.options.wrap_vector(spec.options.wrap_rewards(env, spec.evaluation), spec.evaluation, _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari), evaluation=spec.evaluation)
+    return EnvironmentBatch(env, seeds, reset_seed, _repeat_counter(spec, atari), spec.evaluation)
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
@@ -335,6 +339,11 @@ def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:
 
 def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> int:
     return spec.options.action_repeat if atari is None else atari.frame_skip
+
+
+def _repeat_counter(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> RepeatCounter | None:
+    counter = RepeatCounter(_frames_per_step(spec, atari), spec.options.learned_action_repeat is not None)
+    return counter if counter.learned or counter.frames_per_step > 1 else None
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
