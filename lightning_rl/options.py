@@ -56,20 +56,19 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
 
 
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
-    """Return a group with the fields that a dict names changed; a group itself is returned as it is.
+    """Return a group with the fields changed that a dict names; a group of the same class changes all of them.
 
     Args:
         name: Name of the option, for errors.
         group: The group to change.
-        given: A group of the same class, or a dict of its fields; a group inside it may be a dict too.
+        given: A group of the same class, or a dict of its fields; a group inside either may be a dict too.
 
     Raises:
         ConfigurationError: The dict names a field that the group does not have, or `given` is something else.
     """
     if isinstance(given, type(group)):
-        return given
-    kind = type(group).__name__
-    check(isinstance(given, Mapping), name, given, f"{kind} or a dict of its options")
+        given = vars(given)
+    check(isinstance(given, Mapping), name, given, f"{type(group).__name__}(...) or a dict of its options")
     known = [field.name for field in fields(group)]
     changes = {}
     for key, value in given.items():

@@ -541,7 +541,7 @@ class Sampler:
         """
         assert self._collector is not None
         rollout = self._collector.collect(policy, policy_version, profile)
-        if self.spec.on_env_failure == "restart":
+        if self.spec.env.on_failure == "restart":
             rollout.failures = self._collector.environments.pop_failures()
         return rollout
 

@@ -20,7 +20,7 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import nn
 
-from lightning_rl.data.actors.base import ActorOptions, ActorSetup, Failure
+from lightning_rl.data.actors.base import ActorConfig, ActorSetup, Failure
 from lightning_rl.data.actors.transport import PackedRollout, SharedWeights, WeightsLocked, pack, unpack
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.workers import kill, live_with_parent, none_left_on_failure, signals_waiting
@@ -150,7 +150,7 @@ class ProcessActors:
         ConfigurationError: The policy cannot be sent to a process of this kind.
     """
 
-    def __init__(self, options: ActorOptions, setup: ActorSetup, policy: nn.Module, version: int) -> None:
+    def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
         self._options, self._setup = options, setup
         context = multiprocessing.get_context(options.start_method)
         self._weights = SharedWeights(policy, context)
@@ -175,7 +175,7 @@ class ProcessActors:
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 method = self._options.start_method or multiprocessing.get_start_method()
                 raise ConfigurationError(
-                    f"actor_start_method={method!r} cannot send the policy to another process ({error}): expected a "
+                    f"actors.start_method={method!r} cannot send the policy to another process ({error}): expected a "
                     "policy of classes and functions that can be imported, or 'fork' where the system has it"
                 ) from error
             theirs.close()  # or the end of the process would not be the end of the pipe
@@ -250,7 +250,7 @@ class ProcessActors:
             if not process.is_alive():
                 what = f"is gone: its process {process.pid} {_ended(process.exitcode)}"
             elif self._signs.busy_for(index) > limit:
-                what = f"gave no rollout within actor_timeout={limit:g} seconds: its process {process.pid} was ended"
+                what = f"gave no rollout within actors.timeout={limit:g} seconds: its process {process.pid} was ended"
                 kill([process])
             else:
                 continue

@@ -32,7 +32,7 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], times: int) -> None:
         super().__init__(env)
-        check_positive_int("action_repeat", times)
+        check_positive_int("env.action_repeat", times)
         self.times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
@@ -144,14 +144,14 @@ def _repeat(
 
 
 def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
-    """Return the most repeats, and the discount factor within a step, of the option `learned_action_repeat`.
+    """Return the most repeats, and the discount factor within a step, of the option `env.learned_action_repeat`.
 
     Raises:
         ConfigurationError: It is neither a number above 1 nor a dict with `max` and, if needed, `gamma`.
     """
     if option is None:
         return None
-    name, given = "learned_action_repeat", option if isinstance(option, dict) else {"max": option}
+    name, given = "env.learned_action_repeat", option if isinstance(option, dict) else {"max": option}
     fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
     check(fits, name, option, "an integer above 1, or a dict with that as max and a gamma")
     check_positive_int(f"{name}: max", given["max"])
