@@ -216,7 +216,7 @@ def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("50_000", "4_096").replace("eval_episodes=20", "eval_episodes=2")
+        cell.source = cell.source.replace("50_000", "4_096").replace("evaluation.episodes=20", "evaluation.episodes=2")
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     # One line of progress, the last one, and not one for each time that it was drawn.
