@@ -67,14 +67,11 @@ def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
 
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
-    """Raise unless a class is an optimizer that takes its arguments, the learning rate not among them.
+    """Raise unless a class is an optimizer that takes its arguments.
 
     Raises:
         ConfigurationError: It is none, or refuses an argument.
     """
-    rate = group.removeprefix("optimizer").removeprefix(".")
-    rate = f"optimizer.{rate}.learning_rate" if rate else "learning_rate"
-    check("lr" not in spec["init_args"], f"{group}.options", spec["init_args"], f"no 'lr'; set {rate} instead")
     import_class(f"{group}.name", spec["class_path"], Optimizer)
     check_arguments(group, spec, Optimizer, "params", "lr")
 
