@@ -22,6 +22,7 @@ from torch import nn
 from lightning_rl import PPO, FailedUpdate, RolloutDataModule
 from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import main
+from lightning_rl.options import default_groups, flat, nested
 from lightning_rl.tools.hub import push_to_hub
 from lightning_rl.tools.trained import load_algorithm, load_data, modules_named_in
 from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import
@@ -36,8 +37,9 @@ PAYLOADS = (
     "runpy.run_path",
     "untrusted.Anything",
 )
-REFUSED = r"class_path='{payload}' (is not valid: expected (a subclass of|the path of a class)|names the module)"
-EXPONENTIAL = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
+REFUSED = r"='{payload}' (is not valid: expected (a subclass of|the path of a class)|names the module)"
+EXPONENTIAL = {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.5}}
+GROUPS = default_groups(RolloutDataModule)
 INIT_ARGS = {"args": "touch pwned", "shell": True}
 
 # A module that nobody has imported: as it is imported it leaves a file behind.
@@ -119,21 +121,19 @@ def saved(tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def specs(payload: str) -> dict[str, Any]:
-    """Every hyper-parameter that can name a class, by the field that errors name."""
+    """Every hyper-parameter that can name a class, by its full name."""
     spec = {"class_path": payload, "init_args": INIT_ARGS}
-    return {
-        "policy": {"network": spec, "action_distribution": spec},
-        "optimizer": spec,
-        "critic_optimizer": spec,
-        "lr_scheduler": spec,
-        "_class_path": payload,
-    }
+    names = dict.fromkeys(("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name"), payload)
+    return {"policy.network": spec, "policy.action_distribution": spec, **names, "_class_path": payload}
 
 
-def write_checkpoint(saved, path: str = "x/checkpoints/x.ckpt", **hyper_parameters: Any) -> Path:
+def write_checkpoint(
+    saved, hyper_parameters: dict[str, Any] | None = None, path: str = "x/checkpoints/x.ckpt"
+) -> Path:
+    """A checkpoint with other hyper-parameters, given by their full names."""
     content = saved[0]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content | {"hyper_parameters": content["hyper_parameters"] | hyper_parameters}, path)
+    torch.save(merged(content, {"hyper_parameters": nested(hyper_parameters or {})}), path)
     return Path(path)
 
 
@@ -141,7 +141,7 @@ def write_data(saved, **settings: Any) -> Path:
     """A checkpoint without a configuration, which says what its environments were."""
     content = dict(saved[0])
     state = content["RolloutDataModule"]
-    content["RolloutDataModule"] = state | {"settings": {"env_id": "CartPole-v1"} | settings}
+    content["RolloutDataModule"] = state | {"settings": flat({"env_id": "CartPole-v1", **settings}, GROUPS)}
     torch.save(content, "data.ckpt")
     return Path("data.ckpt")
 
@@ -150,9 +150,9 @@ def of_data(payload: str) -> dict[str, dict[str, Any]]:
     """Every option of the data that can name a class or a module, by the field that errors name."""
     spec = {"class_path": payload, "init_args": INIT_ARGS}
     return {
-        "wrappers": {"env": {"wrappers": [spec]}},
-        "wrappers ": {"env": {"wrappers": [payload]}},
-        "wrappers  ": {"env": {"training_wrappers": [spec]}},
+        "env.wrappers": {"env": {"wrappers": [spec]}},
+        "env.wrappers ": {"env": {"wrappers": [payload]}},
+        "env.wrappers  ": {"env": {"training_wrappers": [spec]}},
     }
 
 
@@ -173,14 +173,14 @@ def message_of(function, *args: Any, **kwargs: Any) -> str:
 
 
 def assert_refused(field: str, payload: str, message: str) -> None:
-    assert re.match(rf"{field}: {REFUSED.format(payload=re.escape(payload))}", message), message
+    assert re.match(rf"{field}(: class_path)?{REFUSED.format(payload=re.escape(payload))}", message), message
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_checkpoint_constructs_nothing_that_its_fields_do_not_expect(payload, saved, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     for field, value in specs(payload).items():
-        path = write_checkpoint(saved, **{field: value})
+        path = write_checkpoint(saved, {field: value})
         messages = [
             message_of(load_algorithm, path),
             message_of(PPO.load_from_checkpoint, path),
@@ -191,14 +191,14 @@ def test_a_checkpoint_constructs_nothing_that_its_fields_do_not_expect(payload, 
         for message in messages:
             assert_refused(field, payload, message)
     for network in (payload, {"class_path": payload}):
-        path = write_checkpoint(saved, policy={"network": network})
-        assert_refused("network", payload, message_of(load_algorithm, path))
+        path = write_checkpoint(saved, {"policy.network": network})
+        assert_refused("policy.network", payload, message_of(load_algorithm, path))
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_the_function_that_lightning_would_construct_with_is_ignored(payload, saved):
     stored = {"_instantiator": payload, "module_arguments": {"_instantiator": payload}}
-    assert load_algorithm(write_checkpoint(saved, **{"_instantiator": payload})).env_steps == 32
+    assert load_algorithm(write_checkpoint(saved, {"_instantiator": payload})).env_steps == 32
     path = write_checkpoint(saved)
     torch.save(torch.load(path, weights_only=True) | stored, path)
     assert PPO.load_from_checkpoint(path).env_steps == 32
@@ -213,7 +213,7 @@ def test_a_failed_update_constructs_nothing_that_its_fields_do_not_expect(payloa
     fields = specs(payload)
     del fields["_class_path"]  # the file has a field of its own for it
     for field, value in fields.items():
-        torch.save(content | {"hyper_parameters": content["hyper_parameters"] | {field: value}}, "f.pt")
+        torch.save(merged(content, {"hyper_parameters": nested({field: value})}), "f.pt")
         assert_refused(field, payload, message_of(FailedUpdate.load, "f.pt"))
     torch.save(content | {"algorithm": payload, "hyper_parameters": {"args": ["touch", "pwned"]}}, "f.pt")
     assert_refused("algorithm", payload, message_of(FailedUpdate.load, "f.pt"))
@@ -247,7 +247,7 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
     env_id = payload.replace(".", ":")
     for field, value, options in (
         ("env_id", env_id, {"env_id": env_id}),
-        ("imports", "untrusted", {"env_id": "CartPole-v1", "env": {"imports": ["untrusted"]}}),
+        ("env.imports", "untrusted", {"env_id": "CartPole-v1", "env": {"imports": ["untrusted"]}}),
     ):
         for load in (lambda options: load_data(write_data(saved, **options)), functools.partial(beside, path)):
             message = message_of(lambda load, options: load(options).observation_space, load, options)
@@ -256,7 +256,7 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
     # Deeper down everything is data.
     nested = {"class_path": payload, "init_args": INIT_ARGS}
     data = beside(path, {"env_id": "CartPole-v1", "env": {"kwargs": {"x": nested}}})
-    assert data.spec.env_kwargs == {"x": nested}
+    assert data.spec.env.kwargs == {"x": nested}
 
 
 def beside(checkpoint: Path, data: dict[str, Any]) -> RolloutDataModule:
@@ -281,14 +281,14 @@ def test_a_trainer_and_the_command_line_construct_nothing_from_a_checkpoint(payl
     small += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
     data = make_data(evaluation={"episodes": 1})
     model, fields = make_model(data), specs(payload)
-    path = write_checkpoint(saved, policy={"action_distribution": fields.pop("action_distribution")})
+    path = write_checkpoint(saved, {"policy.action_distribution": fields.pop("policy.action_distribution")})
     assert message_of(make_trainer().fit, model, data, ckpt_path=str(path)).startswith("policy.action_distribution=")
-    path = write_checkpoint(saved, **fields)  # a run has its own, and parameters say whether they fit
+    path = write_checkpoint(saved, fields)  # a run has its own, and parameters say whether they fit
     make_trainer(limit_val_batches=1).validate(model, data, str(path), verbose=False)
     # The classes of the run are compared with those of the checkpoint.
-    own = make_model(data, optimizer={"name": "torch.optim.SGD", "scheduler": {"name": EXPONENTIAL}})
+    own = make_model(data, optimizer={"name": "torch.optim.SGD", "scheduler": EXPONENTIAL})
     make_trainer().fit(own, data, ckpt_path=str(path))
-    path = write_checkpoint(saved, **specs(payload))
+    path = write_checkpoint(saved, specs(payload))
     for command in (["fit"], ["test"]):
         arguments = small if command == ["fit"] else [x for x in small if not x.startswith("--max_env")]
         with pytest.raises(SystemExit):
@@ -302,9 +302,9 @@ def test_what_was_shown_to_execute_a_command_does_not(saved, monkeypatch):
     d = {"type": "Discrete", "n": 2, "start": 0}
     space = {"type": "Dict", "spaces": {"!x": d, "-c": d, "touch pwned": d}}
     network = {"class_path": "subprocess.Popen", "init_args": {"executable": "/bin/sh"}}
-    path = write_checkpoint(saved, observation_space=space, policy={"network": network})
+    path = write_checkpoint(saved, {"observation_space": space, "policy.network": network})
     for load in (load_algorithm, PPO.load_from_checkpoint):
-        assert_refused("network", "subprocess.Popen", message_of(load, path))
+        assert_refused("policy.network", "subprocess.Popen", message_of(load, path))
     content = {"minibatch": {}, "algorithm": "subprocess.Popen", "hyper_parameters": {"args": ["touch", "pwned"]}}
     torch.save(content, "f.pt")
     assert_refused("algorithm", "subprocess.Popen", message_of(FailedUpdate.load, "f.pt"))
@@ -337,20 +337,20 @@ def test_a_pickle_in_a_checkpoint_is_not_opened(saved, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"policy": {"network": "untrusted.Net"}}, "network: class_path"),
-        ({"policy": {"network": {"class_path": "untrusted.Net"}}}, "network: class_path"),
-        ({"_class_path": "untrusted.Algorithm"}, "_class_path: class_path"),
+        ({"policy.network": "untrusted.Net"}, "policy.network"),
+        ({"policy.network": {"class_path": "untrusted.Net"}}, "policy.network"),
+        ({"_class_path": "untrusted.Algorithm"}, "_class_path"),
     ],
 )
 def test_the_error_says_how_to_trust_and_that_is_enough(options, field, saved, tmp_path):
-    path = write_checkpoint(saved, **options)
+    path = write_checkpoint(saved, options)
     message = message_of(load_algorithm, path)
     assert message.startswith(f"{field}=") and "names the module 'untrusted', which loaded data" in message
     assert message.endswith("import it before, or give trust=['untrusted'], or --trust untrusted to export and push")
     for trust in ([], ["untrust"], ["untrusted.more"], ["other"]):
         assert message_of(load_algorithm, path, trust=trust) == message
     trusted()
-    if "network" in options:  # whose parameters are others than those that are stored
+    if "policy.network" in options:  # whose parameters are others than those that are stored
         for trust in (["untrusted"], ["other", "untrusted"], "untrusted"):
             assert "does not fit the checkpoint" in message_of(load_algorithm, path, trust=trust)
             sys.modules.pop("untrusted")
@@ -388,7 +388,7 @@ def test_environments_are_trusted_in_the_same_way(saved):
 
 def test_the_configuration_that_a_user_names_is_trusted(saved):
     """Also what it says about the network, when the checkpoint says the same."""
-    path = write_checkpoint(saved, policy={"network": "untrusted.Net"})
+    path = write_checkpoint(saved, {"policy.network": "untrusted.Net"})
     data = {"class_path": "untrusted.Data", "init_args": {"env_id": "CartPole-v1", "evaluation": {"episodes": 1}}}
     model = {"class_path": "PPO", "init_args": {"policy": {"network": {"class_path": "untrusted.Net"}}}}
     Path("mine.yaml").write_text(yaml.safe_dump({"data": data, "model": model}))
@@ -406,7 +406,7 @@ def test_a_run_with_classes_of_its_own_goes_on_by_its_own_configuration():
     trusted()
     data = {"env_id": "untrusted:Untrusted-v0", "num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 1}
     data = merged(data, {"env": {"wrappers": ["untrusted.Wrapper"]}, "evaluation": {"episodes": 1}})
-    init_args = {"policy": {"network": "untrusted.Net"}, "num_minibatches": 2, "optimizer": "torch.optim.SGD"}
+    init_args = {"policy": {"network": "untrusted.Net"}, "num_minibatches": 2, "optimizer": {"name": "torch.optim.SGD"}}
     trainer = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "limit_val_batches": 0}
     content = {"data": data, "model": {"class_path": "untrusted.Algorithm", "init_args": init_args}, "trainer": trainer}
     Path("mine.yaml").write_text(yaml.safe_dump(content))
@@ -443,5 +443,5 @@ def test_a_class_is_held_to_its_field_before_it_is_constructed():
     with loading():
         assert import_class("network", "torch.nn.Linear", nn.Module) is nn.Linear
         for path in ("subprocess.Popen", "functools.partial", "torch.optim.SGD"):
-            with pytest.raises(ConfigurationError, match=r"^network: class_path=.*: expected a subclass of Module$"):
+            with pytest.raises(ConfigurationError, match=r"^network=.*: expected a subclass of Module$"):
                 import_class("network", path, nn.Module)
