@@ -24,6 +24,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
 )
 
