@@ -56,7 +56,7 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
 
 
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
-    """Return a group with the fields that a dict names changed; a group itself is returned as it is.
+    """Return a group with the fields that a dict names changed, or with all fields of another group of its class.
 
     Args:
         name: Name of the option, for errors.
@@ -66,8 +66,8 @@ def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - wha
     Raises:
         ConfigurationError: The dict names a field that the group does not have, or `given` is something else.
     """
-    if isinstance(given, type(group)):
-        return given
+    if isinstance(given, type(group)):  # whose own groups may be dicts
+        given = {field.name: getattr(given, field.name) for field in fields(given)}
     kind = type(group).__name__
     check(isinstance(given, Mapping), name, given, f"{kind} or a dict of its options")
     known = [field.name for field in fields(group)]
@@ -93,17 +93,19 @@ def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, A
     """
     result: dict[str, Any] = {}
     for name, value in options.items():
-        result |= _leaves(name, changed(name, groups[name], value)) if name in groups else {name: value}
+        result |= _leaves(name, changed(name, groups[name], value), groups[name]) if name in groups else {name: value}
     return result
 
 
-def _leaves(name: str, value: Any) -> dict[str, Any]:  # noqa: ANN401
-    if not is_dataclass(value):
+def _leaves(name: str, value: Any, default: Any) -> dict[str, Any]:  # noqa: ANN401
+    if not is_dataclass(default):  # a dataclass that is the value of an option is no group
         return {name: value}
     return {
         key: leaf
-        for field in fields(value)
-        for key, leaf in _leaves(f"{name}.{field.name}", getattr(value, field.name)).items()
+        for field in fields(default)
+        for key, leaf in _leaves(
+            f"{name}.{field.name}", getattr(value, field.name), getattr(default, field.name)
+        ).items()
     }
 
 

@@ -126,6 +126,7 @@ def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: A
         "learning_rate": _rate_effect(stored, own, "learning_rate"),
         "optimizer.critic.learning_rate": _rate_effect(stored, own, "optimizer.critic.learning_rate"),
         "optimizer.critic.name": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "optimizer.critic.options": "" if _same_optimizers(stored, own) else ", which begins anew",
         "separate_aux_optimizer": "; optimisers begin anew",
         "optimizer.groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "policy.initial_log_std": _LEARNED,
@@ -186,7 +187,7 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
     keeps_schedule = _same_class(stored, own, SCHEDULER)
     optimizers, schedulers = optimizers_and_schedulers(module.configure_optimizers())
     if keeps_schedule:
-        _adopt_learning_rates(checkpoint, own, optimizers)
+        _adopt_learning_rates(checkpoint, stored, own, optimizers)
     names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]
     if all(stored.get(name) == own[name] for name in (*names, "optimizer.groups")):
         return
@@ -219,8 +220,9 @@ def _arguments(options: Mapping[str, Any]) -> set[str]:
     return {name for arguments in given for name in arguments}
 
 
-def _adopt_learning_rates(checkpoint: dict[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-    stored = checkpoint["hyper_parameters"]
+def _adopt_learning_rates(
+    checkpoint: dict[str, Any], stored: Mapping[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> None:
     was_scheduled = _is_scheduled(stored) and not _is_scheduled(own)
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
