@@ -139,7 +139,7 @@ def test_a2c_takes_schedules_too():
     ("name", "options"),
     [
         ("clip_range", {"clip_range": LINE}),
-        ("critic_learning_rate", {"optimizer": {"critic": {"learning_rate": LINE}}}),
+        ("optimizer.critic.learning_rate", {"optimizer": {"critic": {"learning_rate": LINE}}}),
     ],
 )
 def test_schedule_to_the_end_of_a_run_without_one_is_refused(name, options):
