@@ -15,7 +15,7 @@ import typing
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,9 @@ import torch
 import lightning_rl
 from lightning_rl import AtariPreprocessing, BehaviourCloning, OnPolicyAlgorithm, RecordedEpisodes, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.options import defaults_of, nested
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_trainer, merged
+from tests.helpers import make_trainer
 
 ALGORITHMS: list[type[Any]] = [
     found
@@ -56,19 +57,33 @@ def _class(path: str, *names: str) -> list[Callable[[Any], Any]]:
     return [lambda v, name=name: {"class_path": path, "init_args": {name: v}} for name in names]
 
 
-_SCHEDULERS = "torch.optim.lr_scheduler"
+def _optimizer(path: str, *names: str) -> list[Callable[[Any], Any]]:
+    """Groups of options that name an optimizer, with a value for one of its arguments."""
+    return [lambda v, name=name: {"name": path, "options": {name: v}} for name in names]
+
+
+def _scheduler(name: str, *arguments: str) -> list[Callable[[Any], Any]]:
+    """Groups of options that name a scheduler, with a value for one of its arguments."""
+    return [
+        lambda v, spec=spec: {"scheduler": spec(v)}
+        for spec in _optimizer(f"torch.optim.lr_scheduler.{name}", *arguments)
+    ]
+
+
 _SHAPES: list[Callable[[Any], Any]] = [
     lambda v: [v],
     lambda v: {"x": v},
     lambda v: {"class_path": v},
     lambda v: [{"class_path": v}],
-    lambda v: {"class_path": "torch.optim.SGD", "init_args": v},
-    *_class("torch.optim.SGD", "momentum", "weight_decay", "nesterov", "foreach"),
-    *_class("torch.optim.Adam", "betas", "eps", "amsgrad", "fused", "capturable"),
-    *_class(f"{_SCHEDULERS}.StepLR", "step_size"),
-    *_class(f"{_SCHEDULERS}.CosineAnnealingLR", "T_max", "eta_min"),
-    *_class(f"{_SCHEDULERS}.ExponentialLR", "gamma"),
-    *_class(f"{_SCHEDULERS}.LinearLR", "start_factor", "total_iters"),
+    lambda v: {"name": v},
+    lambda v: {"options": v},
+    lambda v: {"name": "torch.optim.SGD", "options": v},
+    *_optimizer("torch.optim.SGD", "momentum", "weight_decay", "nesterov", "foreach"),
+    *_optimizer("torch.optim.Adam", "betas", "eps", "amsgrad", "fused", "capturable"),
+    *_scheduler("StepLR", "step_size"),
+    *_scheduler("CosineAnnealingLR", "T_max", "eta_min"),
+    *_scheduler("ExponentialLR", "gamma"),
+    *_scheduler("LinearLR", "start_factor", "total_iters"),
     *_class("lightning_rl.policies.networks.MLPEncoder", "hidden_sizes", "activation", "discrete_encoding", "encoders"),
     lambda v: {"kind": v},
     lambda v: {"kind": "constant", "value": v},
@@ -104,8 +119,11 @@ _SHAPES: list[Callable[[Any], Any]] = [
 ]
 """What options of several parts look like, with a place for a value."""
 
-_CLASSES = [f"torch.optim.{name}" for name, found in vars(torch.optim).items() if inspect.isclass(found)] + [
-    f"{_SCHEDULERS}.{name}" for name, found in vars(torch.optim.lr_scheduler).items() if inspect.isclass(found)
+_CLASSES = [
+    f"{module.__name__}.{name}"
+    for module in (torch.optim, torch.optim.lr_scheduler)
+    for name, found in vars(module).items()
+    if inspect.isclass(found)
 ]
 
 
@@ -115,7 +133,7 @@ class Case:
 
     Attributes:
         made: Algorithm or data module.
-        options: Besides those that make it small.
+        options: Besides those that make it small, by full name.
         env_id: The environment.
     """
 
@@ -143,23 +161,44 @@ def _counts_more_than(value: Any, limit: int) -> bool:
     return isinstance(value, int) and abs(value) > limit
 
 
-_SLOW = ("compile_loss",)
+_SLOW = ("debug.compile_loss",)
 """Options that take a minute, as worker processes take seconds."""
 
 
+class Option(NamedTuple):
+    """An option of a class: its default, `inspect.Parameter.empty` without one, and its annotation."""
+
+    default: Any
+    hint: Any
+
+
 @cache
-def options_of(made: type[Any]) -> dict[str, tuple[type[Any], inspect.Parameter]]:
-    """Every option of a class, with the class that defines it."""
-    found: dict[str, tuple[type[Any], inspect.Parameter]] = {}
+def options_of(made: type[Any]) -> dict[str, tuple[type[Any], Option]]:
+    """Every option of a class by its full name, groups too, with the class that defines it."""
+    found: dict[str, tuple[type[Any], Option]] = {}
+    defaults = defaults_of(made)
     for cls in made.__mro__:
         if "__init__" not in vars(cls) or not cls.__module__.startswith(("lightning_rl.", "tests.")):
             continue
+        hints = typing.get_type_hints(cls.__init__)
         for parameter in list(inspect.signature(cls.__init__).parameters.values())[1:]:
             if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                found.setdefault(parameter.name, (cls, parameter))
+                option = Option(defaults.get(parameter.name, parameter.default), hints.get(parameter.name))
+                for name, part in _with_fields(parameter.name, option):
+                    found.setdefault(name, (cls, part))
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
             break
     return found
+
+
+def _with_fields(name: str, option: Option) -> Iterator[tuple[str, Option]]:
+    """Yield an option, and those in it if it is a group."""
+    yield name, option
+    if is_dataclass(option.default):
+        hints = typing.get_type_hints(type(option.default))
+        for field in fields(option.default):
+            inner = Option(getattr(option.default, field.name), hints[field.name])
+            yield from _with_fields(f"{name}.{field.name}", inner)
 
 
 def cases_of_every_kind(made: type[Any], generator: random.Random) -> Iterator[Case]:
@@ -172,8 +211,7 @@ def cases_of_every_kind(made: type[Any], generator: random.Random) -> Iterator[C
 @cache
 def meant_values(made: type[Any], name: str) -> list[Any]:
     """Values that an option is made for, as far as its annotation says."""
-    owner, _ = options_of(made)[name]
-    hint = typing.get_type_hints(owner.__init__)[name]
+    _, option = options_of(made)[name]
 
     def of(hint: Any) -> list[Any]:
         if typing.get_origin(hint) is typing.Literal:
@@ -182,7 +220,7 @@ def meant_values(made: type[Any], name: str) -> list[Any]:
             return [True, False]
         return [value for part in typing.get_args(hint) for value in of(part)]
 
-    return [] if name in _SLOW else [value for value in of(hint) if value != "async"]
+    return [] if name in _SLOW else [value for value in of(option.hint) if value != "async"]
 
 
 def random_value(generator: random.Random) -> Any:
@@ -219,7 +257,7 @@ def _spaces(env_id: str) -> dict[str, Any]:
 def _recorded(env_id: str) -> Any:
     """Two episodes, as `predict` returns them."""
     data = RolloutDataModule(env_id, eval_episodes=2, num_eval_envs=2, max_episode_steps=10, seed=0)
-    model = lightning_rl.PPO(**merged({"policy": {"hidden_sizes": (4,)}}, _spaces(env_id)))
+    model = lightning_rl.PPO(**_spaces(env_id), policy={"hidden_sizes": (4,)})
     batches = make_trainer().predict(model, data)
     assert batches is not None
     return batches[0]
@@ -233,9 +271,8 @@ def make(case: Case) -> Any:
     """
     known = options_of(case.made)
     if issubclass(case.made, OnPolicyAlgorithm):
-        small: dict[str, Any] = merged(
-            {"policy": {"hidden_sizes": (4,)}, "num_minibatches": 2, "num_epochs": 1}, _spaces(case.env_id)
-        )
+        small: dict[str, Any] = {"policy.hidden_sizes": (4,), "num_minibatches": 2, "num_epochs": 1}
+        small |= _spaces(case.env_id)
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
     else:
         small = {"env_id": case.env_id, "num_envs": 2, "rollout_length": 8, "rollouts_per_epoch": 2, "seed": 0}
@@ -243,7 +280,14 @@ def make(case: Case) -> Any:
         if "episodes" in known:
             small["episodes"] = _recorded(case.env_id)
     small = {name: value for name, value in small.items() if name in known}
-    return case.made(**small | dict(case.options))
+    given = small | dict(case.options)
+    # A group that is given as a whole takes the place of its options.
+    return case.made(**nested({name: x for name, x in given.items() if not _is_inside(name, given)}))
+
+
+def _is_inside(name: str, given: Mapping[str, Any]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in given for length in range(1, len(parts)))
 
 
 def train(case: Case, made: Any) -> None:

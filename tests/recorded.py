@@ -31,13 +31,12 @@ FEW_STEPS = {3: 2, 5: 0}
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "minibatch": {"clipping": {"value": 0.2}, "learning_rate": 5e-3, "target_kl": 3e-4},
-    "policy": {
-        "memory": {
-            "advantages": {"normalize": "rollout"},
-            "policy": {"memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3}},
-            "learning_rate": 1e-3,
-        }
+    "memory": {
+        "advantages": {"normalize": "rollout"},
+        "policy": {"memory": {"kind": "lstm", "hidden_size": 6, "sequence_length": 4, "burn_in": 3}},
+        "learning_rate": 1e-3,
     },
+    # In one minibatch each, whose rows are the same in any order.
     "phases": {
         "algorithm": PPG,
         "num_policy_iterations": 3,

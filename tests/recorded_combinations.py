@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_rl import PPO, Rollout
 from lightning_rl.nested import map_leaves
 from tests.combination_probes import SAMPLE, Combination, data_options, model_options
-from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, merged, parameters_of
+from tests.helpers import FixedRollouts, Recorder, make_data, make_trainer, parameters_of
 
 RANKED = [combination for combination in SAMPLE if combination.observation in ("image", "dict", "nested")]
 NUM_ENVS = 2
@@ -19,7 +19,7 @@ def make(combination: Combination, observation_space: Any, action_space: Any) ->
     """One minibatch in each pass, so that the order of rows does not matter, and statistics over all of them."""
     torch.manual_seed(0)
     options = {"num_epochs": 2, "num_minibatches": 1, "advantages": {"normalize": "rollout"}, "learning_rate": 1e-3}
-    return PPO(observation_space, action_space, **merged(options, model_options(combination)))
+    return PPO(observation_space, action_space, **options, **model_options(combination))
 
 
 class Copies(Recorder):

@@ -425,13 +425,13 @@ def test_what_automatic_optimisation_would_do_is_refused_with_the_option_of_the_
 
 def test_minibatches_of_one_step_whose_normalised_advantage_is_0_are_refused():
     data = make_data()
-    with pytest.raises(ConfigurationError, match="num_minibatches=32 is not valid: expected fewer, or advantages.normalize"):
+    with pytest.raises(ConfigurationError, match=r"num_minibatches=32 .* fewer, or advantages\.normalize"):
         make_trainer().fit(make_model(data, num_minibatches=32), data)
     model = make_model(data, num_minibatches=32, advantages={"normalize": "rollout"})
     make_trainer().fit(model, data)
     assert model.losses["policy_loss"] != 0
     off_policy = OffPolicyPPG(data.observation_space, data.action_space, batch_size=8, num_minibatches=8)
-    with pytest.raises(ConfigurationError, match="num_minibatches=8 is not valid: expected fewer, or advantages.normalize"):
+    with pytest.raises(ConfigurationError, match=r"num_minibatches=8 .* fewer, or advantages\.normalize"):
         make_trainer().fit(off_policy, data)
 
 

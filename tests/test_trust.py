@@ -127,9 +127,7 @@ def specs(payload: str) -> dict[str, Any]:
     return {"policy.network": spec, "policy.action_distribution": spec, **names, "_class_path": payload}
 
 
-def write_checkpoint(
-    saved, hyper_parameters: dict[str, Any] | None = None, path: str = "x/checkpoints/x.ckpt"
-) -> Path:
+def write_checkpoint(saved, hyper_parameters: dict[str, Any] | None = None, path: str = "x/checkpoints/x.ckpt") -> Path:
     """A checkpoint with other hyper-parameters, given by their full names."""
     content = saved[0]
     Path(path).parent.mkdir(parents=True, exist_ok=True)

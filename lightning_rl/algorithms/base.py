@@ -205,9 +205,9 @@ class OnPolicyAlgorithm(LightningModule):
         self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
         rates = RATES[: len(self._optimizer_specs())]
         if len(rates) > 1:
-            critics_rate = options["optimizer.critic.learning_rate"]
-            critics_rate = learning_rate if critics_rate is None else critics_rate
-            self.critic_learning_rate = self.scheduled("critic_learning_rate", critics_rate, above=0)
+            option = "optimizer.critic.learning_rate"
+            option = "learning_rate" if options[option] is None else option
+            self.critic_learning_rate = self.scheduled("critic_learning_rate", options[option], above=0, option=option)
         if options["optimizer.anneal"]:
             for name in rates:
                 self.schedules.anneal(name, getattr(self, name))

@@ -124,7 +124,7 @@ def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> 
         module.skipped_updates += 1
         rank_zero_warn(
             f"{what}: this and the later updates from it were left out, {module.skipped_updates} of at most "
-            f"max_skipped_updates={module.max_skipped_updates} times in a row"
+            f"debug.max_skipped_updates={module.max_skipped_updates} times in a row"
         )
         return
     # Ranks have the gradient in common, and normalized advantages: it began where the rollout is not finite, or else

@@ -126,6 +126,7 @@ def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: A
         "learning_rate": _rate_effect(stored, own, "learning_rate"),
         "optimizer.critic.learning_rate": _rate_effect(stored, own, "optimizer.critic.learning_rate"),
         "optimizer.critic.name": "" if _same_optimizers(stored, own) else ", which begins anew",
+        "optimizer.critic.options": "" if _same_optimizers(stored, own) else ", which begins anew",
         "separate_aux_optimizer": "; optimisers begin anew",
         "optimizer.groups": ", with the state it had" if _same_optimizers(stored, own) else "; optimisers begin anew",
         "policy.initial_log_std": _LEARNED,

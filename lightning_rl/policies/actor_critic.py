@@ -108,17 +108,11 @@ T = TypeVar("T")
 class Trunk(nn.Module):
     """Normaliser, encoders and recurrent cores, shared by actor and critic or one for each.
 
+    All arguments but the space are options: see `PolicyConfig`, and for `normalize_observations` the option
+    `observations` of `NormalizationConfig`.
+
     Args:
         observation_space: Of one environment; masks in it are not seen.
-        network: See `lightning_rl.policies.networks.make_encoder`.
-        hidden_sizes: Layers of the MLP.
-        activation: Activation of the MLP.
-        discrete_encoding: `one_hot` or `embedding`.
-        shared_encoder: One encoder for actor and critic; None shares it where there is an image and nothing is for the
-            critic only.
-        critic_only: Paths of parts of a `Dict` that the actor does not see.
-        memory: What a recurrent core is like; None: there is none.
-        normalize_observations: Whether and how to standardise every `Box` that is no image.
 
     Attributes:
         memory: Options of the memory; None without one.
@@ -301,26 +295,14 @@ def given(x: T | None, name: str) -> T:
 class ActorCritic(Trunk):
     """A trunk, which makes features of observations, with an action head and a value head upon it.
 
+    All arguments but the spaces are options: see `PolicyConfig`, and for `normalize_observations` and
+    `value_normalization` the options `observations` and `values` of `NormalizationConfig`. Values that this class
+    returns are in units of return, whatever `value_normalization` is.
+
     Args:
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
             `Tuple`. `ActionMask`s in one part of it say which actions are valid; no encoder sees them.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
-        network: See `lightning_rl.policies.networks.make_encoder`.
-        hidden_sizes: Layers of the MLP.
-        activation: Activation of the MLP.
-        discrete_encoding: `one_hot` or `embedding`; see `lightning_rl.policies.networks.make_encoder`.
-        shared_encoder: One encoder for actor and critic instead of two; None shares it where there is an image and
-            nothing is for the critic only.
-        critic_only: Paths of parts of a `Dict` that the actor does not see: `goal`, `robot.mass`.
-        memory: A recurrent core between encoder and heads: `lstm`, `gru`, or a dict with `kind` and further options of
-            `lightning_rl.policies.recurrent.MemoryOptions`; None: none.
-        normalize_observations: Standardise every `Box` that is no image by its running moments; a dict says how, see
-            `lightning_rl.policies.actor_critic.make_normalizer`.
-        initial_log_std: Logarithm of the initial standard deviation of continuous actions.
-        value_normalization: None, `running_std` or `popart`: in which units the value head predicts; see
-            `lightning_rl.policies.normalization`. What this class returns is in units of return all the same.
-        action_distribution: Which distribution each part of the action has; None takes the default of its space. See
-            `lightning_rl.policies.distributions.make_action_head`.
     """
 
     def __init__(

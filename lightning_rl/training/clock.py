@@ -178,8 +178,8 @@ class ScheduledOptions:
                 f"Resuming with a learning rate that reaches 0 at {planned} environment steps (before: {before}): it "
                 f"goes on from {env_steps} of them on the new line"
             )
-        if names := [name for name in names if not (self._annealed and name in RATES)]:
+        if options := {self._options[name]: 1 for name in names if not (self._annealed and name in RATES)}:
             rank_zero_info(
                 f"Resuming with schedules that end at {planned} environment steps (before: {before}), of "
-                f"{', '.join(names)}: they go on from {env_steps} of them as if that had been planned from the start"
+                f"{', '.join(options)}: they go on from {env_steps} of them as if that had been planned from the start"
             )

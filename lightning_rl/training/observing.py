@@ -61,7 +61,7 @@ class SaturationCheck(Callback):
         rank_zero_warn(
             f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space and "
             "were clipped by the environment, so that different actions do the same: lower initial_log_std, or set "
-            f"action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
+            f"policy.action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
             "train/action_saturation has the share"
         )
 

@@ -262,11 +262,11 @@ def test_last_checkpoint_refuses_an_interval_of_nothing():
 
 @pytest.mark.parametrize("stop", [96, 128], ids=["mid-epoch", "epoch-end"])
 def test_a_resumed_run_goes_on_with_counters_optimiser_and_schedule(tmp_path, stop):
-    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+    schedule = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1, "gamma": 0.5}}
 
     def train(limit, ckpt_path=None):
         data = make_data()
-        model = make_model(data, learning_rate=1.0, optimizer={"scheduler": {"name": schedule}})
+        model = make_model(data, learning_rate=1.0, optimizer={"scheduler": schedule})
         checkpoints = EnvStepCheckpoint(stop, tmp_path)
         trainer = make_trainer(callbacks=[EnvStepLimit(limit), checkpoints], max_epochs=-1, enable_checkpointing=True)
         trainer.fit(model, data, ckpt_path=ckpt_path)
@@ -286,7 +286,7 @@ def test_a_resumed_run_goes_on_with_counters_optimiser_and_schedule(tmp_path, st
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp_path, scheduled):
-    schedule = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1, "gamma": 0.5}}
+    schedule = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1, "gamma": 0.5}}
     rates = []
 
     class Rates(Callback):
@@ -295,9 +295,8 @@ def test_a_learning_rate_asked_for_when_resuming_wins_and_keeps_its_schedule(tmp
 
     for limit, learning_rate, ckpt_path in ((64, 1e-3, None), (128, 4e-3, tmp_path / "last.ckpt")):
         data = make_data()
-        model = make_model(
-            data, learning_rate=learning_rate, optimizer={"scheduler": {"name": schedule if scheduled else None}}
-        )
+        optimizer = {"scheduler": schedule if scheduled else {}}
+        model = make_model(data, learning_rate=learning_rate, optimizer=optimizer)
         callbacks = [EnvStepLimit(limit), LastCheckpoint(tmp_path), Rates()]
         trainer = make_trainer(callbacks=callbacks, max_epochs=-1, enable_checkpointing=True)
         trainer.fit(model, data, ckpt_path=ckpt_path)

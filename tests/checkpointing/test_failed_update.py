@@ -25,7 +25,6 @@ from tests.helpers import (
     assert_equal_parameters,
     make_data,
     make_trainer,
-    merged,
     parameters_of,
     random_rollout,
 )
@@ -158,11 +157,9 @@ def test_the_newest_checkpoint_is_named(tmp_path):
 def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
     logger = MemoryLogger()
     torch.manual_seed(0)
-    options = merged(
-        {"normalization": {"observations": True, "rewards": True}, "debug": {"max_skipped_updates": 1}}, OPTIONS
-    )
+    options = {"normalization": {"observations": True, "rewards": True}, "debug": {"max_skipped_updates": 1}} | OPTIONS
     # Normalised over the rollout, so that no minibatch of a broken one is good.
-    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], **merged({"advantages": {"normalize": "rollout"}}, options))
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], advantages={"normalize": "rollout"}, **options)
     before = parameters_of(model)
     rollouts = [random_rollout(model.policy) for _ in range(4)]
     trainer = make_trainer(logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
@@ -180,9 +177,7 @@ def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
 
 def test_too_many_in_a_row_end_the_run(tmp_path):
     torch.manual_seed(0)
-    model = BrokenRollouts(
-        VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], **merged({"debug": {"max_skipped_updates": 2}}, OPTIONS)
-    )
+    model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], debug={"max_skipped_updates": 2}, **OPTIONS)
     with pytest.warns(UserWarning, match="2 of at most debug.max_skipped_updates=2"):
         path = fail(model, tmp_path, num_rollouts=8)
     assert model.policy_version == 5
@@ -194,7 +189,7 @@ def test_the_number_in_a_row_goes_on_in_a_resumed_run(tmp_path):
 
     def build() -> BrokenRollouts:
         torch.manual_seed(0)
-        return BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1], **merged({"debug": {"max_skipped_updates": 1}}, OPTIONS))
+        return BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1], debug={"max_skipped_updates": 1}, **OPTIONS)
 
     model = build()
     trainer = make_trainer(callbacks=[LastCheckpoint(tmp_path)], enable_checkpointing=True, limit_train_batches=1)
@@ -250,10 +245,9 @@ def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(
     model = algorithm(
         data.observation_space,
         data.action_space,
-        **merged(
-            {"policy": {"hidden_sizes": (8,)}, "normalization": {"observations": True, "update": "before"}},
-            options[algorithm],
-        ),
+        policy={"hidden_sizes": (8,)},
+        normalization={"observations": True, "update": "before"},
+        **options[algorithm],
     )
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_rl import PPO, EnvStepCheckpoint, EnvStepValidation, LastCheckpoint, RolloutDataModule
 from lightning_rl.checkpointing.interruption import InterruptionGuard, early_termination
 from tests.checkpointing.test_resume import differences, run_state
-from tests.helpers import make_data, make_model, make_trainer, merged
+from tests.helpers import make_data, make_model, make_trainer
 
 ROLLOUTS = 6
 INTERRUPTED_IN = 4  # counted from 0; the second of the second epoch
@@ -89,9 +89,7 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         training_wrappers=["tests.checkpointing.test_interruption.Interrupts"],
     )
     options: dict[str, Any] = {"num_minibatches": 2, "num_epochs": 3, "policy": {"hidden_sizes": (8,)}}
-    model = PPOInterrupted(
-        data.observation_space, data.action_space, **merged({"optimizer": {"anneal": True}}, options)
-    )
+    model = PPOInterrupted(data.observation_space, data.action_space, optimizer={"anneal": True}, **options)
     Trainer(
         max_epochs=ROLLOUTS // 3,
         callbacks=[*callbacks, *([LastCheckpoint(folder)] if last else [])],

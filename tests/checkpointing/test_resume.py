@@ -97,7 +97,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
     "workers": ({"env_id": "CartPole-v1", "backend": "async", "num_envs": 2}, {}),
     "native": ({"env_id": "CartPole-v1", "backend": "native"}, {}),
-    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "advantages": {"normalize": True}}),
+    "a2c": ({"env_id": "CartPole-v1"}, {"algorithm": A2C, "advantages": {"normalize": "rollout"}}),
     "vmpo": ({"env_id": "CartPole-v1"}, {"algorithm": VMPO, "num_minibatches": 2, "learning_rate": 1e-2}),
     # Stopped after three rollouts at the end of a phase, after four in the next one.
     "ppg": (

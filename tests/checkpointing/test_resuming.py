@@ -53,14 +53,14 @@ def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, val
 
 
 def test_another_optimizer_begins_anew(resume, tmp_path):
-    model, (message,) = resume("discrete", stop=5, model={"optimizer": "torch.optim.SGD"})
+    model, (message,) = resume("discrete", stop=5, model={"optimizer": {"name": "torch.optim.SGD", "anneal": True}})
     assert message.endswith("(before: None), which begins anew")
     assert isinstance(model.optimizers().optimizer, torch.optim.SGD)
     assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
 
 
 def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume, tmp_path):
-    changed = {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.5}}
+    changed = SETTINGS["scheduler"][1]["optimizer"] | {"options": {"alpha": 0.5}}
     _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
     assert message.endswith(", with the state it had")
     before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
@@ -72,25 +72,31 @@ def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume
 
 
 def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
-    changed = {"class_path": "torch.optim.lr_scheduler.ExponentialLR", "init_args": {"gamma": 0.5}}
-    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
+    changed = merged(SETTINGS["scheduler"][1]["optimizer"], {"scheduler": {"options": {"gamma": 0.5}}})
+    model, (message,) = resume("scheduler", model={"optimizer": changed})
     assert message.endswith(", with the state it had")
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
 
 
 def test_another_schedule_begins_anew(resume):
-    changed = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 2, "gamma": 0.1}}
-    model, (message,) = resume("scheduler", model={"lr_scheduler": changed})
-    assert message.endswith(", which begins anew")
+    scheduler = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 2, "gamma": 0.1}}
+    changed = SETTINGS["scheduler"][1]["optimizer"] | {"scheduler": scheduler}
+    model, messages = resume("scheduler", model={"optimizer": changed})
+    assert [message.endswith(", which begins anew") for message in messages] == [True, True]  # name and options
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
 
 
 @pytest.mark.parametrize(
-    ("setting", "changed"), [("scheduler", {"lr_scheduler": None}), ("discrete", {"optimizer": {"anneal": False}})]
+    ("setting", "changed", "said"),
+    [
+        ("scheduler", {"scheduler": {}}, ["optimizer.scheduler.name", "optimizer.scheduler.options"]),
+        ("discrete", {"anneal": False}, ["optimizer.anneal"]),
+    ],
 )
-def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, resume):
-    model, messages = resume(setting, model=changed)
-    assert len(messages) == 1
+def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, said, resume):
+    optimizer = SETTINGS[setting][1]["optimizer"] | changed
+    model, messages = resume(setting, model={"optimizer": optimizer})
+    assert [message.removeprefix("Resuming with ").partition("=")[0] for message in messages] == said
     assert model.optimizers().param_groups[0]["lr"] == 3e-4
 
 
@@ -117,8 +123,8 @@ LINE = {"kind": "linear", "start": 4e-3, "end": 0.0}
 def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
     model, (message,) = resume(TWO, max_epochs=8)
     assert message == (
-        f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}), of learning_rate, "
-        f"critic_learning_rate: they go on from {4 * 72} of them as if that had been planned from the start"
+        f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}), of learning_rate: "
+        f"they go on from {4 * 72} of them as if that had been planned from the start"
     )
     assert model.learning_rate == pytest.approx(1e-3 + 9e-3 * (1 + math.cos(math.pi * 5 / 24)) / 2)
 
@@ -137,14 +143,16 @@ def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resum
 
 
 def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
-    model, _ = resume(TWO, model={"learning_rate": 5e-3, "optimizer": {"critic": {"learning_rate": 1e-3}}}, stop=5)
+    optimizer = merged(SETTINGS[TWO][1]["optimizer"], {"critic": {"learning_rate": 1e-3}})
+    model, _ = resume(TWO, model={"learning_rate": 5e-3, "optimizer": optimizer}, stop=5)
     rates = [[group["lr"] for group in x.param_groups] for x in model.steps.all_optimizers]
     assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
 
 
 def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_path):
-    changed = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
-    model, (message,) = resume(TWO, stop=5, model={"optimizer": {"groups": changed}})
+    groups = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
+    optimizer = SETTINGS[TWO][1]["optimizer"] | {"groups": groups}
+    model, (message,) = resume(TWO, stop=5, model={"optimizer": optimizer})
     assert message.endswith(", with the state it had")
     for optimizer in model.steps.all_optimizers:
         first, biases = optimizer.param_groups
@@ -157,21 +165,22 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
 @pytest.mark.parametrize(
     "changed",
     [
-        {"optimizer": {"groups": None}},
-        {"optimizer": {"groups": {"*.weight": {}}}},
-        {"critic_optimizer": "torch.optim.SGD"},
+        {"groups": {}},
+        {"groups": {"*.weight": {}}},
+        {"critic": {"name": "torch.optim.SGD", "options": {"momentum": 0.5}}},
     ],
     ids=["no_groups", "other_groups", "other_class"],
 )
 def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
-    _, (message,) = resume(TWO, stop=5, model=changed)
+    _, (message,) = resume(TWO, stop=5, model={"optimizer": SETTINGS[TWO][1]["optimizer"] | changed})
     assert message.endswith("anew")
     steps = {float(x["step"]) for x in optimizer_state(tmp_path / "second/after_5.ckpt")["state"].values()}
     assert steps == {4 * 4}
 
 
 def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
-    model, (message,) = resume("discrete", stop=5, model={"optimizer": {"critic": {"learning_rate": 1e-3}}})
+    changed = {"anneal": True, "critic": {"learning_rate": 1e-3}}
+    model, (message,) = resume("discrete", stop=5, model={"optimizer": changed})
     assert message == "Resuming with optimizer.critic.learning_rate=0.001 (before: None); optimisers begin anew"
     assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
     assert len(model.steps.all_optimizers) == 2
@@ -189,8 +198,7 @@ def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(s
 
 
 def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monkeypatch):
-    for name, value in (("critic_learning_rate", 1e-3), ("anneal_learning_rate", False)):
-        monkeypatch.setitem(SETTINGS["ppg"][1], name, value)
+    monkeypatch.setitem(SETTINGS["ppg"][1], "optimizer", {"critic": {"learning_rate": 1e-3}})
     model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
     assert [x.param_groups[0]["lr"] for x in model.steps.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
 
@@ -224,10 +232,12 @@ def test_other_settings_of_the_environments_are_said(data, said, resume):
 def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
     model, _ = resume("continuous", stop=5, model={"normalization": {"rewards": "return_std", "observations": {}}})
     assert model.policy_version == 5
-    for name, other in (("normalize_rewards", "reward_std"), ("normalize_observations", {"clip": 0.1})):
-        expected = re.escape(f"{name}={other!r} does not fit the checkpoint: expected {name}=True")
+    for name, other in (("rewards", "reward_std"), ("observations", {"clip": 0.1})):
+        option = f"normalization.{name}"
+        expected = re.escape(f"{option}={other!r} does not fit the checkpoint: expected {option}=True")
+        changed = {"normalization": {"rewards": True, "observations": True, name: other}}
         with pytest.raises(ConfigurationError, match=expected):
-            fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model={name: other})
+            fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model=changed)
 
 
 def test_a_setting_without_effect_is_said_to_have_none(resume):
@@ -416,7 +426,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     ],
 )
 def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
-    memory = merged(SETTINGS[name][1]["memory"], changed)
+    memory = SETTINGS[name][1]["policy"]["memory"] | changed
     model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
     assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]

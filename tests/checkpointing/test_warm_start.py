@@ -13,7 +13,7 @@ from lightning_rl import PPO
 from lightning_rl.cli.main import main
 from lightning_rl.validation import ConfigurationError
 from tests.cli.test_main import SMALL
-from tests.helpers import make_data, make_model, make_trainer, merged
+from tests.helpers import make_data, make_model, make_trainer
 
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
@@ -90,13 +90,13 @@ def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
 
 
 def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
-    model = make_model(make_data(), **merged(NORMALIZED, {"normalization": {"rewards": "reward_std"}}))
+    model = make_model(make_data(), normalization={"observations": True, "rewards": "reward_std"})
     result = model.init_from(path)
     moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
     assert result.other_scale == moments != []
     assert model.reward_normalizer.moments.count == 0
-    assert "left as they were, since normalize_rewards is another: reward_normalizer.moments.count" in str(result)
-    same = make_model(make_data(), **merged(NORMALIZED, {"normalization": {"rewards": "return_std"}}))
+    assert "left as they were, since normalization.rewards is another: reward_normalizer.moments.count" in str(result)
+    same = make_model(make_data(), normalization={"observations": True, "rewards": "return_std"})
     assert same.init_from(path, ["normalizers"]).other_scale == []
     assert same.reward_normalizer.moments.count > 0
 

@@ -10,7 +10,6 @@ from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import merged
 from tests.probes import Told, collect, make_batch, make_collector
 
 IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
@@ -18,7 +17,7 @@ IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
 
 def make_policy(environments, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    options = merged({"policy": {"hidden_sizes": (32,)}}, options)
+    options = {"hidden_sizes": (32,)} | options
     spaces_ = environments.single_observation_space, environments.single_action_space
     return ActorCritic(*spaces_, **options).to(dtype)
 

@@ -18,7 +18,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.distributions import from_environment, to_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_trainer, merged, parameters_of
+from tests.helpers import Recorder, make_data, make_trainer, parameters_of
 
 ROOT = Path(__file__).parents[2]
 AIM: dict[str, Any] = {"env_kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}
@@ -39,7 +39,7 @@ def expert(num_episodes: int = 10) -> list[Episode]:
 
 def recorded(episodes: Any = None, **options: Any) -> RecordedEpisodes:
     return RecordedEpisodes(
-        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **merged(AIM | SMALL, options)
+        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **AIM | SMALL | options
     )
 
 
@@ -213,18 +213,17 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"policy": {"memory": "lstm"}},
-        {"gamma": 0.5},
-        {"policy": {"action_distribution": "beta"}},
-        {"num_epochs": 0},
-        {"optimizer": {"l2": {"value": 0.1}}},
+        ("policy.memory", {"policy": {"memory": "lstm"}}),
+        ("gamma", {"gamma": 0.5}),
+        ("policy.action_distribution", {"policy": {"action_distribution": "beta"}}),
+        ("num_epochs", {"num_epochs": 0}),
+        ("optimizer.l2.value", {"optimizer": {"l2": {"value": 0.1}}}),
     ],
 )
-def test_options_that_have_no_meaning_are_refused(options):
+def test_options_that_have_no_meaning_are_refused(name, options):
     data = recorded()
-    name = next(iter(options))
-    space = data.action_space if name != "action_distribution" else spaces.Box(-1, 1, (2,), np.float32)
+    space = data.action_space if name != "policy.action_distribution" else spaces.Box(-1, 1, (2,), np.float32)
     with pytest.raises(ConfigurationError, match=name):
         BehaviourCloning(data.observation_space, space, **options)

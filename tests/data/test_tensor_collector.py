@@ -50,7 +50,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
 @pytest.mark.parametrize("kind", ["box", "discrete"])
 @pytest.mark.parametrize("mode", MODES)
 def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memory):
-    policy, tensors, arrays = collectors({"policy": {"memory": memory}}, mode=mode, kind=kind)
+    policy, tensors, arrays = collectors({"memory": memory}, mode=mode, kind=kind)
     for _ in range(3):
         own, other = tensors.collect(policy), arrays.collect(policy)
         for name in FIELDS:
@@ -117,7 +117,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
 
 @pytest.mark.parametrize("memory", [None, "gru"])
 def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_with_a_warning(memory):
-    policy, tensors, _ = collectors({"policy": {"memory": memory}}, tells_final=False)
+    policy, tensors, _ = collectors({"memory": memory}, tells_final=False)
     with pytest.warns(UserWarning, match=r"do not tell in info\['final_obs'\] what an episode reached"):
         rollout = tensors.collect(policy)
     cut = rollout.truncated

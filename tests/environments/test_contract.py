@@ -19,20 +19,10 @@ def make_model(environments, **options) -> PPO:
     """In float64, so that only the order of sums differs; one step of plain gradient descent per rollout."""
     torch.manual_seed(0)
     spaces = environments.single_observation_space, environments.single_action_space
-    model = PPO(
-        *spaces,
-        **merged(
-            {
-                "num_epochs": 1,
-                "num_minibatches": 1,
-                "optimizer": {"max_grad_norm": None},
-                "learning_rate": 1.0,
-                "entropy_coef": 0.01,
-            },
-            {"optimizer": {"name": "torch.optim.SGD"}, "normalization": {"observations": True, "rewards": True}},
-            options,
-        ),
-    )
+    small = {"num_epochs": 1, "num_minibatches": 1, "learning_rate": 1.0, "entropy_coef": 0.01}
+    small |= {"optimizer": {"name": "torch.optim.SGD", "max_grad_norm": None}}
+    small |= {"normalization": {"observations": True, "rewards": True}}
+    model = PPO(*spaces, **merged(small, options))
     return model.double()
 
 

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_spec import Still
-from tests.helpers import make_data, make_model, make_trainer, merged
+from tests.helpers import make_data, make_model, make_trainer
 from tests.probes import Told, collect
 
 
@@ -73,7 +73,7 @@ RELAY = {"env_id": "Probe/Relay-v0", "backend": "native"}
 
 
 def test_each_agent_is_a_row_and_waits_unlearned_from_until_all_have_ended():
-    rollout = collect(**merged({"policy": Told()}, RELAY), length=6, num_envs=2)
+    rollout = collect(**RELAY, length=6, policy=Told(), num_envs=2)
     assert rollout.valid.T.tolist() == [[True, True, False, False, True, True], [True] * 6]
     assert rollout.rewards.T.tolist() == [[1, 2, 0, 0, 1, 2], [11, 12, 13, 14, 11, 12]]
     assert rollout.terminated.T.tolist() == [[False, True, False, False, False, True], [False] * 6]
@@ -88,7 +88,7 @@ def test_each_agent_is_a_row_and_waits_unlearned_from_until_all_have_ended():
 
 
 def test_only_living_agents_act_and_each_copy_has_episodes_and_a_seed_of_its_own():
-    rollout = collect(**merged({"policy": Told(action=lambda o: o[:, 1].long() + 1)}, RELAY), length=4, num_envs=4)
+    rollout = collect(**RELAY, length=4, policy=Told(action=lambda o: o[:, 1].long() + 1), num_envs=4)
     assert [env.actions for env in made] == [[[1, 2], [1, 2], [2], [2]]] * 2
     assert rollout.valid.T.tolist()[2] == [True, True, False, False]
     seeds = [env.seeds for env in made]
@@ -99,7 +99,7 @@ def test_only_living_agents_act_and_each_copy_has_episodes_and_a_seed_of_its_own
 
 def test_what_is_remembered_of_an_episode_is_forgotten_where_the_next_one_begins():
     rollout = collect(
-        **merged({"policy": Still(event_dims=2)}, RELAY), length=5, num_envs=2, frame_stack=2, previous_reward=True
+        **RELAY, length=5, policy=Still(event_dims=2), num_envs=2, frame_stack=2, previous_reward=True
     ).observations
     assert rollout["previous_reward"][:, 0, 0].tolist() == [0, 1, 0, 0, 0, 1]
     assert rollout["previous_reward"][:, 1, 0].tolist() == [0, 11, 12, 13, 0, 11]
@@ -143,6 +143,6 @@ def test_spaces_can_be_asked_for_with_a_single_row_that_cannot_be_played():
 
 def test_the_episodes_of_agents_do_not_touch_each_others_gradients():
     """The gradient of a rollout with idle rows is that of its valid rows alone."""
-    rollout = collect(**merged({"policy": Told(value=1.0)}, RELAY), length=6, num_envs=2)
+    rollout = collect(**RELAY, length=6, policy=Told(value=1.0), num_envs=2)
     assert torch.equal(rollout.next_values[1], torch.tensor([0.0, 1.0]))
     assert len(rollout.flatten()) == 10

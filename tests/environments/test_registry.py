@@ -201,10 +201,10 @@ def test_environment_without_a_vectorised_version_is_refused_for_native():
 @pytest.mark.parametrize(
     ("wrapper", "message"),
     [
-        ("no.such.Wrapper", r"^wrappers: class_path='no.such.Wrapper' cannot be imported"),
-        ("gymnasium.wrappers.NoSuch", r"^wrappers: class_path='gymnasium.wrappers.NoSuch' cannot be imported"),
-        ("gymnasium.make", r"^wrappers: class_path='gymnasium.make' is not valid: expected the path of a class"),
-        ("gymnasium.wrappers.TimeLimit", r"^wrappers: gymnasium.wrappers.TimeLimit refused init_args=\{\}"),
+        ("no.such.Wrapper", r"^wrappers='no.such.Wrapper' cannot be imported"),
+        ("gymnasium.wrappers.NoSuch", r"^wrappers='gymnasium.wrappers.NoSuch' cannot be imported"),
+        ("gymnasium.make", r"^wrappers='gymnasium.make' is not valid: expected the path of a class"),
+        ("gymnasium.wrappers.TimeLimit", r"^wrappers: gymnasium.wrappers.TimeLimit refused the arguments \{\}"),
     ],
 )
 def test_wrapper_that_cannot_be_used_is_named(wrapper, message):

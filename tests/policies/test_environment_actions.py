@@ -23,7 +23,6 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
-    merged,
     parameters_of,
 )
 
@@ -61,7 +60,7 @@ def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDa
     data_options = {"num_envs": 4, "rollout_length": 32} | options
     data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": space_to_dict(space)}, **data_options)
     model = {"num_epochs": num_epochs, "gamma": 0.0, "learning_rate": 0.01}
-    return make_model(data, **merged({"policy": {"action_distribution": choice}}, model)), data
+    return make_model(data, policy={"action_distribution": choice}, **model), data
 
 
 @ALL
@@ -185,7 +184,7 @@ def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
         make_trainer(max_epochs=2).fit(model, data)
     told = [str(w.message) for w in caught if "action components" in str(w.message)]
     assert len(told) == 1
-    assert "set action_distribution to 'squashed_gaussian' or 'beta', which" in told[0]
+    assert "set policy.action_distribution to 'squashed_gaussian' or 'beta', which" in told[0]
 
 
 def report(check: SaturationCheck, share: float | None, number: int, space: spaces.Space[Any]) -> None:
@@ -208,7 +207,7 @@ def test_a_small_share_is_not_warned_of() -> None:
 
 def test_of_nested_actions_the_warning_names_the_parts_whose_distribution_to_set() -> None:
     space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
-    with pytest.warns(UserWarning, match="action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
+    with pytest.warns(UserWarning, match="policy.action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
         report(SaturationCheck(), 0.5, 10, space)
     ActorCritic(spaces.Box(-1, 1, (1,)), space, action_distribution={"1": "squashed_gaussian"})  # as it says
 

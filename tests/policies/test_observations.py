@@ -20,7 +20,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.training.loss import Loss
-from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
+from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
 from tests.programs import run_ranks
@@ -54,7 +54,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def make_policy(space: spaces.Space[Any] = SENSORS, **options: Any) -> ActorCritic:
     torch.manual_seed(0)
-    options = merged({"policy": {"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False}}, options)
+    options = {"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False} | options
     return ActorCritic(space, spaces.Discrete(3), **options)
 
 
@@ -245,12 +245,8 @@ def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_acto
     }
     data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, eval_episodes=20)
     options = {"learning_rate": 3e-3, "entropy_coef": 0.01, "gamma": 0.0, "num_epochs": 4, "num_minibatches": 4}
-    model = make_model(
-        data,
-        **merged(
-            {"policy": {"network": {"picture": small}, "critic_only": ["answer"], "hidden_sizes": (32,)}}, options
-        ),
-    )
+    policy = {"network": {"picture": small}, "critic_only": ["answer"], "hidden_sizes": (32,)}
+    model = make_model(data, policy=policy, **options)
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] >= 9.5  # 5 by chance, or without one of the two
@@ -324,7 +320,8 @@ def test_ranks_agree_on_nested_observations(tmp_path):
         "import torch\n"
         "from tests.helpers import make_data, make_model, make_trainer\n"
         f"data = make_data({PUZZLE!r})\n"
-        "model = make_model(data, policy.network='mlp', normalization.observations=True, policy.critic_only=['answer'])\n"
+        "policy = {'network': 'mlp', 'critic_only': ['answer']}\n"
+        "model = make_model(data, policy=policy, normalization={'observations': True})\n"
         "trainer = make_trainer(devices=2, strategy='ddp')\n"
         "trainer.fit(model, data)\n"
         f"torch.save(model.state_dict(), {str(tmp_path)!r} + f'/{{trainer.global_rank}}.pt')\n"

@@ -8,7 +8,7 @@ from lightning_rl.policies.actor_critic import ActorCritic, copy_to_cpu
 from lightning_rl.policies.recurrent import MemoryOptions, RecurrentCore
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, merged
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR
 from tests.memory_probes import KINDS, make_policy, random_episodes, random_memory, step_by_step, whole
 
 LENGTH, NUM_ENVS = 13, 4
@@ -149,14 +149,14 @@ def test_a_minibatch_without_rows_has_gradients_of_zero():
 @pytest.mark.parametrize(
     ("options", "cores"),
     [
-        ({"policy": {"shared_encoder": True}}, 1),
-        ({"policy": {"shared_encoder": False}}, 2),
-        ({"policy": {"shared_encoder": True, "memory": {"kind": "gru", "separate": True}}}, 2),
-        ({"policy": {"shared_encoder": True, "memory": {"kind": "gru", "separate": False}}}, 1),
+        ({"shared_encoder": True}, 1),
+        ({"shared_encoder": False}, 2),
+        ({"shared_encoder": True, "memory": {"kind": "gru", "separate": True}}, 2),
+        ({"shared_encoder": True, "memory": {"kind": "gru", "separate": False}}, 1),
     ],
 )
 def test_actor_and_critic_share_a_core_or_have_one_each(options, cores):
-    policy = ActorCritic(VECTOR, DISCRETE, **merged({"policy": {"memory": "lstm", "hidden_sizes": (8,)}}, options))
+    policy = ActorCritic(VECTOR, DISCRETE, **{"memory": "lstm", "hidden_sizes": (8,)} | options)
     assert sum(isinstance(module, RecurrentCore) for module in policy.modules()) == cores
     memory = policy.initial_memory(2)
     assert list(memory) == ["actor", "critic"][:cores]
@@ -195,8 +195,8 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ("rnn", "policy.memory='rnn' is not valid: expected one of lstm, gru"),
-        (3, "policy.memory=3 is not valid: expected None, one of lstm, gru, or a dict"),
+        ("rnn", "memory='rnn' is not valid: expected one of lstm, gru"),
+        (3, "memory=3 is not valid: expected None, one of lstm, gru, or a dict"),
         ({"hidden_size": 3}, "or a dict with 'kind' and some of hidden_size"),
         ({"kind": "gru", "size": 3}, "or a dict with 'kind' and some of hidden_size"),
         ({"kind": "gru", "hidden_size": 0}, "memory.hidden_size=0 is not valid: expected an integer of at least 1"),

@@ -58,8 +58,8 @@ def test_a2c_remembers_too():
 @pytest.mark.parametrize(
     "options",
     [
-        {"memory": SEQUENCES | {"kind": "lstm"}, "normalization": {"observations": True, "rewards": True}},
-        {"memory": SEQUENCES | {"burn_in": 4, "num_layers": 2}, "policy": {"shared_encoder": True}},
+        {"policy": {"memory": SEQUENCES | {"kind": "lstm"}}, "normalization": {"observations": True, "rewards": True}},
+        {"policy": {"memory": SEQUENCES | {"burn_in": 4, "num_layers": 2}, "shared_encoder": True}},
         {"policy": {"memory": "lstm", "shared_encoder": True}, "num_minibatches": 1},
     ],
     ids=["normalized", "burn_in", "whole"],
@@ -81,7 +81,7 @@ def test_validation_changes_nothing(options):
 def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
     """What is acted from is the state that came before, of zeros at an episode's first observation."""
     data = make_data("tests.probes:Probe/Counter-v0", env_kwargs={"lengths": (3, 2)}, eval_episodes=4, num_eval_envs=2)
-    model = make_model(data, memory=SEQUENCES)
+    model = make_model(data, policy={"memory": SEQUENCES})
     given, came = [], []
     original = model.policy.act
 
@@ -106,7 +106,7 @@ def test_one_acts_from_what_one_remembers():
     with pytest.raises(ValueError, match="needs memory: initial_memory"):
         model(observations)
     memory = model.policy.initial_memory(2)
-    actions, after = model(observations, policy={"memory": memory})
+    actions, after = model(observations, memory=memory)
     assert actions.shape == (2,) and [x.shape for x in leaves(after)] == [(2, 1, 128)] * 2
     assert not any(map(torch.equal, leaves(memory), leaves(after)))
 
@@ -114,7 +114,7 @@ def test_one_acts_from_what_one_remembers():
 def test_options_change_what_is_learned():
     def train(**memory):
         data = make_data(num_envs=4, rollout_length=16)
-        model = make_model(data, memory=SEQUENCES | memory, learning_rate=1e-2, policy={"shared_encoder": True})
+        model = make_model(data, policy={"memory": SEQUENCES | memory, "shared_encoder": True}, learning_rate=1e-2)
         make_trainer().fit(model, data)
         return model
 
@@ -127,16 +127,16 @@ def test_options_change_what_is_learned():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("memory", "num_minibatches", "message"),
     [
-        ({"memory": SEQUENCES | {"sequence_length": 5}}, "memory.sequence_length=5 is not valid: expected a divisor"),
-        ({"memory": SEQUENCES, "num_minibatches": 3}, "num_minibatches=3 does not divide the 4 sequences"),
-        ({"policy": {"memory": "lstm"}, "num_minibatches": 4}, "num_minibatches=4 does not divide the 2 sequences"),
+        (SEQUENCES | {"sequence_length": 5}, 2, "memory.sequence_length=5 is not valid: expected a divisor"),
+        (SEQUENCES, 3, "num_minibatches=3 does not divide the 4 sequences"),
+        ("lstm", 4, "num_minibatches=4 does not divide the 2 sequences"),
     ],
 )
-def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, message):
+def test_what_does_not_go_with_the_rollout_is_refused_before_training(memory, num_minibatches, message):
     data = make_data()
-    model = make_model(data, **options)
+    model = make_model(data, policy={"memory": memory}, num_minibatches=num_minibatches)
     with pytest.raises(ConfigurationError, match=message):
         make_trainer().fit(model, data)
     assert not data._sampler.started
@@ -145,13 +145,13 @@ def test_what_does_not_go_with_the_rollout_is_refused_before_training(options, m
 def test_memory_is_refused_on_xla():
     model = make_model(make_data(), policy={"memory": "lstm"})
     model._device = torch.device("xla")
-    with pytest.raises(ConfigurationError, match="policy.memory='lstm' is not valid: expected None on XLA"):
+    with pytest.raises(ConfigurationError, match=r"policy.memory='lstm' is not valid: expected None on XLA"):
         model.check_run(make_trainer(), None)
 
 
 def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
     data = make_data()
-    model = make_model(data, memory=SEQUENCES)
+    model = make_model(data, policy={"memory": SEQUENCES})
     trainer = make_trainer()
     trainer.fit(model, data)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
@@ -160,8 +160,9 @@ def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
     outputs = [one.policy.value(torch.ones(2, 4), memory) for one in (model, loaded)]
     assert torch.equal(*outputs)
     for other in (None, SEQUENCES | {"hidden_size": 9}, SEQUENCES | {"kind": "lstm"}):
-        with pytest.raises(ConfigurationError, match="does not fit the checkpoint: expected policy.memory="):
-            make_trainer(max_epochs=2).fit(make_model(data, memory=other), data, ckpt_path=tmp_path / "one.ckpt")
+        with pytest.raises(ConfigurationError, match=r"does not fit the checkpoint: expected policy.memory="):
+            model = make_model(data, policy={"memory": other})
+            make_trainer(max_epochs=2).fit(model, data, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_every_rollout_is_on_policy_while_it_learns():
@@ -202,7 +203,8 @@ def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_
         ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"policy": {"action_distribution": {"arm": "beta"}}}),
     ):
         data = make_data(env_id, env_kwargs=env_kwargs, num_envs=4, rollouts_per_epoch=3)
-        model, recorder = make_model(data, memory=SEQUENCES, learning_rate=3e-3, **options), Recorder()
+        options = merged({"policy": {"memory": SEQUENCES}}, options)
+        model, recorder = make_model(data, learning_rate=3e-3, **options), Recorder()
         make_trainer(callbacks=[recorder], limit_val_batches=1).fit(model, data)
         assert max(recorder.column("first_ratio_error")) <= 1e-6
         assert min(recorder.column("approx_kl")) > 1e-6

@@ -23,7 +23,6 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
-    merged,
     random_rollout,
 )
 from tests.vectors.load import load
@@ -84,7 +83,7 @@ def test_deviation_is_that_of_ding():
 
 def learn(algorithm: Any, num_rollouts: int, **options: Any) -> tuple[Any, Recorder]:
     torch.manual_seed(0)
-    model = algorithm(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options)).double()
+    model = algorithm(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, **options).double()
     rollouts = [random_rollout(make_policy(None).double(), seed=seed) for seed in range(num_rollouts)]
     for rollout in rollouts:
         rollout.actions = torch.zeros(rollout.shape, dtype=torch.long)
@@ -101,10 +100,8 @@ def test_the_first_rollout_sets_the_units_of_the_second(algorithm, kind):
     options: dict[str, Any] = {"gamma": 0.9}
     if algorithm is PPO:
         options |= {"num_epochs": 1, "num_minibatches": 1}
-    plain, normalized = (
-        learn(algorithm, 1, **options)[0],
-        learn(algorithm, 1, **merged({"normalization": {"values": kind}}, options))[0],
-    )
+    plain, _ = learn(algorithm, 1, **options)
+    normalized, _ = learn(algorithm, 1, normalization={"values": kind}, **options)
     observations = OBSERVATIONS.double()
     deviation = 1 / normalized.policy.value_normalizer.moments.scale(1e-8)
     assert deviation > 5
@@ -150,7 +147,7 @@ def test_a_loss_without_values_is_told():
 
     torch.manual_seed(0)
     model = Silent(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, normalization={"values": "popart"})
-    with pytest.raises(RuntimeError, match=r"value_normalization needs a loss of values: call loss\.add_value"):
+    with pytest.raises(RuntimeError, match=r"normalization.values needs a loss of values: call loss\.add_value"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 

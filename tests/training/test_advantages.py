@@ -121,9 +121,9 @@ def test_no_algorithm_takes_a_step_where_no_row_counts(cls, memory):
             before.update(parameters_of(self))
 
     torch.manual_seed(0)
-    adam = {"class_path": "torch.optim.Adam"}
-    options = {"policy": {"memory": memory}, "normalization": {"values": "popart"}, "optimizer": adam}
-    model = Every(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
+    options = {"normalization": {"values": "popart"}, "optimizer": {"name": "torch.optim.Adam"}}
+    policy = {"memory": memory, "hidden_sizes": (8,)}
+    model = Every(data.observation_space, data.action_space, policy=policy, **options)
     before = parameters_of(model)
     make_trainer().fit(model, data)
     assert changed == [True, False, True]
@@ -206,12 +206,12 @@ class Watching(PPO):
         return super().loss(batch)
 
 
-NORMALIZED = {"normalization": {"observations": True, "rewards": "reward_std"}}
+NORMALIZED = {"observations": True, "rewards": "reward_std"}
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
 def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
-    model = make(Watching, **merged({"normalization": {"update": when}}, NORMALIZED))
+    model = make(Watching, normalization=NORMALIZED | {"update": when})
     rollout = random_rollout(model.policy, off_policy=0.0)
     recorder = fit(model, rollout)
     assert model.seen[0] == (48 if when == "before" else 0)
@@ -224,8 +224,9 @@ def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
 def test_values_are_those_of_collection_or_computed_anew(recompute):
     model = make(
         Watching,
+        normalization=NORMALIZED | {"update": "before"},
+        advantages={"recompute_values": recompute},
         num_minibatches=1,
-        **merged({"normalization": {"update": "before"}, "advantages": {"recompute_values": recompute}}, NORMALIZED),
     )
     rollout = random_rollout(model.policy)
     before = rollout.values.clone()
@@ -247,7 +248,7 @@ def test_recomputed_values_end_episodes_as_collected_ones_do():
 
 
 def test_a_rollout_that_is_skipped_leaves_the_normalizers_as_they_were(tmp_path):
-    model = make(**merged({"normalization": {"update": "before"}, "debug": {"max_skipped_updates": 1}}, NORMALIZED))
+    model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
     bad.log_probs[3, 1] = torch.nan
     fit(model, good)
@@ -346,9 +347,9 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
 
 @pytest.mark.parametrize("part", ["policy", "value", "shared"])
 def test_weight_penalty_is_on_its_part_alone(part):
-    options: dict[str, Any] = {"policy": {"shared_encoder": part == "shared", "action_distribution": "gaussian"}}
+    policy = {"hidden_sizes": (8,), "shared_encoder": part == "shared", "action_distribution": "gaussian"}
     torch.manual_seed(0)
-    model = PPO(VECTOR, CONTINUOUS, policy={"hidden_sizes": (8,)}, **options, **{f"{part}_l2": 0.3})
+    model = PPO(VECTOR, CONTINUOUS, policy=policy, optimizer={"l2": {part: 0.3}})
     loss = model.new_loss(Batch({"log_probs": torch.zeros(1)})).total
     loss.backward()
     names = {
@@ -368,9 +369,8 @@ def test_weight_penalty_is_on_its_part_alone(part):
 @pytest.mark.parametrize("separate", [False, True])
 def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
     memory = {"kind": "gru", "hidden_size": 5, "separate": separate}
-    parts = weights_by_part(
-        PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,), "shared_encoder": True, "memory": memory}).policy
-    )
+    model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,), "shared_encoder": True, "memory": memory})
+    parts = weights_by_part(model.policy)
     sizes = {part: sorted(weight.numel() for weight in weights) for part, weights in parts.items()}
     encoder, core, heads = [3 * 8], [3 * 5 * 5, 3 * 5 * 8], {"policy": [3 * 5], "value": [5]}
     if separate:
@@ -384,12 +384,12 @@ def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
     [
         ({"optimizer": {"l2": {"shared": 0.1}}}, r"optimizer.l2.shared=0\.1 .* share nothing"),
         ({"optimizer": {"l2": {"policy": -1}}}, r"optimizer.l2.policy=-1 .* at least 0"),
-        ({"advantages": {"estimator": "td"}}, r"advantages.estimator='td' .* gae or monte_carlo"),
-        ({"advantages": {"value_target": "td"}}, r"advantages.value_target='td' .* td_lambda or empirical"),
-        ({"normalization": {"update": True}}, r"normalization.update=True .* after or before"),
+        ({"advantages": {"estimator": "td"}}, r"advantages.estimator='td' .* one of gae, monte_carlo"),
+        ({"advantages": {"value_target": "td"}}, r"advantages.value_target='td' .* one of td_lambda, empirical"),
+        ({"normalization": {"update": True}}, r"normalization.update=True .* one of after, before"),
         ({"advantages": {"recompute_values": "no"}}, r"advantages.recompute_values='no' .* true or false"),
         ({"normalization": {"reward_clip": 0}}, r"normalization.reward_clip=0 .* above 0"),
-        ({"normalization": {"observations": {"clip": 0}}}, r"normalize_observations\.clip=0 .* above 0"),
+        ({"normalization": {"observations": {"clip": 0}}}, r"normalization\.observations\.clip=0 .* above 0"),
         (
             {"normalization": {"observations": {"mean": 0}}},
             r"normalization.observations=\{'mean': 0\} .* clip, epsilon",

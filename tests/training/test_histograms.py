@@ -30,7 +30,7 @@ def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_pa
     logger: Any = TensorBoardLogger(tmp_path)
     make_trainer(logger=logger, log_every_n_steps=2).fit(model, FixedRollouts(rollouts, model))
     logger.experiment.flush()
-    found = EventAccumulator(logger.log_dir, {"debug": {"histograms": 0}}).Reload()
+    found = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload()
     tags = found.Tags()["histograms"]
     parts = ["actions/move", "actions/aim", "advantages"]
     parts += [f"{kind}/{name}" for kind in ("parameters", "gradients") for name, _ in model.policy.named_parameters()]

@@ -29,8 +29,11 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-SGD = {"class_path": "torch.optim.SGD"}
+SGD = {"name": "torch.optim.SGD"}
+SCHEDULERS = "torch.optim.lr_scheduler"
+STEP_LR = {"name": f"{SCHEDULERS}.StepLR", "options": {"step_size": 1}}
 ROWS = 48
+LINE = {"kind": "linear", "start": 1.0, "end": 0.0}
 
 
 def make(algorithm: type[PPO] = PPO, **options: Any) -> PPO:
@@ -81,7 +84,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 def test_attributes_and_learning_rate_follow_their_schedules_by_environment_steps():
-    names = {"gae_lambda": "estimator.gae_lambda"}
+    names = {"gae_lambda": "estimator.gae_lambda", "clipping": "clip_range_value"}
     values = Values(*(names.get(name, name) for name in SCHEDULES))
     learn(make(**SCHEDULES), callbacks=[values, EnvStepLimit(3 * ROWS)])
     assert values.rows == [
@@ -132,11 +135,17 @@ def test_a2c_takes_schedules_too():
     assert [row[:2] for row in values.rows] == [(0.5, 0.5), (0.1, 0.1)]
 
 
-@pytest.mark.parametrize("name", ["clip_range", "critic_learning_rate"])
-def test_schedule_to_the_end_of_a_run_without_one_is_refused(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("clip_range", {"clip_range": LINE}),
+        ("optimizer.critic.learning_rate", {"optimizer": {"critic": {"learning_rate": LINE}}}),
+    ],
+)
+def test_schedule_to_the_end_of_a_run_without_one_is_refused(name, options):
     data = make_data()
-    model = make_model(data, **{name: {"kind": "linear", "start": 1.0, "end": 0.0}})
-    with pytest.raises(ConfigurationError, match=rf"{name}=.* a run with an end: set max_env_steps or max_epochs"):
+    model = make_model(data, **options)
+    with pytest.raises(ConfigurationError, match=rf"^{name}=.* a run with an end: set max_env_steps or max_epochs"):
         make_trainer(max_epochs=-1).fit(model, data)
 
 
@@ -144,10 +153,8 @@ def test_schedule_to_the_end_of_a_run_without_one_is_refused(name):
 
 
 def test_two_optimisers_alike_take_the_steps_of_one():
-    one, two = (
-        make(optimizer={"max_grad_norm": None}),
-        make(optimizer={"max_grad_norm": None, "critic": {"learning_rate": 3e-4}}),
-    )
+    one = make(optimizer={"max_grad_norm": None})
+    two = make(optimizer={"max_grad_norm": None, "critic": {"learning_rate": 3e-4}})
     for model in (one, two):
         learn(model)
     assert_equal_parameters(two, parameters_of(one))
@@ -155,7 +162,7 @@ def test_two_optimisers_alike_take_the_steps_of_one():
 
 
 def test_each_has_its_own_class_rate_and_parameters():
-    model = make(learning_rate=1e-3, optimizer={"critic": {"learning_rate": 0.5, "name": SGD}})
+    model = make(learning_rate=1e-3, optimizer={"critic": SGD | {"learning_rate": 0.5}})
     actor, critic = model.configure_optimizers()
     assert (type(actor), type(critic)) == (FlatAdam, torch.optim.SGD)
     assert (actor.defaults["lr"], critic.defaults["lr"]) == (1e-3, 0.5)
@@ -168,14 +175,8 @@ def test_each_has_its_own_class_rate_and_parameters():
 def test_each_gradient_is_clipped_by_its_own_norm():
     """One step of SGD at rate 1 moves each half by its own clipped gradient."""
     recorder = Recorder()
-    options = {
-        "optimizer": SGD,
-        "learning_rate": 1.0,
-        "num_epochs": 1,
-        "num_minibatches": 1,
-        "optimizer": {"max_grad_norm": 0.1},
-    }
-    model = make(**merged({"optimizer": {"critic": {"learning_rate": 1.0}}}, options))
+    optimizer = SGD | {"max_grad_norm": 0.1, "critic": {"learning_rate": 1.0}}
+    model = make(optimizer=optimizer, learning_rate=1.0, num_epochs=1, num_minibatches=1)
     before = parameters_of(model.policy)
     learn(model, 1, callbacks=[recorder])
     (row,) = recorder.rows
@@ -189,13 +190,10 @@ def test_each_gradient_is_clipped_by_its_own_norm():
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
     """One step of SGD at rate 1 moves each parameter by its clipped gradient."""
-    options = {"optimizer": SGD, "learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1}
+    options = {"learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1}
     gradients = {}
-    for limits in (
-        {"optimizer": {"max_grad_norm": None}},
-        {"optimizer": {"max_grad_norm": max_grad_norm, "max_grad_value": 0.02}},
-    ):
-        model = make(**merged(options, limits))
+    for limits in ({"max_grad_norm": None}, {"max_grad_norm": max_grad_norm, "max_grad_value": 0.02}):
+        model = make(optimizer=SGD | limits, **options)
         before = parameters_of(model.policy)
         learn(model, 1)
         gradients[len(limits)] = {n: before[n] - p.detach() for n, p in model.policy.named_parameters()}
@@ -221,45 +219,42 @@ def test_updates_of_the_critic_alone_are_global_steps_too():
 
 def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor():
     line = {"kind": "linear", "start": 3e-3, "end": 0}
-    for options, critics in (
-        (
-            {"optimizer": {"critic": {"learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}}},
-            [1.0, 0.5, 0.5],
-        ),
-        ({"optimizer": {"critic": {"learning_rate": 0.25}}}, [0.25] * 3),
-        ({"critic_optimizer": SGD}, [3e-3, 2e-3, 1e-3]),
+    for critic, critics in (
+        ({"learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}, [1.0, 0.5, 0.5]),
+        ({"learning_rate": 0.25}, [0.25] * 3),
+        (SGD, [3e-3, 2e-3, 1e-3]),
     ):
         values = Values()
-        learn(make(learning_rate=line, **options), callbacks=[values, EnvStepLimit(3 * ROWS)])
+        learn(make(learning_rate=line, optimizer={"critic": critic}), callbacks=[values, EnvStepLimit(3 * ROWS)])
         assert [row[0] for row in values.rows] == pytest.approx([3e-3, 2e-3, 1e-3])
         assert [row[1] for row in values.rows] == pytest.approx(critics)
 
 
 def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
-    for options, critics in (({"optimizer": {"critic": {"learning_rate": 0.25}}}, [0.25, 0.25]), ({}, [])):
+    for critic, critics in (({"learning_rate": 0.25}, [0.25, 0.25]), ({}, [])):
         logger = MemoryLogger()
-        learn(make(learning_rate=0.5, **options), 2, logger=logger, log_every_n_steps=1)
+        learn(make(learning_rate=0.5, optimizer={"critic": critic}), 2, logger=logger, log_every_n_steps=1)
         assert [value for _, value in logger.rows("train/learning_rate")] == [0.5, 0.5]
         assert [value for _, value in logger.rows("train/critic_learning_rate")] == critics
         assert len(logger.rows("train/critic_grad_norm")) == len(critics)
 
 
-@pytest.mark.parametrize("setting", ["lr_scheduler", "adaptive_learning_rate"])
-def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(setting):
-    halving: dict[str, Any] = {
-        "optimizer": {
-            "scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.5}},
-            "adaptive_learning_rate": {"target_kl": 1e-9, "factor": 2.0},
-        },
-    }
+@pytest.mark.parametrize(
+    "halving",
+    [
+        {"scheduler": {"name": "torch.optim.lr_scheduler.ExponentialLR", "options": {"gamma": 0.5}}},
+        {"adaptive_learning_rate": {"target_kl": 1e-9, "factor": 2.0}},
+    ],
+    ids=["scheduler", "adaptive_learning_rate"],
+)
+def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(halving):
     logger = MemoryLogger()
-    learn(make(learning_rate=4e-3, **{setting: halving[setting]}), logger=logger, log_every_n_steps=1)
+    learn(make(learning_rate=4e-3, optimizer=halving), logger=logger, log_every_n_steps=1)
     assert [rate for _, rate in logger.rows("train/learning_rate")] == pytest.approx([4e-3, 2e-3, 1e-3])
 
 
 def test_a_scheduler_steps_both():
-    step = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
-    model = make(learning_rate=1.0, optimizer={"critic": {"learning_rate": 5.0}, "scheduler": {"name": step}})
+    model = make(learning_rate=1.0, optimizer={"critic": {"learning_rate": 5.0}, "scheduler": STEP_LR})
     learn(model, 2)
     assert rates(model) == [[pytest.approx(0.01)], [pytest.approx(0.05)]]
 
@@ -278,10 +273,10 @@ def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
     assert_equal_parameters(model, before)
 
 
-@pytest.mark.parametrize("option", [{"optimizer": {"critic": {"learning_rate": 1e-3}}}, {"critic_optimizer": SGD}])
-def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(option):
+@pytest.mark.parametrize("critic", [{"learning_rate": 1e-3}, SGD])
+def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(critic):
     with pytest.raises(ConfigurationError, match=r"actor and critic share parameters: expected separate encoders"):
-        make(**merged({"policy": {"shared_encoder": True}}, option))
+        make(policy={"shared_encoder": True}, optimizer={"critic": critic})
 
 
 # -- groups of parameters
@@ -339,8 +334,8 @@ def test_groups_are_divided_among_two_optimisers():
     [
         ({"encoder": {}}, r"optimizer.groups='encoder' .* some of actor_encoder"),
         ({"*": {}, "value_head": {}}, r"optimizer.groups='value_head' .* that comes first"),
-        ({"value_head": {"lr": 1}}, r"parameter_groups: value_head=.* learning_rate_scale is for the rate"),
-        ({"value_head": {"momentum": 1}}, r"parameter_groups: value_head=.* options of .*\.FlatAdam, not mom"),
+        ({"value_head": {"lr": 1}}, r"optimizer.groups: value_head=.* learning_rate_scale is for the rate"),
+        ({"value_head": {"momentum": 1}}, r"optimizer.groups: value_head=.* options of .*\.FlatAdam, not mom"),
         ({"value_head": {"learning_rate_scale": -1}}, r"value_head: learning_rate_scale=-1 .* at least 0"),
         ({"value_head": 3}, r"optimizer.groups=.* dict of options"),
     ],
@@ -350,44 +345,43 @@ def test_groups_that_cannot_be_are_refused(options, message):
         make(optimizer={"groups": options})
 
 
-@pytest.mark.parametrize(
-    "other", [{"optimizer": {"anneal": True}}, {"lr_scheduler": "torch.optim.lr_scheduler.LRScheduler"}]
-)
-@pytest.mark.parametrize("name", ["learning_rate", "critic_learning_rate"])
-def test_only_one_thing_sets_a_learning_rate(name, other):
-    with pytest.raises(ConfigurationError, match=rf"{name}=.* a number, since {next(iter(other))} is given"):
-        make(**{name: {"kind": "linear", "start": 1.0, "end": 0.0}}, **other)
-
-
-SCHEDULERS = "torch.optim.lr_scheduler"
+@pytest.mark.parametrize("other", [{"anneal": True}, {"scheduler": {"name": "torch.optim.lr_scheduler.LRScheduler"}}])
+@pytest.mark.parametrize("of_critic", [False, True])
+def test_only_one_thing_sets_a_learning_rate(of_critic, other):
+    name = "optimizer.critic.learning_rate" if of_critic else "learning_rate"
+    options: dict[str, Any] = {"critic": {"learning_rate": LINE}} if of_critic else {}
+    with pytest.raises(
+        ConfigurationError, match=rf"^{name}=.* a number, since optimizer\.{next(iter(other))} is given"
+    ):
+        make(learning_rate=1.0 if of_critic else LINE, optimizer=options | other)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": torch.optim.LBFGS}, r"optimizer=.*LBFGS'.* missing 1 required positional argument: 'closure'"),
-        ({"optimizer": "torch.optim.SparseAdam"}, r"optimizer=.*SparseAdam'.* does not support dense gradients"),
-        ({"critic_optimizer": "torch.optim.LBFGS"}, r"critic_optimizer=.*LBFGS'.* without a closure"),
-        ({"optimizer": SGD | {"init_args": {"momentum": 1e300}}}, r"optimizer=.*1e\+300.* not finite"),
-        ({"optimizer": SGD | {"init_args": {"momentum": -1}}}, r"optimizer: .*SGD refused .* Invalid momentum"),
+        ({"name": torch.optim.LBFGS}, r"optimizer=.*LBFGS'.* missing 1 required positional argument: 'closure'"),
+        ({"name": "torch.optim.SparseAdam"}, r"optimizer=.*SparseAdam'.* does not support dense gradients"),
+        ({"critic": {"name": "torch.optim.LBFGS"}}, r"optimizer.critic=.*LBFGS'.* without a closure"),
+        (SGD | {"options": {"momentum": 1e300}}, r"optimizer=.*1e\+300.* not finite"),
+        (SGD | {"options": {"momentum": -1}}, r"optimizer: .*SGD refused .* Invalid momentum"),
         (
-            {"optimizer": SGD, "optimizer": {"groups": {"value_head": {"momentum": "x"}}}},
+            SGD | {"groups": {"value_head": {"momentum": "x"}}},
             r"optimizer=.* with optimizer.groups=.*'x'.* step fails",
         ),
         (
-            {"optimizer": {"scheduler": {"name": f"{SCHEDULERS}.CosineAnnealingLR", "options": {"T_max": 0}}}},
-            r"lr_scheduler=.*'T_max': 0.* is not valid \(step 1 fails, ZeroDivisionError",
+            {"scheduler": {"name": f"{SCHEDULERS}.CosineAnnealingLR", "options": {"T_max": 0}}},
+            r"optimizer.scheduler=.*'T_max': 0.* is not valid \(step 1 fails, ZeroDivisionError",
         ),
         (
-            {"optimizer": {"scheduler": {"name": f"{SCHEDULERS}.ExponentialLR", "options": {"gamma": float("nan")}}}},
-            r"lr_scheduler=.*'gamma': nan.*: learning rate after step 1=nan is not valid: expected a number at least 0",
+            {"scheduler": {"name": f"{SCHEDULERS}.ExponentialLR", "options": {"gamma": float("nan")}}},
+            r"optimizer.scheduler=.*'gamma': nan.*: learning rate after step 1=nan .* expected a number at least 0",
         ),
-        ({"lr_scheduler": f"{SCHEDULERS}.LRScheduler"}, r"lr_scheduler.*NotImplementedError"),
+        ({"scheduler": {"name": f"{SCHEDULERS}.LRScheduler"}}, r"optimizer.scheduler.*NotImplementedError"),
     ],
 )
 def test_an_optimizer_or_a_scheduler_that_cannot_take_a_step_is_refused_when_the_model_is_made(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
-        PPO(VECTOR, DISCRETE, **options)
+        PPO(VECTOR, DISCRETE, optimizer=options)
 
 
 class NeedsItsDevice(torch.optim.SGD):
@@ -405,16 +399,11 @@ def test_an_optimizer_of_another_package_is_tried_where_training_begins(monkeypa
         make_trainer().fit(model, data)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        {"class_path": "torch.optim.Adam", "init_args": {"capturable": True}},
-        {"class_path": "torch.optim.RMSprop", "init_args": {"capturable": True}},
-    ],
-)
-def test_an_optimizer_for_another_device_can_be_given_before_the_model_is_there(optimizer):
-    model = PPO(VECTOR, DISCRETE, optimizer=optimizer)
-    assert model.hparams["optimizer"] == optimizer
+@pytest.mark.parametrize("name", ["torch.optim.Adam", "torch.optim.RMSprop"])
+def test_an_optimizer_for_another_device_can_be_given_before_the_model_is_there(name):
+    model = PPO(VECTOR, DISCRETE, optimizer={"name": name, "options": {"capturable": True}})
+    assert model.options["optimizer.name"] == name
+    assert model.options["optimizer.options"] == {"capturable": True}
 
 
 def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
@@ -422,18 +411,17 @@ def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
     plain = PPO(VECTOR, DISCRETE)
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    tried = PPO(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam", "scheduler": {"name": STEP_LR}})
+    tried = PPO(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam", "scheduler": STEP_LR})
     assert torch.equal(torch.get_rng_state(), state)
     assert_equal_parameters(tried, parameters_of(plain))
     assert all(parameter.grad is None for parameter in tried.parameters())
 
 
-STEP_LR = {"class_path": f"{SCHEDULERS}.StepLR", "init_args": {"step_size": 1}}
-
-
 def test_a_scheduler_that_ends_before_the_run_says_so():
     data = make_data(rollouts_per_epoch=4)
-    scheduler = {"class_path": f"{SCHEDULERS}.OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 2}}
-    model = make_model(data, optimizer={"scheduler": {"name": scheduler}})
-    with pytest.raises(ConfigurationError, match=r"^lr_scheduler=.*OneCycleLR.* \(step 3 fails, ValueError: Tried"):
+    scheduler = {"name": f"{SCHEDULERS}.OneCycleLR", "options": {"max_lr": 0.1, "total_steps": 2}}
+    model = make_model(data, optimizer={"scheduler": scheduler})
+    with pytest.raises(
+        ConfigurationError, match=r"^optimizer.scheduler=.*OneCycleLR.* \(step 3 fails, ValueError: Tried"
+    ):
         make_trainer().fit(model, data)

@@ -30,16 +30,13 @@ pytestmark = [
 
 def make_actors(env_id="CartPole-v1", **options):
     small = {"num_actors": 1, "actor_start_method": "fork", "rollouts_per_epoch": 4}
-    return make_data(env_id, **merged(small, options))
+    return make_data(env_id, **small | options)
 
 
 def make(data, algorithm=IMPALA, **options):
     torch.manual_seed(0)
-    return algorithm(
-        data.observation_space,
-        data.action_space,
-        **merged({"policy": {"hidden_sizes": (8,)}, "learning_rate": 0.01}, options),
-    )
+    small = {"policy": {"hidden_sizes": (8,)}, "learning_rate": 0.01}
+    return algorithm(data.observation_space, data.action_space, **merged(small, options))
 
 
 def children():
@@ -160,7 +157,7 @@ def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, o
     assert any(not torch.equal(x, before[name]) for name, x in model.named_parameters())
     rollout = seen.rollouts[0]
     assert rollout.observations.dtype == torch.uint8 if env_id.startswith("ALE") else True
-    assert (rollout.memory is not None) == ("memory" in options)
+    assert (rollout.memory is not None) == ("policy" in options)
 
 
 def test_processes_may_be_spawned_and_precision_is_theirs_too():
@@ -203,7 +200,9 @@ def test_bad_options_are_refused(options, message):
 
 def test_an_algorithm_that_does_not_correct_for_lag_refuses_actors_before_it_begins():
     data = make_actors()
-    with pytest.raises(ConfigurationError, match=r"num_actors=1.*PPO learns from rollouts of the current policy alone"):
+    with pytest.raises(
+        ConfigurationError, match=r"actors.count=1.*PPO learns from rollouts of the current policy alone"
+    ):
         make_trainer().fit(make(data, PPO), data)
     assert data._source is None
 

@@ -8,15 +8,15 @@ import torch
 
 from lightning_rl.data.actors.transport import SharedWeights, WeightsLocked
 from lightning_rl.policies.actor_critic import ActorCritic
-from tests.helpers import DISCRETE, VECTOR, merged
+from tests.helpers import DISCRETE, VECTOR
 
 FORK = multiprocessing.get_context("fork")
 
 
 def make_policy(**options):
     torch.manual_seed(0)
-    given = {"policy": {"hidden_sizes": (512, 512)}, "normalization": {"observations": True, "values": "popart"}}
-    return ActorCritic(VECTOR, DISCRETE, **merged(given, options))
+    given = {"hidden_sizes": (512, 512), "normalize_observations": True, "value_normalization": "popart"}
+    return ActorCritic(VECTOR, DISCRETE, **given | options)
 
 
 def tensors(policy):

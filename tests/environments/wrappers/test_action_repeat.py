@@ -18,7 +18,7 @@ from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedAc
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, merged
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
 from tests.probes import Counter, Told, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -196,9 +196,10 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
     model = algorithm(
         data.observation_space,
         data.action_space,
+        policy={"hidden_sizes": (8,)},
         learning_rate=1e-2,
         gamma=0.5,
-        **merged({"policy": {"hidden_sizes": (8,)}}, options),
+        **options,
     )
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)

@@ -175,5 +175,5 @@ def test_fresh_policies_are_nearly_uniform_and_have_the_initial_deviation():
 
 
 def test_initial_deviation_out_of_range_is_refused():
-    with pytest.raises(ConfigurationError, match=r"policy.initial_log_std=nan .* expected a number at least -20"):
+    with pytest.raises(ConfigurationError, match=r"initial_log_std=nan .* expected a number at least -20"):
         make_action_head(spaces.Box(-1, 1, (1,)), 8, initial_log_std=math.nan)

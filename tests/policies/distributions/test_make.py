@@ -84,22 +84,18 @@ def test_a_head_of_ones_own_is_named_by_its_class():
 @pytest.mark.parametrize(
     ("space", "choice", "message"),
     [
-        (
-            BOX,
-            "normal",
-            r"policy.action_distribution='normal' is not valid: expected one of categorical, bernoulli, gaussian",
-        ),
-        (BOX, 3, r"policy.action_distribution=3 is not valid: expected one of"),
-        (BOX, {"std": "state_dependent"}, r"policy.action_distribution=.* with one of them as 'kind'"),
+        (BOX, "normal", r"action_distribution='normal' is not valid: expected one of categorical, bernoulli, gaussian"),
+        (BOX, 3, r"action_distribution=3 is not valid: expected one of"),
+        (BOX, {"std": "state_dependent"}, r"action_distribution=.* with one of them as 'kind'"),
         (
             spaces.Discrete(3),
             "beta",
-            r"policy.action_distribution='beta' .* distribution for Discrete\(3\); this one is for",
+            r"action_distribution='beta' .* distribution for Discrete\(3\); this one is for",
         ),
-        (OPEN, "beta", r"policy.action_distribution='beta' is not valid: .* finite bounds on every side"),
-        (OPEN, "squashed_gaussian", r"policy.action_distribution='squashed_gaussian' .* finite bounds on every side"),
+        (OPEN, "beta", r"action_distribution='beta' is not valid: .* finite bounds on every side"),
+        (OPEN, "squashed_gaussian", r"action_distribution='squashed_gaussian' .* finite bounds on every side"),
         (spaces.Box(1, 1, (1,)), "squashed_gaussian", r"'squashed_gaussian' .* finite bounds on every side, low below"),
-        (BOX, "categorical", r"policy.action_distribution='categorical' .* integer Box with at most 256 values"),
+        (BOX, "categorical", r"action_distribution='categorical' .* integer Box with at most 256 values"),
         (spaces.Box(0, 256, (1,), np.int64), None, r"action_space=Box.* integer Box with at most 256 values"),
         (spaces.Box(-(2**63), 2**63 - 1, (1,), np.int64), None, r"action_space=Box.* integer Box with at most 256"),
         (
@@ -112,7 +108,7 @@ def test_a_head_of_ones_own_is_named_by_its_class():
         (spaces.Dict(), None, r"action_space=Dict\(\) is not supported: expected parts"),
         (spaces.Dict({"a.b": BOX, "a": spaces.Dict({"b": BOX})}), None, r"expected parts, with a path of its own each"),
         (spaces.Box(-1, 1, (0,)), None, r"action_space=Box.* expected at least one component"),
-        (NESTED, "gaussian", r"policy.action_distribution='gaussian' .* the parts are arm.0, arm.1, move"),
+        (NESTED, "gaussian", r"action_distribution='gaussian' .* the parts are arm.0, arm.1, move"),
         (NESTED, {"arm": "beta"}, r"a mapping from parts of the action .* the parts are arm.0, arm.1, move"),
         (NESTED, {"arm.1": "beta"}, r"action_distribution.arm.1='beta' is not valid"),
         (BOX, {"kind": "beta", "std": 1}, r"action_distribution.kind=beta.*\['std'\].* options initialization"),
@@ -127,7 +123,7 @@ def test_a_head_of_ones_own_is_named_by_its_class():
         (BOX, {"kind": "gaussian", "max_std": 0.5}, r"initial_std=1.0 is not valid: expected initial_std within"),
         (BOX, {"kind": "gaussian", "initial_std": "x"}, r"action_distribution.initial_std='x' .* a number above 0"),
         (BOX, {"class_path": "torch.nn.Linear"}, r"action_distribution: torch.nn.Linear refused"),
-        (BOX, {"class_path": "nowhere.Head"}, r"class_path='nowhere.Head' cannot be imported"),
+        (BOX, {"class_path": "nowhere.Head"}, r"action_distribution='nowhere.Head' cannot be imported"),
     ],
 )
 def test_what_does_not_fit_is_named(space, choice, message):
@@ -196,7 +192,7 @@ def test_settings_are_stored_as_plain_data_and_made_again_from_it():
     stored = model.hparams["policy"]["action_distribution"]
     assert stored == {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}
     assert type(stored["arm.0"]["initial_std"]) is float
-    again = PPO(**{name: model.hparams[name] for name in ("observation_space", "action_space", "action_distribution")})
+    again = PPO(**{name: model.hparams[name] for name in ("observation_space", "action_space", "policy")})
     assert type(again.policy(torch.zeros(1, 3))[0].parts["arm"][0]) is SquashedGaussian
 
 

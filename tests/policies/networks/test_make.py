@@ -242,54 +242,38 @@ def test_an_encoder_that_cannot_be_tried_here_is_taken_at_its_word():
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
-        (
-            image_space(7, 7, 3),
-            {"policy": {"network": "nature"}},
-            r"policy.network='nature' .* at least 36x36 pixels, got 7x7",
-        ),
-        (spaces.Box(-1, 1, (3,)), {"policy": {"network": "nature"}}, r"observation_space=.*image of three dimensions"),
-        (
-            spaces.Box(-1, 1, (3,)),
-            {"policy": {"network": "resnet"}},
-            r"policy.network='resnet' .* expected auto, mlp, nature, impala",
-        ),
-        (
-            spaces.Box(-1, 1, (3,)),
-            {"policy": {"activation": "sigmoid"}},
-            r"policy.activation='sigmoid' .* expected one of tanh, relu",
-        ),
-        (
-            spaces.Box(-1, 1, (3,)),
-            {"policy": {"hidden_sizes": (64, 0)}},
-            r"policy.hidden_sizes=0 .* an integer of at least 1",
-        ),
+        (image_space(7, 7, 3), {"network": "nature"}, r"network='nature' .* at least 36x36 pixels, got 7x7"),
+        (spaces.Box(-1, 1, (3,)), {"network": "nature"}, r"observation_space=.*image of three dimensions"),
+        (spaces.Box(-1, 1, (3,)), {"network": "resnet"}, r"network='resnet' .* expected auto, mlp, nature, impala"),
+        (spaces.Box(-1, 1, (3,)), {"activation": "sigmoid"}, r"activation='sigmoid' .* expected one of tanh, relu"),
+        (spaces.Box(-1, 1, (3,)), {"hidden_sizes": (64, 0)}, r"hidden_sizes=0 .* an integer of at least 1"),
         (spaces.Text(3), {}, r"observation_space=Text.* expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict"),
         (
             spaces.Box(-1, 1, (3,)),
-            {"policy": {"network": "no.such.Thing"}},
-            r"network: class_path='no.such.Thing' cannot be imported",
+            {"network": "no.such.Thing"},
+            r"network='no.such.Thing' cannot be imported",
         ),
         (
             spaces.Box(-1, 1, (3,)),
-            {"policy": {"network": f"{__name__}.WithoutOutFeatures"}},
+            {"network": f"{__name__}.WithoutOutFeatures"},
             r"network: .*WithoutOutFeatures is not an encoder: expected .* 'out_features'",
         ),
         (
             spaces.Box(-1, 1, (3,)),
-            {"policy": {"network": {"class_path": f"{__name__}.PlainEncoder", "init_args": {"depth": 3}}}},
-            r"network: .*PlainEncoder refused init_args=\{'depth': 3\}",
+            {"network": {"class_path": f"{__name__}.PlainEncoder", "init_args": {"depth": 3}}},
+            r"network: .*PlainEncoder refused the arguments \{'depth': 3\}",
         ),
         (
             spaces.Box(-1, 1, (3,)),
-            {"policy": {"network": f"{__name__}.Boastful"}},
+            {"network": f"{__name__}.Boastful"},
             r"network: .*Boastful has out_features=9, but its forward made \[2, 8\] of 2 .*: expected \[2, 9\]",
         ),
         (
             spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-9, 9, (2, 2), np.float64)}),
-            {"policy": {"network": {"b": f"{__name__}.Boastful"}}},
+            {"network": {"b": f"{__name__}.Boastful"}},
             r"network\.b: .*Boastful has out_features=9, but",
         ),
-        (spaces.Box(-1, 1, (3,)), {"policy": {"network": {"width": 3}}}, r"policy.network=.* a dict with 'class_path'"),
+        (spaces.Box(-1, 1, (3,)), {"network": {"width": 3}}, r"network=.* a dict with 'class_path'"),
     ],
 )
 def test_error_names_the_field_the_value_and_what_was_expected(space, options, message):

@@ -74,17 +74,13 @@ def test_leaf_encoders_are_replaced_by_path():
 @pytest.mark.parametrize(
     ("space", "network", "message"),
     [
-        (
-            SENSORS,
-            {"lens": "mlp"},
-            r"policy.network=.* expected paths of leaves \(arm\.0, arm\.1, .*place\), got 'lens'",
-        ),
-        (SENSORS, {"arm": "mlp"}, r"policy.network=.* expected paths of leaves .*, got 'arm'"),
+        (SENSORS, {"lens": "mlp"}, r"network=.* expected paths of leaves \(arm\.0, arm\.1, .*place\), got 'lens'"),
+        (SENSORS, {"arm": "mlp"}, r"network=.* expected paths of leaves .*, got 'arm'"),
         (SENSORS, {"place": "nature"}, r"observation_space=.*image of three dimensions"),
         (SENSORS, {"place": "large"}, r"^network\.place='large' .* expected auto, mlp, nature, impala or a class_path"),
-        (SENSORS, {"place": "no.such.Thing"}, r"^network\.place: class_path='no.such.Thing' cannot be imported"),
-        (SENSORS, "nature", r"policy.network='nature' .* at least 36x36 pixels, got 6x6"),
-        (ROBOT, "impala", r"policy.network='impala' .* expected auto or mlp, since there is no image in Dict"),
+        (SENSORS, {"place": "no.such.Thing"}, r"^network\.place='no.such.Thing' cannot be imported"),
+        (SENSORS, "nature", r"network='nature' .* at least 36x36 pixels, got 6x6"),
+        (ROBOT, "impala", r"network='impala' .* expected auto or mlp, since there is no image in Dict"),
     ],
 )
 def test_networks_that_do_not_fit_are_refused(space, network, message):
