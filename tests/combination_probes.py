@@ -116,7 +116,7 @@ def data_options(combination: Combination) -> dict[str, Any]:
     observation, action, _, masked = combination
     return {
         "env_id": "tests.combination_probes:Probe/Combined-v0",
-        "env_kwargs": {"observation": observation, "action": action, "masked": masked},
+        "env": {"kwargs": {"observation": observation, "action": action, "masked": masked}},
         "action_mask": "info.action_mask" if masked else None,
         "rollout_length": 8,
     }

@@ -29,7 +29,7 @@ from lightning_rl import AtariPreprocessing, BehaviourCloning, OnPolicyAlgorithm
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.options import defaults_of, nested
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_trainer
+from tests.helpers import make_trainer, merged
 
 ALGORITHMS: list[type[Any]] = [
     found
@@ -256,7 +256,7 @@ def _spaces(env_id: str) -> dict[str, Any]:
 @cache
 def _recorded(env_id: str) -> Any:
     """Two episodes, as `predict` returns them."""
-    data = RolloutDataModule(env_id, eval_episodes=2, num_eval_envs=2, max_episode_steps=10, seed=0)
+    data = RolloutDataModule(env_id, evaluation={"episodes": 2, "num_envs": 2}, env={"max_episode_steps": 10}, seed=0)
     model = lightning_rl.PPO(**_spaces(env_id), policy={"hidden_sizes": (4,)})
     batches = make_trainer().predict(model, data)
     assert batches is not None
@@ -276,7 +276,7 @@ def make(case: Case) -> Any:
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
     else:
         small = {"env_id": case.env_id, "num_envs": 2, "rollout_length": 8, "rollouts_per_epoch": 2, "seed": 0}
-        small |= {"eval_episodes": 2, "max_episode_steps": 10}
+        small = merged(small, {"evaluation": {"episodes": 2}, "env": {"max_episode_steps": 10}})
         if "episodes" in known:
             small["episodes"] = _recorded(case.env_id)
     small = {name: value for name, value in small.items() if name in known}

@@ -89,7 +89,7 @@ def test_the_ratio_says_how_many_unrolls_are_replayed(ratio, count):
 
 
 def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_began_with():
-    data = make_data("Pendulum-v1", rollout_length=24, max_episode_steps=7, rollouts_per_epoch=2)
+    data = make_data("Pendulum-v1", rollout_length=24, env={"max_episode_steps": 7}, rollouts_per_epoch=2)
     torch.manual_seed(0)
     memory = {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}
     model = CLEAR(
@@ -167,13 +167,13 @@ def test_options_that_make_no_sense_are_refused(options, message):
             {},
             {"policy": {"memory": {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}}},
         ),
-        ("tests.mask_probes:Probe/Lights-v0", {"action_mask": "method.action_masks"}, {}),
+        ("tests.mask_probes:Probe/Lights-v0", {"env": {"action_mask": "method.action_masks"}}, {}),
         (PIXELS, {}, {"policy": {"network": "mlp"}}),
     ],
 )
 def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refused(env_id, data_options, options):
     """Distributions, memory and what truncated steps reached included; one byte less is too little."""
-    data = make_data(env_id, rollouts_per_epoch=1, max_episode_steps=1, **data_options)
+    data = make_data(env_id, rollouts_per_epoch=1, **merged({"env": {"max_episode_steps": 1}}, data_options))
 
     def fit(num_bytes: int) -> CLEAR:
         gib = num_bytes / 2**30

@@ -104,8 +104,10 @@ def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins
         num_envs=4,
         rollout_length=16,
         rollouts_per_epoch=80,
-        env_kwargs={"lengths": (4,), "ends": ("terminated",), "reward": 1.0},
-        wrappers=["tests.algorithms.test_critic_pretraining.StepAlone"],
+        env={
+            "kwargs": {"lengths": (4,), "ends": ("terminated",), "reward": 1.0},
+            "wrappers": ["tests.algorithms.test_critic_pretraining.StepAlone"],
+        },
     )
     torch.manual_seed(0)
     spaces = (data.observation_space, data.action_space)

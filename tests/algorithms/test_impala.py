@@ -126,7 +126,7 @@ def test_targets_of_an_older_rollout_are_those_of_vtrace_by_the_learners_values(
 
 def test_values_reached_are_those_of_the_collection_where_the_policy_is_the_same():
     """With memory, too, at the ends of episodes that were cut off."""
-    data = make_data("Pendulum-v1", rollout_length=24, max_episode_steps=7, rollouts_per_epoch=2)
+    data = make_data("Pendulum-v1", rollout_length=24, env={"max_episode_steps": 7}, rollouts_per_epoch=2)
     torch.manual_seed(0)
     memory = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
     model = IMPALA(data.observation_space, data.action_space, policy={"hidden_sizes": (8,), "memory": memory})
@@ -299,7 +299,7 @@ def test_importance_weights_are_1_when_a_rollout_arrives(algorithm, precision, b
 def test_it_learns(algorithm, env_id, memory):
     """A goal that is shown, and one that has to be remembered; chance is a mean return of 4 of 8, and of 0.5 of 1."""
     kwargs = {} if memory else {"action_space": {"type": "Discrete", "n": 2, "start": 0}}
-    data = make_data(env_id, env_kwargs=kwargs, num_envs=16, rollout_length=12, rollouts_per_epoch=120)
+    data = make_data(env_id, env={"kwargs": kwargs}, num_envs=16, rollout_length=12, rollouts_per_epoch=120)
     torch.manual_seed(0)
     model = algorithm(
         data.observation_space,

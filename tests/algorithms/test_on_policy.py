@@ -9,7 +9,7 @@ from lightning_rl import PPO, RolloutDataModule
 from tests.helpers import Recorder, assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
 NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
-SMALL = {"num_envs": 4, "rollout_length": 32, "rollouts_per_epoch": 4, "seed": 1, "eval_episodes": 2}
+SMALL = {"num_envs": 4, "rollout_length": 32, "rollouts_per_epoch": 4, "seed": 1, "evaluation": {"episodes": 2}}
 
 
 class UnsizedLoader:
@@ -126,7 +126,7 @@ def test_evaluation_leaves_normalisers_alone():
 @pytest.mark.parametrize("sampling", [True, False])
 def test_training_ends_with_the_same_bits_however_it_is_watched(options, sampling):
     def train(**options: Any) -> PPO:
-        data = make_data(rollouts_per_epoch=3, eval_deterministic=not sampling)
+        data = make_data(rollouts_per_epoch=3, evaluation={"deterministic": not sampling})
         model = make_model(data, **NORMALIZED)
         make_trainer(**options).fit(model, data)
         return model

@@ -60,7 +60,7 @@ def moved(model, by=0.3):
 
 def collected(memory=None):
     """Rollouts of the policy that `make` begins with."""
-    data = make_data("CartPole-v1", rollout_length=24, num_envs=3, max_episode_steps=9, rollouts_per_epoch=1)
+    data = make_data("CartPole-v1", rollout_length=24, num_envs=3, env={"max_episode_steps": 9}, rollouts_per_epoch=1)
     torch.manual_seed(0)
     policy = {"hidden_sizes": (8,), "memory": memory}
     model = OverlappedPPO(data.observation_space, data.action_space, policy=policy, **SGD)

@@ -239,7 +239,7 @@ def test_distributions_of_the_policy_that_acted_stay_what_they_were(memory):
 
 
 def test_it_learns_with_nested_actions_from_environments():
-    data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": NESTED})
+    data = make_data("tests.probes:Probe/Aim-v0", env={"kwargs": {"action_space": NESTED}})
     model = PPOKLPenalty(data.observation_space, data.action_space, adaptive_kl_target=1e-6, **SMALL)
     recorder = Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)

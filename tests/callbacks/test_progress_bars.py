@@ -65,7 +65,7 @@ def rich_bar(live=True, **kwargs):
 
 
 def data():
-    return RolloutDataModule("CartPole-v1", 2, 32, 4, eval_episodes=3, seed=0)
+    return RolloutDataModule("CartPole-v1", 2, 32, 4, evaluation={"episodes": 3}, seed=0)
 
 
 def model(kind=PPO):
@@ -430,7 +430,7 @@ def test_command_line_keeps_the_bar_of_the_configuration_and_has_the_env_step_ba
         "--max_env_steps=1024",
         "--trainer.accelerator=cpu",
     ]
-    arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--data.eval_episodes=1"]
+    arguments += [f"--trainer.default_root_dir={tmp_path}", "--trainer.logger=false", "--data.evaluation.episodes=1"]
     for given, expected in (
         ([], EnvStepProgressBar),
         (["--trainer.callbacks=lightning.pytorch.callbacks.TQDMProgressBar"], TQDMProgressBar),

@@ -186,7 +186,7 @@ def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
     [
         (BLIND, {}, "cannot be filmed: expected an environment with the render mode 'rgb_array'"),
         ("CartPole-v1", {"backend": "envpool"}, "backend='envpool' is not valid: expected sync, async, or native"),
-        (DRAWN, {"env_kwargs": {"width": 0}}, r"render\(\) returned uint8 \[9, 0, 3\]: expected a picture"),
+        (DRAWN, {"env": {"kwargs": {"width": 0}}}, r"render\(\) returned uint8 \[9, 0, 3\]: expected a picture"),
     ],
 )
 def test_what_cannot_be_filmed_is_said_before_training(env_id, options, message):
@@ -199,7 +199,7 @@ def test_what_cannot_be_filmed_is_said_before_training(env_id, options, message)
 def test_environments_in_processes_and_native_ones_are_filmed_by_their_single_version():
     make_data("CartPole-v1", backend="native").check_filmable()
     make_data(DRAWN, backend="async").check_filmable()
-    spec = make_data(DRAWN, backend="async", on_env_failure="restart", step_timeout=3).eval_spec.for_filming()
+    spec = make_data(DRAWN, backend="async", env={"on_failure": "restart", "step_timeout": 3}).eval_spec.for_filming()
     assert (spec.backend, spec.on_env_failure, spec.step_timeout) == ("sync", "raise", None)
 
 
@@ -253,7 +253,7 @@ def test_a_failing_environment_ends_no_run_in_which_others_are_replaced(tmp_path
 
     monkeypatch.setattr(Drawn, "render", fail)
     with pytest.warns(UserWarning, match=r"no video at 64 .*the screen is gone"):
-        trained(VideoRecorder(ROLLOUT * 2, dirpath=tmp_path), epochs=1, on_env_failure="restart")
+        trained(VideoRecorder(ROLLOUT * 2, dirpath=tmp_path), epochs=1, env={"on_failure": "restart"})
     assert list(tmp_path.iterdir()) == []  # nothing half done
     with pytest.raises(Exception, match="the screen is gone"):
         trained(VideoRecorder(ROLLOUT * 2, dirpath=tmp_path), epochs=1)
@@ -281,8 +281,13 @@ def test_the_policy_is_filmed_as_it_is_evaluated(tmp_path):
 
 
 def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
-    arguments = ["predict", "--model=PPO", f"--data.env_id={DRAWN}", "--data.imports=[tests.callbacks.test_video]"]
-    arguments += ["--data.eval_episodes=3", "--data.num_eval_envs=2", "--trainer.accelerator=cpu", "--data.seed=1"]
+    arguments = ["predict", "--model=PPO", f"--data.env_id={DRAWN}", "--data.env.imports=[tests.callbacks.test_video]"]
+    arguments += [
+        "--data.evaluation.episodes=3",
+        "--data.evaluation.num_envs=2",
+        "--trainer.accelerator=cpu",
+        "--data.seed=1",
+    ]
     main(arguments)
     plain = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
@@ -301,7 +306,7 @@ def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
 def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch):
     import minari
 
-    data = make_data(DRAWN, previous_action=True, eval_episodes=3)
+    data = make_data(DRAWN, env={"previous_action": True}, evaluation={"episodes": 3})
     recorder = EpisodeRecorder(tmp_path, ["minari"])
     model = make_model(data)
     (episodes,) = make_trainer(callbacks=[recorder]).predict(model, data)
@@ -309,7 +314,7 @@ def test_a_minari_data_set_is_what_was_played(tmp_path, monkeypatch):
     assert "MINARI_DATASETS_PATH" not in os.environ
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
     found = list(minari.load_dataset("Drawn-v0/ppo-v0").iterate_episodes())
-    ours = RecordedEpisodes(DRAWN, f"minari:{recorder.dataset}", previous_action=True)
+    ours = RecordedEpisodes(DRAWN, f"minari:{recorder.dataset}", env={"previous_action": True})
     assert len(found) == 3 and len(ours._steps["rewards"]) == 15
     for episode, other in zip(episodes, found, strict=True):
         for name in ("observation", "previous_action"):

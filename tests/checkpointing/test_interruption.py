@@ -85,8 +85,8 @@ def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: 
         num_envs=2,
         rollout_length=16,
         rollouts_per_epoch=3,
-        eval_episodes=1,
-        training_wrappers=["tests.checkpointing.test_interruption.Interrupts"],
+        evaluation={"episodes": 1},
+        env={"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]},
     )
     options: dict[str, Any] = {"num_minibatches": 2, "num_epochs": 3, "policy": {"hidden_sizes": (8,)}}
     model = PPOInterrupted(data.observation_space, data.action_space, optimizer={"anneal": True}, **options)

@@ -37,8 +37,7 @@ from tests.nested_probes import PAIR
 _FAILS = derive_seed(derive_seed(3, TRAINING, 0, 1, 0), 1)
 FRAGILE: dict[str, Any] = {
     "env_id": "tests.probes:Probe/Fragile-v0",
-    "env_kwargs": {"episode_seed": _FAILS},
-    "on_env_failure": "restart",
+    "env": {"kwargs": {"episode_seed": _FAILS}, "on_failure": "restart"},
 }
 
 HYBRID = space_to_dict(
@@ -91,7 +90,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "box2d": ({"env_id": "LunarLander-v3"}, {"target_kl": 0.001}),
     "mujoco": ({"env_id": "Hopper-v5"}, {"normalization": {"rewards": True}}),
     "minigrid": (
-        {"env_id": "MiniGrid-Empty-5x5-v0", "wrappers": ["minigrid.wrappers.ImgObsWrapper"]},
+        {"env_id": "MiniGrid-Empty-5x5-v0", "env": {"wrappers": ["minigrid.wrappers.ImgObsWrapper"]}},
         {"num_epochs": 1},
     ),
     "lives": ({"env_id": "ALE/Breakout-v5", "num_envs": 2}, {"num_epochs": 1}),
@@ -138,11 +137,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # A warm-up that the stop falls into the end of.
     "critic_warmup": ({"env_id": "CartPole-v1"}, {"optimizer": {"critic_warmup_steps": 217}}),
     "learned_repeat": (
-        {"env_id": "CartPole-v1", "learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True},
+        {"env_id": "CartPole-v1", "env": {"learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True}},
         {"algorithm": CLEAR},
     ),
     "clear_with_memory": (
-        {"env_id": "Pendulum-v1", "max_episode_steps": 31},
+        {"env_id": "Pendulum-v1", "env": {"max_episode_steps": 31}},
         {
             "algorithm": CLEAR,
             "replay_policy": "fifo",
@@ -172,7 +171,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         # A length that leaves episodes, of eight steps, in their middle.
         {
             "env_id": "tests.probes:Probe/Aim-v0",
-            "env_kwargs": {"action_space": HYBRID},
+            "env": {"kwargs": {"action_space": HYBRID}},
             "num_envs": 4,
             "rollout_length": 23,
         },
@@ -187,7 +186,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"normalization": {"observations": True}, "policy": {"critic_only": ["answer"]}, "num_epochs": 1},
     ),
     "tuple": (
-        {"env_id": "tests.probes:Probe/Space-v0", "env_kwargs": {"observation_space": PAIR}, "backend": "async"},
+        {"env_id": "tests.probes:Probe/Space-v0", "env": {"kwargs": {"observation_space": PAIR}}, "backend": "async"},
         {
             "policy": {"network": "mlp", "discrete_encoding": "embedding"},
             "normalization": {"observations": True},
@@ -197,26 +196,26 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wrapper_options": (
         {
             "env_id": "Pendulum-v1",
-            "max_episode_steps": 31,
-            "action_repeat": 2,
-            "reward_scale": 0.5,
-            "reward_clip": "soft_asymmetric",
-            "frame_stack": 3,
-            "flatten_observations": True,
-            "previous_action": True,
-            "previous_reward": True,
+            "env": {
+                "max_episode_steps": 31,
+                "action_repeat": 2,
+                "reward_scale": 0.5,
+                "reward_clip": "soft_asymmetric",
+                "frame_stack": 3,
+                "flatten_observations": True,
+                "previous_action": True,
+                "previous_reward": True,
+            },
         },
         {"normalization": {"observations": True}},
     ),
     "previous_nested_action": (
         {
             "env_id": "tests.probes:Probe/Aim-v0",
-            "env_kwargs": {"action_space": HYBRID},
+            "env": {"kwargs": {"action_space": HYBRID}, "previous_action": True, "previous_reward": True},
             "num_envs": 4,
             "rollout_length": 23,
             "backend": "async",
-            "previous_action": True,
-            "previous_reward": True,
         },
         {"num_epochs": 1},
     ),
@@ -224,8 +223,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         # A length that leaves episodes, of three steps, in their middle.
         {
             "env_id": "tests.mask_probes:Probe/Invalid-v0",
-            "env_kwargs": kwargs_of("hybrid"),
-            "action_mask": "info.action_mask",
+            "env": {"kwargs": kwargs_of("hybrid"), "action_mask": "info.action_mask"},
             "num_envs": 4,
             "rollout_length": 25,
         },
@@ -234,8 +232,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "conditional_masks": (
         {
             "env_id": "tests.mask_probes:Probe/Invalid-v0",
-            "env_kwargs": kwargs_of("pair", conditional=True, where="method"),
-            "action_mask": "method.action_masks",
+            "env": {
+                "kwargs": kwargs_of("pair", conditional=True, where="method"),
+                "action_mask": "method.action_masks",
+            },
             "num_envs": 4,
             "rollout_length": 25,
             "backend": "async",
@@ -245,14 +245,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "restarts": (FRAGILE, {"normalization": {"rewards": True}}),
     "memory": ({"env_id": "CartPole-v1"}, {"policy": {"memory": "lstm", "shared_encoder": True}, "num_minibatches": 3}),
     "memory_of_each": (
-        {"env_id": "tests.probes:Probe/Random-v0", "on_env_failure": "restart"},
+        {"env_id": "tests.probes:Probe/Random-v0", "env": {"on_failure": "restart"}},
         {
             "policy": {"memory": {"kind": "gru", "hidden_size": 8, "sequence_length": 8, "burn_in": 5}},
             "normalization": {"observations": True},
             "num_minibatches": 3,
         },
     ),
-    "restarted_workers": (FRAGILE | {"backend": "async"}, {}),
+    "restarted_workers": (merged(FRAGILE, {"backend": "async"}), {}),
 }
 
 _LONG_EPISODES = ("ALE/Breakout-v5", "Hopper-v5", "LunarLander-v3")
@@ -288,7 +288,9 @@ def _fit(
 ) -> OnPolicyAlgorithm:
     seed_everything(3, verbose=False)
     data = RolloutDataModule(
-        **{"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "eval_episodes": 1} | data_options
+        **merged(
+            {"num_envs": 3, "rollout_length": 24, "rollouts_per_epoch": 3, "evaluation": {"episodes": 1}}, data_options
+        )
     )
     options = merged({"algorithm": PPO, "policy": {"hidden_sizes": (8,)}}, model_options)
     algorithm: type[OnPolicyAlgorithm] = options.pop("algorithm")
@@ -409,7 +411,7 @@ def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(t
 
 def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> None:
     """The observations of such a one are what they were, its rewards are not."""
-    SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "wrappers": ["gymnasium.wrappers.NormalizeReward"]}, {})
+    SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "env": {"wrappers": ["gymnasium.wrappers.NormalizeReward"]}}, {})
     try:
         fit("remembers", tmp_path / "first", 2)
         with pytest.warns(UserWarning, match=r"environments 0, 1, 2 of CartPole-v1 .* could not be taken back"):
@@ -470,7 +472,7 @@ def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_
 
 def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) -> None:
     limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 10}}
-    walker = {"env_id": "BipedalWalker-v3", "training_wrappers": [limit]}
+    walker = {"env_id": "BipedalWalker-v3", "env": {"training_wrappers": [limit]}}
     short = {"data": walker, "limit_val_batches": 0}
     fit("continuous", tmp_path / "first", 2, **short)
     with pytest.warns(UserWarning, match="of BipedalWalker-v3 .* could not be taken back"):
@@ -508,7 +510,7 @@ def test_a_checkpoint_saved_where_there_was_nothing_to_train_goes_on_exactly(lim
 def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "first", 2)
     checkpoint = str(tmp_path / "first/after_2.ckpt")
-    data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, eval_episodes=1, seed=123)
+    data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, evaluation={"episodes": 1}, seed=123)
     model = PPO(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
     trainer.test(model, data, ckpt_path=checkpoint, verbose=False)

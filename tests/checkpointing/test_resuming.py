@@ -214,10 +214,10 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     ("data", "said"),
     [
         ({"seed": 11}, "seed=11 (before: 3), of evaluation and of further environments; others go on with the seeds"),
-        ({"env_kwargs": {"sutton_barto_reward": True}}, "env_kwargs={'sutton_barto_reward': True} (before: {})"),
+        ({"env": {"kwargs": {"sutton_barto_reward": True}}}, "env.kwargs={'sutton_barto_reward': True} (before: {})"),
         (
-            {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]},
-            "wrappers=[{'class_path': 'tests.checkpointing.test_interruption.Interrupts', 'init_args': {}}] "
+            {"env": {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]}},
+            "env.wrappers=[{'class_path': 'tests.checkpointing.test_interruption.Interrupts', 'init_args': {}}] "
             "(before: [])",
         ),
     ],
@@ -371,10 +371,10 @@ def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
 @pytest.mark.parametrize("first", [1, 2])
 def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first, tmp_path):
     """Ranks that were not there have no metrics to go on from: all of them must begin with the same ones."""
-    data = {"on_env_failure": "restart"}
+    data = {"env": {"on_failure": "restart"}}
     before = {"data": data, "model": {"debug": {"max_skipped_updates": 3}}, "log_every_n_steps": 100}
     after = {
-        "data": {"on_env_failure": "raise"},
+        "data": {"env": {"on_failure": "raise"}},
         "model": {"debug": {"max_skipped_updates": 0}},
         "log_every_n_steps": 1,
     }

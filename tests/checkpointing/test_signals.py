@@ -84,7 +84,7 @@ def stored() -> int:
 
 WORKERS = [
     "--data.backend=async",
-    "--data.wrappers=[slow.Slow]",
+    "--data.env.wrappers=[slow.Slow]",
     "--max_env_steps=100000",
     "--trainer.limit_val_batches=0",
 ]
@@ -169,7 +169,7 @@ def test_slurm_sends_its_signal_to_the_workers_too_and_the_requeued_job_goes_on(
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly(goes_on):
     ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=640"]
-    with started(*ranks, "--data.wrappers=[slow.Slow]") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]") as process:
         wait_for(LAST.exists)
         others = descendants(process.pid)
         os.kill(process.pid, signal.SIGTERM)  # to the first rank alone
@@ -181,10 +181,10 @@ def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly(goes_on):
     if not goes_on:
         return
     Path("slow.py").write_text(SLOW.format(seconds=0))
-    with started(*ranks, "--data.wrappers=[slow.Slow]", "--ckpt_path=last") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]", "--ckpt_path=last") as process:
         assert process.wait(60) == 0, process.stderr.read()
     LAST.rename("resumed.ckpt")
-    with started(*ranks, "--data.wrappers=[slow.Slow]") as process:
+    with started(*ranks, "--data.env.wrappers=[slow.Slow]") as process:
         assert process.wait(60) == 0, process.stderr.read()
     whole = Path("runs/ppo/CartPole-v1/version_1/checkpoints/last.ckpt")
     assert differences(run_state(Path("resumed.ckpt")), run_state(whole)) == []

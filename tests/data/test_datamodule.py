@@ -21,7 +21,7 @@ from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, merged, parameters_of
 from tests.probes import Told
 
 
@@ -54,8 +54,8 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
         "none": ({"limit_val_batches": 0}, {}),
         "every rollout": ({"val_check_interval": 1, "limit_val_batches": 1.0}, {}),
         "sanity check": ({"val_check_interval": 1, "limit_val_batches": 1.0, "num_sanity_val_steps": 1}, {}),
-        "samples": ({"limit_val_batches": 1.0, "val_check_interval": 2}, {"eval_deterministic": False}),
-        "many": ({"limit_val_batches": 1.0}, {"eval_episodes": 7, "num_eval_envs": 3}),
+        "samples": ({"limit_val_batches": 1.0, "val_check_interval": 2}, {"evaluation": {"deterministic": False}}),
+        "many": ({"limit_val_batches": 1.0}, {"evaluation": {"episodes": 7, "num_envs": 3}}),
     }
     expected, validations = None, {}
     for name, (trainer_options, data_options) in kinds.items():
@@ -75,7 +75,7 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
 
 @pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
 def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(backend):
-    data = make_data(backend=backend, eval_episodes=5, num_eval_envs=2)
+    data = make_data(backend=backend, evaluation={"episodes": 5, "num_envs": 2})
     attach(data, policy=Told(action=lambda o: (o[..., 2] > 0).long()))
     first = summary(data.run_episodes())
     data.collect()
@@ -87,12 +87,12 @@ def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(b
 
 
 def test_evaluation_with_samples_is_the_same_each_time_too():
-    data = make_data(eval_deterministic=False, eval_episodes=4)
+    data = make_data(evaluation={"deterministic": False, "episodes": 4})
     model = make_model(data)
     trainer = make_trainer(limit_val_batches=1.0)
     played = [trainer.predict(model, data)[0] for _ in range(2)]
     assert summary(played[0]) == summary(played[1])
-    deterministic = make_trainer().predict(model, make_data(eval_episodes=4))[0]
+    deterministic = make_trainer().predict(model, make_data(evaluation={"episodes": 4}))[0]
     assert summary(deterministic) != summary(played[0])
 
 
@@ -102,7 +102,9 @@ def test_evaluation_with_samples_is_the_same_each_time_too():
 def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes, world_size, num_eval_envs):
     counts, played = [], []
     for rank in range(world_size):
-        data = make_data("Probe/Random-v0", eval_episodes=eval_episodes, num_eval_envs=num_eval_envs, env_kwargs={})
+        data = make_data(
+            "Probe/Random-v0", evaluation={"episodes": eval_episodes, "num_envs": num_eval_envs}, env={"kwargs": {}}
+        )
         episodes = attach(data, rank, world_size).run_episodes()
         counts.append(len(episodes))
         played += summary(episodes)
@@ -113,7 +115,9 @@ def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes,
 
 def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
     """3 episodes in each of two environments and 2 in the others, wherever the short ones are."""
-    data = make_data("Probe/Counter-v0", eval_episodes=10, num_eval_envs=4, env_kwargs={"lengths": [1, 9, 4]})
+    data = make_data(
+        "Probe/Counter-v0", evaluation={"episodes": 10, "num_envs": 4}, env={"kwargs": {"lengths": [1, 9, 4]}}
+    )
     assert [e.length for e in attach(data).run_episodes()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
     data.teardown("validate")
 
@@ -121,21 +125,24 @@ def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
 def test_evaluation_has_raw_rewards_and_whole_episodes():
     """Wrappers for training only, which double rewards and cut episodes here, are left out; the others are not."""
     double = "tests.probes.DoubleReward"
-    options = {"env_kwargs": {"lengths": [5], "reward": 1.0}, "rollout_length": 6}
-    data = attach(make_data("Probe/Counter-v0", training_wrappers=[double], **options))
+    options = {"env": {"kwargs": {"lengths": [5], "reward": 1.0}}, "rollout_length": 6}
+    data = attach(make_data("Probe/Counter-v0", **merged({"env": {"training_wrappers": [double]}}, options)))
     rollout = data.collect()
     assert (rollout.rewards == 2).all() and rollout.episodes.lengths == [3, 3, 3, 3]
     assert summary(data.run_episodes()) == [(5, 5.0)] * 2
     data.teardown("fit")
-    both = attach(make_data("Probe/Counter-v0", wrappers=[double], **options))
+    both = attach(make_data("Probe/Counter-v0", **merged({"env": {"wrappers": [double]}}, options)))
     assert summary(both.run_episodes()) == [(3, 6.0)] * 2
     both.teardown("validate")
 
 
 def test_evaluation_of_games_counts_the_score_of_whole_games():
-    options = {"num_envs": 1, "rollout_length": 60, "eval_episodes": 1}
+    options = {"num_envs": 1, "rollout_length": 60, "evaluation": {"episodes": 1}}
     data = attach(
-        make_data("ALE/Breakout-v5", atari=AtariPreprocessing(noop_max=0, repeat_action_probability=0.0), **options),
+        make_data(
+            "ALE/Breakout-v5",
+            **merged({"env": {"atari": AtariPreprocessing(noop_max=0, repeat_action_probability=0.0)}}, options),
+        ),
         policy=Told(value=lambda o: torch.zeros(o.shape[:-3]), action=lambda o: torch.full(o.shape[:-3], 2)),
     )
     rollout = data.collect()
@@ -147,9 +154,9 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
 
 
 def test_more_evaluation_episodes_take_more_environments():
-    data = attach(make_data(eval_episodes=2))
+    data = attach(make_data(evaluation={"episodes": 2}))
     assert len(data.run_episodes()) == 2
-    data.eval_episodes = 5
+    data.evaluation.episodes = 5
     assert len(data.run_episodes()) == 5
     assert data._evaluator.environments.num_envs == 5
     data.teardown("validate")
@@ -191,7 +198,7 @@ def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwa
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
-    failing = {"env_kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "num_envs": 1}
+    failing = {"env": {"kwargs": {"how": "raise", "at": 2, "episode_seed": None}}, "num_envs": 1}
     for play, role in (("collect", ""), ("run_episodes", "evaluation ")):
         data = attach(make_data("Probe/Failing-v0", **failing), rank, 2)
         with pytest.raises(
@@ -204,7 +211,7 @@ def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
 
 
 def test_each_rank_tells_of_the_first_environment_that_it_replaced():
-    failing = {"env_kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "on_env_failure": "restart"}
+    failing = {"env": {"kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "on_failure": "restart"}}
     data = attach(make_data("Probe/Failing-v0", **failing), 1, 2)
     with pytest.warns(UserWarning, match=r"^rank 1: environment 0 .* raised in step: .* was made anew"):
         data.collect()
@@ -233,7 +240,7 @@ def test_evaluation_has_other_seeds_than_training(monkeypatch):
 
 
 def test_statistics_are_frozen_in_evaluation():
-    data = make_data("HalfCheetah-v5", env_kwargs={"max_episode_steps": 20})
+    data = make_data("HalfCheetah-v5", env={"kwargs": {"max_episode_steps": 20}})
     model = make_model(data, normalization={"observations": True, "rewards": True})
     trainer = make_trainer()
     trainer.fit(model, data)
@@ -306,7 +313,7 @@ def test_environments_are_closed_after_training_and_after_a_failure():
             raise RuntimeError("stop here")
 
     for callbacks in ([], [Interrupt()]):
-        data = make_data(backend="async", eval_episodes=1)
+        data = make_data(backend="async", evaluation={"episodes": 1})
         model = make_model(data)
         try:
             make_trainer(callbacks=callbacks, limit_val_batches=1.0).fit(model, data)
@@ -319,9 +326,9 @@ def test_environments_are_closed_after_training_and_after_a_failure():
 
 
 def test_spaces_are_those_that_the_policy_sees():
-    data = make_data("MiniGrid-Empty-5x5-v0", wrappers=["minigrid.wrappers.ImgObsWrapper"])
+    data = make_data("MiniGrid-Empty-5x5-v0", env={"wrappers": ["minigrid.wrappers.ImgObsWrapper"]})
     assert data.observation_space.shape == (7, 7, 3) and data.action_space.n == 7
-    atari = make_data("ALE/Pong-v5", backend="envpool", atari=AtariPreprocessing(frame_stack=2))
+    atari = make_data("ALE/Pong-v5", backend="envpool", env={"atari": AtariPreprocessing(frame_stack=2)})
     assert atari.observation_space == spaces.Box(0, 255, (2, 84, 84), "uint8")
     assert make_data(num_envs=3, rollout_length=5).rollout_shape == (5, 3)
 
@@ -344,16 +351,22 @@ def test_asking_for_the_spaces_starts_no_workers_and_leaves_no_process(monkeypat
         ({"num_envs": True}, "^num_envs=True is not valid"),
         ({"rollout_length": -1}, "^rollout_length=-1 is not valid"),
         ({"rollouts_per_epoch": 0}, "^rollouts_per_epoch=0 is not valid"),
-        ({"eval_episodes": 0}, "^eval_episodes=0 is not valid"),
-        ({"num_eval_envs": 0}, "^num_eval_envs=0 is not valid"),
+        ({"evaluation": {"episodes": 0}}, "^evaluation.episodes=0 is not valid"),
+        ({"evaluation": {"num_envs": 0}}, "^evaluation.num_envs=0 is not valid"),
         ({"seed": -1}, "^seed=-1 is not valid: expected an integer of at least 0, or None$"),
         ({"seed": 1.5}, "^seed=1.5 is not valid"),
-        ({"eval_deterministic": "no"}, "^eval_deterministic='no' is not valid: expected true or false$"),
+        (
+            {"evaluation": {"deterministic": "no"}},
+            "^evaluation.deterministic='no' is not valid: expected true or false$",
+        ),
         ({"info_keys": "score"}, "^info_keys='score' is not valid: expected a list of keys$"),
         ({"backend": "threads"}, "^backend='threads' is not valid"),
-        ({"step_timeout": -1.0, "backend": "async"}, "^step_timeout=-1.0 is not valid"),
-        ({"wrappers": [{"path": "x"}]}, "^wrappers={'path': 'x'} is not valid: expected a dict with 'class_path'"),
-        ({"training_wrappers": [lambda env: env]}, "^training_wrappers=<function .* cannot be stored"),
+        ({"env": {"step_timeout": -1.0}, "backend": "async"}, "^env.step_timeout=-1.0 is not valid"),
+        (
+            {"env": {"wrappers": [{"path": "x"}]}},
+            "^env.wrappers={'path': 'x'} is not valid: expected a dict with 'class_path'",
+        ),
+        ({"env": {"training_wrappers": [lambda env: env]}}, "^env.training_wrappers=<function .* cannot be stored"),
     ],
 )
 def test_options_out_of_range_are_refused_at_once(options, message):
@@ -362,8 +375,8 @@ def test_options_out_of_range_are_refused_at_once(options, message):
 
 
 def test_wrapper_for_training_only_that_changes_the_spaces_is_refused():
-    data = make_data(training_wrappers=[{"class_path": "gymnasium.wrappers.TimeAwareObservation"}])
-    with pytest.raises(ConfigurationError, match=r"^training_wrappers=\['gymnasium.wrappers.Time.*'\] change"):
+    data = make_data(env={"training_wrappers": [{"class_path": "gymnasium.wrappers.TimeAwareObservation"}]})
+    with pytest.raises(ConfigurationError, match=r"^env.training_wrappers=\['gymnasium.wrappers.Time.*'\] change"):
         _ = data.observation_space
 
 
@@ -382,7 +395,7 @@ def test_wrapper_for_training_only_that_changes_the_spaces_is_refused():
     ],
 )
 def test_unsupported_observation_space_is_named_with_what_is_supported(space, message):
-    data = make_data("Probe/Space-v0", env_kwargs={"observation_space": space})
+    data = make_data("Probe/Space-v0", env={"kwargs": {"observation_space": space}})
     with pytest.raises(ConfigurationError, match=message) as caught:
         PPO(data.observation_space, data.action_space)
     expected = "expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these"
@@ -392,7 +405,7 @@ def test_unsupported_observation_space_is_named_with_what_is_supported(space, me
 @pytest.mark.parametrize("space", [spaces.Box(0, 256, (2,), int), spaces.Dict(a=spaces.Box(-(2**40), 0, (1,), int))])
 def test_unsupported_action_space_is_named_with_what_is_supported(space):
     kwargs = {"observation_space": spaces.Box(-1, 1, (2,)), "action_space": space}
-    data = make_data("Probe/Space-v0", env_kwargs=kwargs)
+    data = make_data("Probe/Space-v0", env={"kwargs": kwargs})
     with pytest.raises(ConfigurationError, match=r"^action_space=Box.* is not supported: expected Discrete"):
         PPO(data.observation_space, data.action_space)
 
@@ -400,7 +413,7 @@ def test_unsupported_action_space_is_named_with_what_is_supported(space):
 @pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))])
 def test_action_space_of_another_kind_is_named_with_what_is_supported(space):
     kwargs = {"observation_space": spaces.Box(-1, 1, (2,)), "action_space": space}
-    data = make_data("Probe/Space-v0", env_kwargs=kwargs)
+    data = make_data("Probe/Space-v0", env={"kwargs": kwargs})
     with pytest.raises(
         ConfigurationError, match=r"^action_space(\.a)?: (Text|Sequence) is not supported; expected Box, Disc"
     ):

@@ -21,7 +21,7 @@ class Slow(gymnasium.Wrapper):
 
 
 def test_seconds_in_environments_and_policy_are_logged():
-    data = make_data(wrappers=["tests.data.test_profiling.Slow"])
+    data = make_data(env={"wrappers": ["tests.data.test_profiling.Slow"]})
     model = make_model(data)
     trainer = make_trainer(log_every_n_steps=1)
     trainer.fit(model, data)

@@ -205,20 +205,22 @@ def test_rewards_are_scaled_and_clipped_as_those_of_arrays_are(clip):
 
 
 def test_reward_options_apply_in_training_alone_and_others_are_refused():
-    data = make_data(ID, backend="torch", num_envs=4, reward_scale=100.0)
+    data = make_data(ID, backend="torch", num_envs=4, env={"reward_scale": 100.0})
     trainer = make_trainer(limit_val_batches=1)
     model = make_model(data)
     trainer.fit(model, data)
     assert trainer.callback_metrics["val/episode_return"] > -7 * 4 > trainer.callback_metrics["rollout/episode_return"]
-    with pytest.raises(ConfigurationError, match=r"^frame_stack=2 is not valid: expected its default for environments"):
-        make_trainer().fit(make_model(data), make_data(ID, backend="torch", frame_stack=2))
+    with pytest.raises(
+        ConfigurationError, match=r"^env.frame_stack=2 is not valid: expected its default for environments"
+    ):
+        make_trainer().fit(make_model(data), make_data(ID, backend="torch", env={"frame_stack": 2}))
 
 
 def test_evaluation_gets_by_without_final_observations():
     """What the last step led to is not known: the observation before it is recorded in its place."""
     played = []
     for tells_final in (True, False):
-        data = make_data(ID, backend="torch", env_kwargs={"tells_final": tells_final})
+        data = make_data(ID, backend="torch", env={"kwargs": {"tells_final": tells_final}})
         (episodes,) = make_trainer().predict(make_model(data), data)
         played.append(episodes)
     for told, other in zip(*played, strict=True):
@@ -228,7 +230,9 @@ def test_evaluation_gets_by_without_final_observations():
 
 
 def test_a_run_trains_evaluates_and_learns():
-    data = make_data(ID, backend="torch", num_envs=64, rollout_length=14, rollouts_per_epoch=30, eval_episodes=20)
+    data = make_data(
+        ID, backend="torch", num_envs=64, rollout_length=14, rollouts_per_epoch=30, evaluation={"episodes": 20}
+    )
     model = make_model(data, learning_rate=3e-3, num_minibatches=4, num_epochs=4)
     trainer = make_trainer(limit_val_batches=1, num_sanity_val_steps=1)
     trainer.validate(model, data, verbose=False)
@@ -258,7 +262,9 @@ def test_a_run_resumes_bit_for_bit(tmp_path, memory):
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])
 def test_masks_that_are_observed_and_memory_go_with_tensors(mode):
     """The environment raises if an action is not valid, in training and evaluation."""
-    data = make_data(f"tests.torch_environments:{MASKED_ID}", backend="torch", env_kwargs={"mode": mode}, num_envs=4)
+    data = make_data(
+        f"tests.torch_environments:{MASKED_ID}", backend="torch", env={"kwargs": {"mode": mode}}, num_envs=4
+    )
     model, recorder = make_model(data, policy={"memory": "gru"}, learning_rate=1e-2), Recorder()
     trainer = make_trainer(callbacks=[recorder], limit_val_batches=1)
     trainer.fit(model, data)

@@ -9,6 +9,7 @@ from lightning_rl.environments.atari import SeededGame
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import merged
 
 BREAKOUT = "ALE/Breakout-v5"
 NOOP, FIRE, RIGHT, LEFT = range(4)
@@ -18,7 +19,7 @@ CALM = {"noop_max": 0, "repeat_action_probability": 0.0}
 
 def game(env_id=BREAKOUT, *, evaluation=False, **options):
     """One game as the backends `sync` and `async` make it."""
-    spec = EnvironmentSpec(env_id, atari=AtariPreprocessing(**CALM | options), evaluation=evaluation)
+    spec = EnvironmentSpec(env_id, atari=AtariPreprocessing(**merged(CALM, options)), evaluation=evaluation)
     return make_single(spec, find_spec(env_id), ())
 
 
@@ -279,10 +280,10 @@ def test_stickiness_is_that_of_the_id_unless_given(env_id, probability):
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({"frame_stack": 1}, (1, 84, 84)),
-        ({"frame_stack": 2, "screen_size": 64}, (2, 64, 64)),
-        ({"grayscale": False, "frame_stack": 1}, (84, 84, 3)),
-        ({"grayscale": False, "frame_stack": 2}, (6, 84, 84)),
+        ({"env": {"frame_stack": 1}}, (1, 84, 84)),
+        ({"env": {"frame_stack": 2}, "screen_size": 64}, (2, 64, 64)),
+        ({"grayscale": False, "env": {"frame_stack": 1}}, (84, 84, 3)),
+        ({"grayscale": False, "env": {"frame_stack": 2}}, (6, 84, 84)),
     ],
 )
 def test_shape_of_observations(options, shape):
@@ -303,7 +304,7 @@ def test_stacked_frames_are_in_order_with_the_latest_last():
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
 def test_other_backends_have_the_same_spaces(backend):
-    options = {"frame_stack": 2, "screen_size": 64}
+    options = {"env": {"frame_stack": 2}, "screen_size": 64}
     environments = batch(backend, **options)
     env = game(**options)
     assert environments.single_observation_space == env.observation_space
@@ -431,7 +432,7 @@ def test_option_that_a_backend_lacks_is_refused(backend, options, message):
     ("options", "field"),
     [
         ({"frame_skip": 0}, "atari.frame_skip=0"),
-        ({"frame_stack": 1.5}, "atari.frame_stack=1.5"),
+        ({"env": {"frame_stack": 1.5}}, "atari.frame_stack=1.5"),
         ({"screen_size": -1}, "atari.screen_size=-1"),
         ({"noop_max": -1}, "atari.noop_max=-1"),
         ({"noop_max": 2.5}, "atari.noop_max=2.5"),
@@ -464,5 +465,5 @@ def test_ram_is_not_preprocessed_and_refuses_options_for_frames():
 
 def test_options_are_refused_for_an_environment_that_is_no_game():
     spec = EnvironmentSpec("CartPole-v1", atari=AtariPreprocessing())
-    with pytest.raises(ConfigurationError, match=r"^atari=.*: expected None, since CartPole-v1 is no Atari game"):
+    with pytest.raises(ConfigurationError, match=r"^env.atari=.*: expected None, since CartPole-v1 is no Atari game"):
         make_environments(spec, 1, [0])

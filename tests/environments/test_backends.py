@@ -10,9 +10,10 @@ from gymnasium.vector import AutoresetMode
 from lightning_rl.environments import EnvironmentSpec, make_environments
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import merged
 from tests.probes import Told, collect, make_batch, make_collector
 
-MINIGRID = {"wrappers": ({"class_path": "minigrid.wrappers.ImgObsWrapper", "init_args": {}},)}
+MINIGRID = {"env": {"wrappers": ({"class_path": "minigrid.wrappers.ImgObsWrapper", "init_args": {}},)}}
 DOUBLE = {"class_path": "tests.probes.DoubleReward", "init_args": {}}
 DOUBLE_VECTOR = {"class_path": "tests.probes.DoubleVectorReward", "init_args": {}}
 
@@ -36,14 +37,16 @@ DOUBLE_VECTOR = {"class_path": "tests.probes.DoubleVectorReward", "init_args": {
         ("LunarLander-v3", "sync", {}),
         ("LunarLander-v3", "sync", {"continuous": True}),
         ("MiniGrid-Empty-5x5-v0", "sync", MINIGRID),
-        ("Blackjack-v1", "sync", {"wrappers": ({"class_path": "gymnasium.wrappers.FlattenObservation"},)}),
+        ("Blackjack-v1", "sync", {"env": {"wrappers": ({"class_path": "gymnasium.wrappers.FlattenObservation"},)}}),
         ("FrozenLake-v1", "sync", {}),
         ("FrozenLake-v1", "envpool", {}),
     ],
 )
 def test_one_rollout_of_every_family_and_backend(env_id, backend, options):
     if "wrappers" in options:
-        options = options | {"wrappers": tuple({"init_args": {}} | wrapper for wrapper in options["wrappers"])}
+        options = merged(
+            options, {"env": {"wrappers": tuple({"init_args": {}} | wrapper for wrapper in options["wrappers"])}}
+        )
     environments = make_batch(env_id, 2, backend=backend, **options)
     torch.manual_seed(0)
     policy = ActorCritic(environments.single_observation_space, environments.single_action_space)
@@ -108,7 +111,9 @@ def test_continuous_actions_are_clipped_for_the_environment_and_stored_as_drawn(
 def test_wrappers_of_single_and_of_vector_environments_are_both_applied(backend):
     options = {"lengths": (9,), "reward": 1.0, "backend": backend}
     rewards = {
-        names: collect("Probe/Counter-v0", 4, Told(), wrappers=wrappers, **options).rewards[0, 0].item()
+        names: collect("Probe/Counter-v0", 4, Told(), **merged({"env": {"wrappers": wrappers}}, options))
+        .rewards[0, 0]
+        .item()
         for names, wrappers in {
             "none": (),
             "single": (DOUBLE,),
@@ -121,14 +126,16 @@ def test_wrappers_of_single_and_of_vector_environments_are_both_applied(backend)
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
 def test_vectorised_backends_take_vector_wrappers_and_refuse_others(backend):
-    rollout = collect("CartPole-v1", 4, Told(), backend=backend, wrappers=(DOUBLE_VECTOR,))
+    rollout = collect("CartPole-v1", 4, Told(), backend=backend, env={"wrappers": (DOUBLE_VECTOR,)})
     assert rollout.rewards.tolist() == [[2.0]] * 4
-    with pytest.raises(ConfigurationError, match=r"^wrappers=\['tests.probes.DoubleReward'\] wrap single environments"):
-        make_batch("CartPole-v1", backend=backend, wrappers=(DOUBLE,))
+    with pytest.raises(
+        ConfigurationError, match=r"^env.wrappers=\['tests.probes.DoubleReward'\] wrap single environments"
+    ):
+        make_batch("CartPole-v1", backend=backend, env={"wrappers": (DOUBLE,)})
 
 
 def test_time_limit_and_other_arguments_reach_the_environment():
-    rollout = collect("CartPole-v1", 9, Told(), max_episode_steps=3)
+    rollout = collect("CartPole-v1", 9, Told(), env={"max_episode_steps": 3})
     assert rollout.truncated[:, 0].tolist() == [False, False, True] * 3
     environments = make_batch("LunarLander-v3", continuous=True)
     assert isinstance(environments.single_action_space, spaces.Box)

@@ -138,7 +138,7 @@ def record(rollout, first_observation) -> Tape:
 
 @pytest.mark.parametrize("backend", ["envpool", "native"])
 def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitions(backend):
-    environments = make_batch("CartPole-v1", backend=backend, max_episode_steps=9)
+    environments = make_batch("CartPole-v1", backend=backend, env={"max_episode_steps": 9})
     assert environments.mode is NEXT
     model = make_model(environments, normalization={"observations": False})
     rollout = make_collector(environments, 63, torch.float64).collect(Greedy(model.policy))

@@ -94,7 +94,7 @@ def test_a_step_of_four_values_is_refused_by_name(env_id):
     step = (np.zeros(3, np.float32), 1.0, True, {})
     expected = rf"expected of lightning_rl_tests/{env_id}-v0 a step\(action\) that returns five values"
     with pytest.raises(EnvironmentFailure, match=OLD.format(1, r"not enough values to unpack.*got 4\)", expected)):
-        play(env_id, env_kwargs={"step": step})
+        play(env_id, env={"kwargs": {"step": step}})
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_a_step_of_four_values_is_refused_by_name(env_id):
 def test_a_reset_of_old_is_refused_by_name(env_id, kwargs, why):
     expected = rf"expected of lightning_rl_tests/{env_id}-v0 a reset\(\*, seed=None, options=None\) that returns two"
     with pytest.raises(EnvironmentFailure, match=OLD.format(0, why, expected)):
-        play(env_id, env_kwargs=kwargs)
+        play(env_id, env={"kwargs": kwargs})
 
 
 def test_a_mistake_of_the_environments_own_is_told_as_it_is():
     with pytest.raises(EnvironmentFailure, match=r"raised in step: ValueError: not enough values to unpack"):
-        play(wrappers=[f"{__name__}.Unpacks"])
+        play(env={"wrappers": [f"{__name__}.Unpacks"]})
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
@@ -124,11 +124,11 @@ def test_an_observation_that_its_space_cannot_hold_is_refused(backend):
     with pytest.raises(
         EnvironmentFailure, match=r"environment [01] .* returned an observation of float64, .*: expected ui"
     ):
-        play(backend=backend, env_kwargs=kwargs)
+        play(backend=backend, env={"kwargs": kwargs})
 
 
 def test_an_observation_outside_of_its_bounds_is_warned_of_once(recwarn):
-    play(env_kwargs={"first": 2.5})
+    play(env={"kwargs": {"first": 2.5}})
     (message,) = [str(one.message) for one in recwarn if "space" in str(one.message)]
     assert message == (
         "lightning_rl_tests/Given-v0 returned an observation outside of its space: (entry 0) 2.5: expected -1.0 to 1.0"
@@ -156,7 +156,7 @@ def test_a_later_observation_that_loses_as_its_space_has_it_is_refused_by_name(a
     kwargs = {"space": spaces.Dict(img=PIXELS, speed=UNIT), "observations": observations}
     where = rf"environment [01] \(episode {at // 4}, seed \d+, step {at % 4}\)"
     with pytest.raises(EnvironmentFailure, match=rf"(?m)^{where} returned an observation img {what}; the .*DtypeObs"):
-        play("Series", 5, backend=backend, env_kwargs=kwargs)
+        play("Series", 5, backend=backend, env={"kwargs": kwargs})
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
@@ -166,7 +166,7 @@ def test_a_later_observation_that_loses_nothing_is_taken_by_every_backend(nested
     given = [BYTES, BYTES.astype(np.float32), BYTES.tolist(), BYTES.astype(object), BYTES.astype(np.int64), BYTES]
     space = spaces.Dict(img=PIXELS) if nested else PIXELS
     observations = [{"img": x} for x in given] if nested else given
-    seen, finals = play("Series", 4, backend=backend, env_kwargs={"space": space, "observations": observations})
+    seen, finals = play("Series", 4, backend=backend, env={"kwargs": {"space": space, "observations": observations}})
     for x in seen + finals:
         x = x["img"] if nested else x
         assert x.dtype == np.uint8 and (x == BYTES).all()
@@ -212,7 +212,7 @@ def test_flags_and_info_of_another_kind_are_refused_by_name(kwargs, step, what, 
     with pytest.raises(
         EnvironmentFailure, match=rf"(?m)^environment [01] \(episode 0, seed \d+, step {step}\) returned {what}$"
     ):
-        play(backend=backend, env_kwargs=kwargs)
+        play(backend=backend, env={"kwargs": kwargs})
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_is_no_boolean_is_not(flag):
 def test_failures_of_these_kinds_restart_environments_too():
     kwargs = {"step": (ZEROS, 0.0, None, False, {})}
     with pytest.raises(EnvironmentFailure, match=r"returned terminated None.*; 3 restarts in a row"):
-        play(steps=5, on_env_failure="restart", env_kwargs=kwargs)
+        play(steps=5, env={"on_failure": "restart", "kwargs": kwargs})
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ envpool = pytest.importorskip("envpool")
     ],
 )
 def test_families_with_a_time_limit_are_trained_and_evaluated(env_id):
-    data = make_data(env_id, backend="envpool", max_episode_steps=12, eval_episodes=3)
+    data = make_data(env_id, backend="envpool", env={"max_episode_steps": 12}, evaluation={"episodes": 3})
     model = make_model(data, normalization={"rewards": True})
     trainer = make_trainer(limit_val_batches=1.0)
     trainer.fit(model, data)
@@ -35,7 +35,7 @@ def test_families_with_a_time_limit_are_trained_and_evaluated(env_id):
 @needs_procgen
 def test_procgen_is_trained_on_the_levels_that_are_asked_for():
     levels = {"num_levels": 2, "start_level": 40}
-    data = make_data("BigfishEasy-v0", backend="envpool", env_kwargs=levels, info_keys=["level_seed"])
+    data = make_data("BigfishEasy-v0", backend="envpool", env={"kwargs": levels}, info_keys=["level_seed"])
     model = make_model(data)
     trainer = make_trainer(log_every_n_steps=2)
     trainer.fit(model, data)
@@ -48,7 +48,7 @@ def test_procgen_is_trained_on_the_levels_that_are_asked_for():
 @needs_procgen
 def test_the_limit_of_procgen_cannot_be_changed():
     with pytest.raises(ConfigurationError, match=r"^max_episode_steps=5 is not valid: expected None for Procgen games"):
-        make_data("BigfishEasy-v0", backend="envpool", max_episode_steps=5).observation_space  # noqa: B018
+        make_data("BigfishEasy-v0", backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
 
 
 def test_a_library_that_envpool_lacks_is_named():

@@ -21,7 +21,7 @@ from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, make_
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
-from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
+from tests.helpers import assert_equal_parameters, make_trainer, merged, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
 from tests.programs import Program
 
@@ -43,7 +43,9 @@ SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
 
 
 def failing(how, at=3, **options):
-    options = {"lengths": (5,), "step_timeout": 1.0 if options.get("backend") == "async" else None} | options
+    options = merged(
+        {"lengths": (5,), "env": {"step_timeout": 1.0 if options.get("backend") == "async" else None}}, options
+    )
     return make_batch("Probe/Failing-v0", 4, how=how, at=at, episode_seed=SEED, **options)
 
 
@@ -160,7 +162,7 @@ def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interr
     signum, handler, error, on_env_failure
 ):
     wrapper = {"class_path": f"{__name__}.SendsSignal", "init_args": {"signum": int(signum)}}
-    environments = make_batch("Probe/Counter-v0", wrappers=(wrapper,), on_env_failure=on_env_failure)
+    environments = make_batch("Probe/Counter-v0", env={"wrappers": (wrapper,), "on_failure": on_env_failure})
     environments.reset()
     before = signal.signal(signum, handler)
     try:
@@ -183,9 +185,9 @@ def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_pat
     monkeypatch.syspath_prepend(str(tmp_path))
     wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
     with pytest.raises(ConfigurationError, match=r"^wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"):
-        make_batch("Probe/Counter-v0", wrappers=(wrapper,))
+        make_batch("Probe/Counter-v0", env={"wrappers": (wrapper,)})
     with pytest.raises(ConfigurationError, match=r"^imports: module 'a_script' cannot be imported \(SystemExit: 0\)"):
-        make_batch("Probe/Counter-v0", imports=("a_script",))
+        make_batch("Probe/Counter-v0", env={"imports": ("a_script",)})
     gymnasium.register("Probe/Ends-v0", lambda: sys.exit(0))
     with pytest.raises(ConfigurationError, match=r"^env_id='Probe/Ends-v0' cannot .*: SystemExit: 0 \(at .*\)$"):
         make_batch("Probe/Ends-v0")
@@ -235,8 +237,8 @@ READS = "the environment that reads the spaces of Probe/Counter-v0"
         ("sync", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
         ("async", "raise", "close", f"{READS} raised in close: OSError: the port is taken"),
         ("async", "SystemExit", "close", f"{READS} raised in close: SystemExit: 0"),
-        ("async", "hang", "close", f"{READS} did not close within step_timeout=0.5 seconds"),
-        ("async", "hang", "reset", f"{READS} was not made within step_timeout=0.5 seconds"),
+        ("async", "hang", "close", f"{READS} did not close within env.step_timeout=0.5 seconds"),
+        ("async", "hang", "reset", f"{READS} was not made within env.step_timeout=0.5 seconds"),
         ("async", "die", "close", f"{READS} is gone: its process died with exit code 9"),
     ],
 )
@@ -244,7 +246,7 @@ def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(b
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how, "where": where}}
     timeout, mask = 0.5 if backend == "async" else None, "info.mask" if where == "reset" else None
     data = RolloutDataModule(
-        "Probe/Counter-v0", backend=backend, wrappers=[wrapper], step_timeout=timeout, action_mask=mask
+        "Probe/Counter-v0", backend=backend, env={"wrappers": [wrapper], "step_timeout": timeout, "action_mask": mask}
     )
     start = time.perf_counter()
     with pytest.raises(EnvironmentFailure) as caught:
@@ -255,7 +257,7 @@ def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(b
 
 def test_spaces_that_vector_wrappers_change_are_read_within_the_time_limit_too():
     wrappers = ["tests.probes.DoubleVectorReward"]
-    data = RolloutDataModule("Probe/Counter-v0", backend="async", wrappers=wrappers, step_timeout=20.0)
+    data = RolloutDataModule("Probe/Counter-v0", backend="async", env={"wrappers": wrappers, "step_timeout": 20.0})
     assert data.action_space.n == 3
 
 
@@ -271,7 +273,9 @@ def test_environments_that_cannot_be_closed_are_named_after_training():
 
 def test_what_ended_a_run_is_raised_though_the_environments_cannot_be_closed():
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": "raise"}}
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 1, env_kwargs={"how": "raise", "at": 2, "episode_seed": None})
+    data = RolloutDataModule(
+        "Probe/Failing-v0", 2, 6, 1, env={"kwargs": {"how": "raise", "at": 2, "episode_seed": None}}
+    )
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     data._sampler.spec = dataclasses.replace(data.spec, wrappers=(wrapper,))
     with pytest.warns(UserWarning, match="raised in close: OSError"), pytest.raises(EnvironmentFailure, match="step 2"):
@@ -303,7 +307,7 @@ def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
     assert step == 5 + at and 1 <= seconds < 10
     # In the step that hangs in a reset the episode before it has not been seen to end.
     where = f"(episode 1, seed {SEED}, step 3)" if at else f"(episode 0, seed {derive_seed(seeds_of(4)[2], 0)}, step 5)"
-    assert str(error) == f"environment 2 {where} gave no answer within step_timeout=1 seconds"
+    assert str(error) == f"environment 2 {where} gave no answer within env.step_timeout=1 seconds"
     assert gone(workers)
 
 
@@ -335,7 +339,7 @@ def test_worker_killed_from_outside_between_two_steps_is_named():
 
 def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.workers._GRACE", 0.3)
-    environments = failing("hang", backend="async", step_timeout=100.0)
+    environments = failing("hang", backend="async", env={"step_timeout": 100.0})
     workers = [process.pid for process in environments.env.processes]
     environments.reset()
     for _ in range(7):
@@ -352,7 +356,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     script = (
         "import numpy as np\n"
         "from tests.environments.test_failures import failing\n"
-        "environments = failing('hang', backend='async', step_timeout=1000.0)\n"
+        "environments = failing('hang', backend='async', env.step_timeout=1000.0)\n"
         "environments.reset()\n"
         "print(*(process.pid for process in environments.env.processes), flush=True)\n"
         "while True:\n"
@@ -426,9 +430,11 @@ def test_what_a_worker_cannot_send_is_named():
 )
 def test_failure_in_evaluation_is_named_too(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
-    options = {"env_kwargs": {"how": how, "at": 2, "episode_seed": seed}, "seed": 0, "eval_episodes": 2}
+    options = {"env": {"kwargs": {"how": how, "at": 2, "episode_seed": seed}}, "evaluation": {"episodes": 2}, "seed": 0}
     timeout = 1.0 if backend == "async" else None
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, step_timeout=timeout, **options)
+    data = RolloutDataModule(
+        "Probe/Failing-v0", 2, 6, 10, backend=backend, **merged({"env": {"step_timeout": timeout}}, options)
+    )
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(
         EnvironmentFailure, match=rf"^evaluation environment 1 \(episode 0, seed {seed}, step 2\) (r|is gone|gave no)"
@@ -439,7 +445,7 @@ def test_failure_in_evaluation_is_named_too(backend, how):
 @pytest.mark.parametrize("play", ["test", "predict"])
 def test_failure_in_a_test_or_prediction_is_one_of_evaluation(play):
     options = {"how": "raise", "at": 2, "episode_seed": None}
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=2)
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env={"kwargs": options}, evaluation={"episodes": 2}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(EnvironmentFailure, match=r"^evaluation environment 0 \(episode 0, seed \d+, step 2\) raised"):
         getattr(make_trainer(), play)(model, data)
@@ -466,7 +472,9 @@ def test_environments_of_evaluation_are_called_so_by_every_backend(env_id, backe
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_an_environment_of_evaluation_that_is_replaced_is_called_so(how):
     options = {"how": how, "at": 2, "episode_seed": derive_seed(seeds_of(1)[0], 0)}
-    environments = make_batch("Probe/Failing-v0", backend="async", on_env_failure="restart", evaluation=True, **options)
+    environments = make_batch(
+        "Probe/Failing-v0", backend="async", **merged({"env": {"on_failure": "restart"}, "evaluation": True}, options)
+    )
     try:
         environments.reset()
         for _ in range(2):
@@ -532,7 +540,7 @@ def test_first_offender_is_named_although_the_reward_of_a_later_step_is_bad_too(
 def test_failure_in_training_stops_before_the_optimiser_step(how):
     seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 2)  # run, training, rank, environment 1, start; episode 2
     options = {"how": how, "at": 2, "episode_seed": seed}
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, eval_episodes=1)
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env={"kwargs": options}, evaluation={"episodes": 1}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     steps = []
     model.on_train_batch_end = lambda *_: steps.append(parameters_of(model))
@@ -547,7 +555,7 @@ def test_failure_in_training_stops_before_the_optimiser_step(how):
 def test_failure_in_training_leaves_no_worker_behind():
     seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 0)
     options = {"how": "kill", "at": 4, "episode_seed": seed}
-    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env_kwargs=options, seed=0, backend="async")
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env={"kwargs": options}, seed=0, backend="async")
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(EnvironmentFailure, match="is gone"):
         make_trainer().fit(model, data)

@@ -60,7 +60,7 @@ def test_unknown_id_that_is_near_to_nothing_is_refused_with_how_to_import_a_pack
         make("FlappyBird-v0")
     assert str(caught.value) == (
         "env_id='FlappyBird-v0' is unknown: expected a registered environment id; a package that registers it is "
-        "imported by package:FlappyBird-v0, or by --data.imports [package]"
+        "imported by package:FlappyBird-v0, or by --data.env.imports [package]"
     )
 
 
@@ -80,7 +80,7 @@ def test_text_in_minigrid_observations_is_refused_with_the_wrapper_that_helps():
     data = RolloutDataModule("MiniGrid-Empty-5x5-v0")
     with pytest.raises(ConfigurationError, match=r"mission: MissionSpace is not supported.* minigrid.wrappers.ImgObs"):
         PPO(data.observation_space, data.action_space)
-    wrapped = RolloutDataModule("MiniGrid-Empty-5x5-v0", wrappers=["minigrid.wrappers.ImgObsWrapper"])
+    wrapped = RolloutDataModule("MiniGrid-Empty-5x5-v0", env={"wrappers": ["minigrid.wrappers.ImgObsWrapper"]})
     assert PPO(wrapped.observation_space, wrapped.action_space).observation_space.shape == (7, 7, 3)
 
 
@@ -103,7 +103,7 @@ def fail_with_text(**_):
 )
 def test_an_error_in_a_constructor_keeps_type_message_and_place(backend, constructor, message, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Broken-v0", EnvSpec("Broken-v0", entry_point=constructor))
-    with pytest.raises(ConfigurationError, match=f"^env_id='Broken-v0' cannot be made with env_kwargs={{}}: {message}"):
+    with pytest.raises(ConfigurationError, match=f"^env_id='Broken-v0' cannot be made with env.kwargs={{}}: {message}"):
         _ = RolloutDataModule("Broken-v0", backend=backend).observation_space
 
 
@@ -177,18 +177,18 @@ def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("env_id", "options"),
     [
-        ("CartPole-v1", {"env_kwargs": {"gravity": 1}}),
-        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "async"}),
-        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "native"}),
-        ("CartPole-v1", {"env_kwargs": {"gravity": 1}, "backend": "envpool"}),
-        ("LunarLander-v3", {"env_kwargs": {"gravity": 99.0}}),
-        ("ALE/Pong-v5", {"env_kwargs": {"mode": 77}}),
+        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}}),
+        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "async"}),
+        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "native"}),
+        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "envpool"}),
+        ("LunarLander-v3", {"env": {"kwargs": {"gravity": 99.0}}}),
+        ("ALE/Pong-v5", {"env": {"kwargs": {"mode": 77}}}),
     ],
 )
 def test_arguments_that_the_environment_refuses_are_named(env_id, options):
     with pytest.raises(ConfigurationError) as caught:
         make(env_id, **options)
-    assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env_kwargs={options['env_kwargs']!r}: ")
+    assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env.kwargs={options['env_kwargs']!r}: ")
 
 
 def test_environment_without_a_vectorised_version_is_refused_for_native():
@@ -201,24 +201,30 @@ def test_environment_without_a_vectorised_version_is_refused_for_native():
 @pytest.mark.parametrize(
     ("wrapper", "message"),
     [
-        ("no.such.Wrapper", r"^wrappers='no.such.Wrapper' cannot be imported"),
-        ("gymnasium.wrappers.NoSuch", r"^wrappers='gymnasium.wrappers.NoSuch' cannot be imported"),
-        ("gymnasium.make", r"^wrappers='gymnasium.make' is not valid: expected the path of a class"),
+        ("no.such.Wrapper", r"^env.wrappers='no.such.Wrapper' cannot be imported"),
+        ("gymnasium.wrappers.NoSuch", r"^env.wrappers='gymnasium.wrappers.NoSuch' cannot be imported"),
+        ("gymnasium.make", r"^env.wrappers='gymnasium.make' is not valid: expected the path of a class"),
         ("gymnasium.wrappers.TimeLimit", r"^wrappers: gymnasium.wrappers.TimeLimit refused the arguments \{\}"),
     ],
 )
 def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
     with pytest.raises(ConfigurationError, match=message):
-        make("CartPole-v1", wrappers=({"class_path": wrapper, "init_args": {}},))
+        make("CartPole-v1", env={"wrappers": ({"class_path": wrapper, "init_args": {}},)})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"backend": "threads"}, "^backend='threads' is not valid: expected one of sync, async, .*, torch, envpool$"),
-        ({"step_timeout": 1.0}, "^step_timeout=1.0 is not valid: expected None unless backend is 'async'$"),
-        ({"step_timeout": 0.0, "backend": "async"}, "^step_timeout=0.0 is not valid: expected a number above 0"),
-        ({"step_timeout": float("inf"), "backend": "async"}, "^step_timeout=inf is not valid"),
+        (
+            {"env": {"step_timeout": 1.0}},
+            "^env.step_timeout=1.0 is not valid: expected None unless backend is 'async'$",
+        ),
+        (
+            {"env": {"step_timeout": 0.0}, "backend": "async"},
+            "^env.step_timeout=0.0 is not valid: expected a number above 0",
+        ),
+        ({"env": {"step_timeout": float("inf")}, "backend": "async"}, "^env.step_timeout=inf is not valid"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):

@@ -16,7 +16,7 @@ from lightning_rl.environments.seeding import EVALUATION, TRAINING, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.training.reward_normalization import RewardNormalizer
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import MemoryLogger, make_trainer
+from tests.helpers import MemoryLogger, make_trainer, merged
 from tests.probes import Told, make_batch, make_collector, seeds_of
 
 INDEX, EPISODE = 2, 1
@@ -38,7 +38,7 @@ FAILURES = [
     ("async", "inf reward", "returned reward inf: expected a finite number that float32 can hold"),
     ("async", "kill", "is gone: its worker process died with exit code -9"),
     ("async", "exit", "is gone: its worker process died with exit code 3"),
-    ("async", "hang", "gave no answer within step_timeout=1 seconds"),
+    ("async", "hang", "gave no answer within env.step_timeout=1 seconds"),
 ]
 
 
@@ -58,7 +58,7 @@ class MadeOnce(gymnasium.Wrapper):
 def failing(request):
     def make(how, at=3, episode_seed=SEED, num_envs=4, **options):
         timeout = 1.0 if options.get("backend") == "async" else None
-        options = {"lengths": (5,), "step_timeout": timeout, "on_env_failure": "restart"} | options
+        options = merged({"lengths": (5,), "env": {"step_timeout": timeout, "on_failure": "restart"}}, options)
         environments = make_batch("Probe/Failing-v0", num_envs, how=how, at=at, episode_seed=episode_seed, **options)
         request.addfinalizer(environments.close)
         return environments
@@ -225,7 +225,10 @@ def test_environment_that_fails_now_and_then_does_not_end_the_run(failing):
 def test_environment_that_cannot_be_made_again_ends_the_run(failing):
     MadeOnce.made = 0
     environments = failing(
-        "raise", num_envs=1, episode_seed=None, wrappers=({"class_path": f"{__name__}.MadeOnce", "init_args": {}},)
+        "raise",
+        num_envs=1,
+        episode_seed=None,
+        env={"wrappers": ({"class_path": f"{__name__}.MadeOnce", "init_args": {}},)},
     )
     with pytest.raises(EnvironmentFailure, match=r"in the making of a new environment: .*OSError: the port is taken"):
         make_collector(environments, 5).collect(policy())
@@ -264,9 +267,14 @@ def test_worker_that_stops_is_not_waited_for_twice(failing):
 def make_data(role, episode, at=2, how="raise", seed=0, **options):
     """Two environments of which the second one fails in one episode of a run."""
     start = (0,) if role == TRAINING else ()
-    options = {"env_kwargs": {"how": how, "at": at, "lengths": [5]}, "rollout_length": 6} | options
+    options = merged({"env": {"kwargs": {"how": how, "at": at, "lengths": [5]}}, "rollout_length": 6}, options)
     options["env_kwargs"]["episode_seed"] = derive_seed(derive_seed(seed, role, 0, 1, *start), episode)
-    return RolloutDataModule("Probe/Failing-v0", 2, seed=seed, on_env_failure="restart", eval_episodes=4, **options)
+    return RolloutDataModule(
+        "Probe/Failing-v0",
+        2,
+        seed=seed,
+        **merged({"env": {"on_failure": "restart"}, "evaluation": {"episodes": 4}}, options),
+    )
 
 
 class CountSteps(Callback):
@@ -298,7 +306,7 @@ def test_nothing_is_counted_where_failures_raise():
 
 
 def test_evaluation_plays_another_episode_instead_of_one_that_failed():
-    data = make_data(EVALUATION, 1, num_eval_envs=2)
+    data = make_data(EVALUATION, 1, evaluation={"num_envs": 2})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.warns(UserWarning, match=r"^evaluation environment 1 \(episode 1, "):
         (result,) = make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
@@ -316,12 +324,12 @@ def test_evaluation_gives_up_where_no_episode_comes_to_its_end():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_env_failure": "ignore"}, "^on_env_failure='ignore' is not valid: expected raise or restart$"),
+        ({"env": {"on_failure": "ignore"}}, "^env.on_failure='ignore' is not valid: expected raise or restart$"),
         (
-            {"on_env_failure": "restart", "backend": "native"},
-            "^on_env_failure='restart' is not valid: expected 'raise' with backend='native', whose environments cannot",
+            {"env": {"on_failure": "restart"}, "backend": "native"},
+            "^env.on_failure='restart' is not valid: expected 'raise' with backend='native', whose environments cannot",
         ),
-        ({"on_env_failure": "restart", "backend": "envpool"}, "expected 'raise' with backend='envpool'"),
+        ({"env": {"on_failure": "restart"}, "backend": "envpool"}, "expected 'raise' with backend='envpool'"),
     ],
 )
 def test_option_is_checked(options, message):

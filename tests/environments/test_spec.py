@@ -21,7 +21,7 @@ from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.policies.networks import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
+from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, merged
 from tests.probes import Counter, Space, Told, collect, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -88,17 +88,19 @@ def test_rewards_that_are_left_alone_cost_no_wrapper():
 
 @pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
 def test_reward_options_are_for_training_in_every_backend(backend):
-    options = {"reward_scale": 3.0, "reward_clip": 2.5, "backend": backend}
+    options = {"env": {"reward_scale": 3.0, "reward_clip": 2.5}, "backend": backend}
     rollout = collect("CartPole-v1", 4, Told(), 2, **options)
     assert rollout.rewards.unique().tolist() == [2.5]
-    assert collect("CartPole-v1", 4, Told(), 2, **options, evaluation=True).rewards.unique().tolist() == [1.0]
+    assert collect("CartPole-v1", 4, Told(), 2, **merged({"evaluation": True}, options)).rewards.unique().tolist() == [
+        1.0
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------- stacked frames
 
 
 def test_frames_are_those_of_the_own_episode_and_the_final_one_is_stacked_too():
-    rollout = collect(COUNTER, 6, Still(event_dims=2), frame_stack=2, **SCRIPT)
+    rollout = collect(COUNTER, 6, Still(event_dims=2), **merged({"env": {"frame_stack": 2}}, SCRIPT))
     seen = rollout.observations[:, 0].tolist()
     assert seen[:4] == [[[0, 0], [0, 0]], [[0, 0], [0, 1]], [[0, 1], [0, 2]], [[1, 0], [1, 0]]]
     assert seen[4:] == [[[1, 0], [1, 1]], [[2, 0], [2, 0]], [[2, 0], [2, 1]]]
@@ -106,7 +108,7 @@ def test_frames_are_those_of_the_own_episode_and_the_final_one_is_stacked_too():
 
 
 def test_frames_of_an_environment_that_writes_into_the_same_array_are_different_ones():
-    rollout = collect(COUNTER, 2, Still(event_dims=2), frame_stack=3, lengths=(9,), reuse_buffer=True)
+    rollout = collect(COUNTER, 2, Still(event_dims=2), env={"frame_stack": 3}, lengths=(9,), reuse_buffer=True)
     assert rollout.observations[-1, 0].tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
@@ -116,7 +118,10 @@ class Previous(gymnasium.Wrapper):
     def __init__(self, env):
         super().__init__(env)
         box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        parts = {"observation": env.observation_space, "previous_action": spaces.MultiBinary(3), "previous_reward": box}
+        parts = {
+            "observation": env.observation_space,
+            "env": {"previous_action": spaces.MultiBinary(3), "previous_reward": box},
+        }
         self.observation_space = spaces.Dict(parts)
 
     def reset(self, **kwargs):
@@ -129,7 +134,7 @@ class Previous(gymnasium.Wrapper):
 
     def show(self, observation, action, reward):
         shown = np.array([reward], np.float32)
-        return {"observation": observation, "previous_action": action, "previous_reward": shown}
+        return {"observation": observation, "env": {"previous_action": action, "previous_reward": shown}}
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -138,15 +143,17 @@ def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
     def act(observations):
         return observations["observation"].reshape(len(observations["observation"]), -1)[:, -1].long() % 3
 
-    options = {"frame_stack": 3, "flatten_observations": flatten, "previous_action": True, "previous_reward": True}
+    options = {
+        "env": {"frame_stack": 3, "flatten_observations": flatten, "previous_action": True, "previous_reward": True}
+    }
     single = [
         {"class_path": "gymnasium.wrappers.FrameStackObservation", "init_args": {"stack_size": 3}},
         *[{"class_path": "gymnasium.wrappers.FlattenObservation", "init_args": {}}] * flatten,
         {"class_path": "tests.environments.test_spec.Previous", "init_args": {}},
     ]
     batches = [
-        make_batch(COUNTER, 2, mode=mode, reward_scale=0.5, **more, **SCRIPT)
-        for more in (options, {"wrappers": tuple(single)})
+        make_batch(COUNTER, 2, mode=mode, env={"reward_scale": 0.5}, **more, **SCRIPT)
+        for more in (options, {"env": {"wrappers": tuple(single)}})
     ]
     one, other = (make_collector(batch, 11).collect(Still(act, 2 - flatten)) for batch in batches)
     assert batches[0].single_observation_space == batches[1].single_observation_space
@@ -196,7 +203,7 @@ def test_stacks_of_every_kind_of_observation_are_in_the_space_that_they_say():
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
 def test_vectorised_backends_stack_frames(backend):
-    rollout = collect("CartPole-v1", 30, Still(event_dims=2), 2, backend=backend, frame_stack=3)
+    rollout = collect("CartPole-v1", 30, Still(event_dims=2), 2, backend=backend, env={"frame_stack": 3})
     assert rollout.valid is not None  # an episode ended, and the step after it only resets
     frames, steps = rollout.observations, rollout.observations[:, :, -1]
     began = torch.cat([torch.ones(1, 2, dtype=torch.bool), ~rollout.valid])
@@ -212,18 +219,18 @@ def test_vectorised_backends_stack_frames(backend):
 
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_time_limit_truncates_in_training_and_evaluation(backend):
-    data = make_data(backend=backend, max_episode_steps=5, rollout_length=6, eval_episodes=2)
+    data = make_data(backend=backend, env={"max_episode_steps": 5}, evaluation={"episodes": 2}, rollout_length=6)
     model = make_model(data)
     make_trainer(limit_val_batches=1.0).fit(model, data)
     episodes = make_trainer().predict(model, data)[0]
     assert [(e.length, e.terminated) for e in episodes] == [(5, False)] * 2
-    rollout = collect("CartPole-v1", 5, Told(), 2, backend=backend, max_episode_steps=5)
+    rollout = collect("CartPole-v1", 5, Told(), 2, backend=backend, env={"max_episode_steps": 5})
     assert rollout.truncated.nonzero().tolist() == [[4, 0], [4, 1]]
     assert not rollout.terminated.any()
 
 
 def test_action_repeat_adds_rewards_up_and_stops_at_the_end():
-    rollout = collect(COUNTER, 4, Told(), lengths=(5,), action_repeat=3)
+    rollout = collect(COUNTER, 4, Told(), lengths=(5,), env={"action_repeat": 3})
     # Steps 1, 2, 3 and 4, 5 of the first episode, which counts its rewards as they do; 100 more in the second.
     assert rollout.rewards[:, 0].tolist() == [6, 9, 306, 209]
     assert rollout.truncated[:, 0].tolist() == [False, True, False, True]
@@ -234,7 +241,7 @@ def test_action_repeat_adds_rewards_up_and_stops_at_the_end():
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_frames_are_those_that_were_played_in_every_mode(mode):
-    rollout = collect(COUNTER, 9, Told(), 2, lengths=(5,), action_repeat=3, mode=mode)
+    rollout = collect(COUNTER, 9, Told(), 2, lengths=(5,), env={"action_repeat": 3}, mode=mode)
     episodes = len(rollout.episodes.lengths)
     assert rollout.episodes.lengths == [2] * episodes
     unfinished = rollout.num_steps - 2 * episodes
@@ -242,13 +249,13 @@ def test_frames_are_those_that_were_played_in_every_mode(mode):
 
 
 def test_the_time_limit_counts_steps_of_the_environment_whatever_is_repeated():
-    rollout = collect(COUNTER, 3, Told(), lengths=(99,), action_repeat=2, max_episode_steps=5)
+    rollout = collect(COUNTER, 3, Told(), lengths=(99,), env={"action_repeat": 2, "max_episode_steps": 5})
     assert rollout.truncated[:, 0].tolist() == [False, False, True] and rollout.frames == 5
 
 
 def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     logger = MemoryLogger()
-    data = make_data(COUNTER, env_kwargs=ONE | {"start": 0}, action_repeat=3, rollout_length=4)
+    data = make_data(COUNTER, env={"kwargs": ONE | {"start": 0}, "action_repeat": 3}, rollout_length=4)
     model = make_model(data)
     trainer = make_trainer(logger=logger, log_every_n_steps=2)
     trainer.fit(model, data)
@@ -256,7 +263,7 @@ def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     assert model.env_steps == 16 and model.clock.frames == 8 * 3 + 8 * 1
     assert logger.rows("time/frames") == [(16, 32.0)]
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    again = make_model(make_data(COUNTER, env_kwargs=ONE, action_repeat=3))
+    again = make_model(make_data(COUNTER, env={"kwargs": ONE, "action_repeat": 3}))
     again.on_load_checkpoint(torch.load(tmp_path / "end.ckpt", weights_only=True))
     assert (again.env_steps, again.clock.frames) == (16, 32)
 
@@ -275,18 +282,18 @@ def test_flat_observations_are_one_vector(backend):
         {"a": spaces.Discrete(3), "b": spaces.Tuple([spaces.Box(-1, 1, (2, 2)), spaces.MultiBinary(2)])}
     )
     if backend == "sync":
-        batch = make_batch("Probe/Space-v0", 2, observation_space=nested, flatten_observations=True)
+        batch = make_batch("Probe/Space-v0", 2, observation_space=nested, env={"flatten_observations": True})
         assert batch.single_observation_space.shape == (3 + 4 + 2,)
         assert batch.reset()[:, :3].sum(1).tolist() == [1, 1]
     else:
-        batch = make_batch("FrozenLake-v1", 2, backend=backend, flatten_observations=True)
+        batch = make_batch("FrozenLake-v1", 2, backend=backend, env={"flatten_observations": True})
         assert batch.single_observation_space.shape == (16,)
         assert batch.reset().tolist() == [[1] + [0] * 15] * 2
     batch.close()
 
 
 def test_stacked_frames_are_flattened_after_they_are_stacked():
-    batch = make_batch("CartPole-v1", frame_stack=3, flatten_observations=True)
+    batch = make_batch("CartPole-v1", env={"frame_stack": 3, "flatten_observations": True})
     assert batch.single_observation_space.shape == (12,)
 
 
@@ -297,7 +304,7 @@ def test_previous_action_and_reward_are_zero_where_an_episode_begins():
     def act(observations):
         return (observations["observation"][:, 1] % 3).long()
 
-    options = {"previous_action": True, "previous_reward": True, "reward_scale": 0.5}
+    options = {"env": {"previous_action": True, "previous_reward": True, "reward_scale": 0.5}}
     rollout = collect(COUNTER, 5, Still(act), start=4, **options, **SCRIPT)
     seen = rollout.observations
     assert seen["observation"][:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
@@ -339,17 +346,17 @@ def test_bounds_of_actions_leave_room_for_the_zeros_of_no_action():
 
 
 def test_parts_are_added_to_observations_that_are_a_dict_already_unless_their_names_are_taken():
-    space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "previous_reward": spaces.Discrete(2)})
+    space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "env": {"previous_reward": spaces.Discrete(2)}})
     found, _ = observed(WrapperOptions(previous_action=True), Space(space))
     assert set(found.keys()) == {"camera", "previous_reward", "previous_action"}
-    with pytest.raises(ConfigurationError, match=r"^previous_reward=True .* have a part 'previous_reward'"):
+    with pytest.raises(ConfigurationError, match=r"^env.previous_reward=True .* have a part 'previous_reward'"):
         observed(WrapperOptions(previous_reward=True), Space(space))
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_in_evaluation_the_policy_sees_rewards_as_in_training_and_they_are_counted_raw(backend):
-    options = {"previous_reward": True, "reward_scale": 0.25, "backend": backend, "max_episode_steps": 3}
-    data = make_data(eval_episodes=1, **options)
+    options = {"env": {"previous_reward": True, "reward_scale": 0.25, "max_episode_steps": 3}, "backend": backend}
+    data = make_data(**merged({"evaluation": {"episodes": 1}}, options))
     episode = make_trainer().predict(make_model(data), data)[0][0]
     assert episode.episode_return == 3 and episode.rewards.tolist() == [1, 1, 1]
     assert episode.observations["previous_reward"].tolist() == [[0], [0.25], [0.25], [0.25]]
@@ -370,7 +377,7 @@ def test_in_evaluation_each_life_of_a_game_begins_with_nothing_before_it_and_rew
 def test_rewards_that_a_game_shows_the_policy_are_clipped_in_evaluation_too(backend):
     pytest.importorskip("ale_py")
     calm = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
-    batch = make_batch("ALE/Asterix-v5", backend=backend, atari=calm, previous_reward=True, evaluation=True)
+    batch = make_batch("ALE/Asterix-v5", backend=backend, env={"atari": calm, "previous_reward": True}, evaluation=True)
     batch.reset()
     raw, shown = set(), set()
     for _ in range(100):
@@ -383,7 +390,7 @@ def test_rewards_that_a_game_shows_the_policy_are_clipped_in_evaluation_too(back
 
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_a_policy_learns_from_and_is_exported_with_the_previous_step(backend):
-    data = make_data(backend=backend, previous_action=True, previous_reward=True, frame_stack=2)
+    data = make_data(backend=backend, env={"previous_action": True, "previous_reward": True, "frame_stack": 2})
     model = make_model(data, normalization={"observations": True})
     make_trainer(limit_val_batches=1.0).fit(model, data)
     assert model.policy_version == 2
@@ -400,7 +407,7 @@ def test_the_action_decides_a_task_in_which_nothing_else_can_be_known():
     try:
         returns = {}
         for previous in (False, True):
-            data = make_data("Probe/Alternate-v0", num_envs=8, rollout_length=32, previous_action=previous)
+            data = make_data("Probe/Alternate-v0", num_envs=8, rollout_length=32, env={"previous_action": previous})
             model = make_model(data, learning_rate=0.03, num_epochs=4, gamma=0.5)
             make_trainer(max_epochs=10).fit(model, data)
             returns[previous] = make_trainer().predict(model, data)[0][0].episode_return
@@ -428,34 +435,49 @@ class Alternate(Counter):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"frame_stack": 0}, "frame_stack=0 is not valid"),
-        ({"max_episode_steps": 0}, "max_episode_steps=0 is not valid"),
-        ({"max_episode_steps": 5, "env_kwargs": {"max_episode_steps": 6}}, "max_episode_steps=5 .* in env_kwargs"),
-        ({"action_repeat": 0}, "action_repeat=0 is not valid"),
-        ({"action_repeat": 2, "backend": "native"}, "action_repeat=2 .* expected 1 with backend='native'"),
-        ({"reward_scale": 0.0}, "reward_scale=0.0 is not valid: expected a number above 0"),
-        ({"reward_clip": "hard"}, "reward_clip='hard' .* expected abs_one, soft_asymmetric, a positive number or None"),
-        ({"reward_clip": -1}, "reward_clip=-1 is not valid"),
-        ({"flatten_observations": "yes"}, "flatten_observations='yes' is not valid"),
+        ({"env": {"frame_stack": 0}}, "env.frame_stack=0 is not valid"),
+        ({"env": {"max_episode_steps": 0}}, "max_episode_steps=0 is not valid"),
         (
-            {"frame_stack": 2, "action_mask": "observation.mask"},
-            "frame_stack=2 is not valid: expected None with action_mask='observation.mask'",
+            {"env": {"max_episode_steps": 5, "kwargs": {"max_episode_steps": 6}}},
+            "max_episode_steps=5 .* in env_kwargs",
+        ),
+        ({"env": {"action_repeat": 0}}, "env.action_repeat=0 is not valid"),
+        ({"env": {"action_repeat": 2}, "backend": "native"}, "env.action_repeat=2 .* expected 1 with backend='native'"),
+        ({"env": {"reward_scale": 0.0}}, "env.reward_scale=0.0 is not valid: expected a number above 0"),
+        (
+            {"env": {"reward_clip": "hard"}},
+            "env.reward_clip='hard' .* expected abs_one, soft_asymmetric, a positive number or None",
+        ),
+        ({"env": {"reward_clip": -1}}, "env.reward_clip=-1 is not valid"),
+        ({"env": {"flatten_observations": "yes"}}, "env.flatten_observations='yes' is not valid"),
+        (
+            {"env": {"frame_stack": 2, "action_mask": "observation.mask"}},
+            "env.frame_stack=2 is not valid: expected None with env.action_mask='observation.mask'",
         ),
         (
-            {"flatten_observations": True, "action_mask": "observation.mask"},
-            "flatten_observations=True is not valid: expected False with action_mask='observation.mask'",
+            {"env": {"flatten_observations": True, "action_mask": "observation.mask"}},
+            "env.flatten_observations=True is not valid: expected False with env.action_mask='observation.mask'",
         ),
-        ({"previous_action": 1}, "previous_action=1 is not valid"),
-        ({"imports": "my_package"}, "imports='my_package' is not valid: expected a list of modules"),
-        ({"imports": [3]}, r"imports=\[3\] is not valid: expected a list of modules"),
+        ({"env": {"previous_action": 1}}, "env.previous_action=1 is not valid"),
+        ({"env": {"imports": "my_package"}}, "env.imports='my_package' is not valid: expected a list of modules"),
+        ({"env": {"imports": [3]}}, r"env.imports=\[3\] is not valid: expected a list of modules"),
         ({"info_keys": 1}, "info_keys=1 is not valid: expected a list of keys"),
         ({"info_keys": [1]}, r"info_keys=\[1\] is not valid: expected a list of keys"),
-        ({"wrappers": 1}, "wrappers=1 is not valid: expected a list of classes, or None"),
-        ({"wrappers": [{"class_path": 5}]}, "wrappers: class_path=5 is not valid: expected the path of a class"),
-        ({"training_wrappers": True}, "training_wrappers=True is not valid: expected a list of classes, or None"),
-        ({"env_kwargs": "x"}, "env_kwargs='x' is not valid: expected a dict of arguments"),
-        ({"env_kwargs": ""}, "env_kwargs='' is not valid: expected a dict of arguments"),
-        ({"learned_action_repeat": 2**63}, "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits"),
+        ({"env": {"wrappers": 1}}, "env.wrappers=1 is not valid: expected a list of classes, or None"),
+        (
+            {"env": {"wrappers": [{"class_path": 5}]}},
+            "wrappers: class_path=5 is not valid: expected the path of a class",
+        ),
+        (
+            {"env": {"training_wrappers": True}},
+            "env.training_wrappers=True is not valid: expected a list of classes, or None",
+        ),
+        ({"env": {"kwargs": "x"}}, "env.kwargs='x' is not valid: expected a dict of arguments"),
+        ({"env": {"kwargs": ""}}, "env.kwargs='' is not valid: expected a dict of arguments"),
+        (
+            {"env": {"learned_action_repeat": 2**63}},
+            "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits",
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
@@ -466,10 +488,10 @@ def test_options_that_cannot_work_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"frame_stack": 2}, "frame_stack=2 .* which have atari.frame_stack"),
-        ({"action_repeat": 2}, "action_repeat=2 .* which have atari.frame_skip"),
-        ({"reward_clip": "abs_one"}, "reward_clip='abs_one' .* beside atari.clip_rewards=False"),
-        ({"reward_scale": 2.0}, "reward_scale=2.0 .* beside atari.clip_rewards=False"),
+        ({"env": {"frame_stack": 2}}, "env.frame_stack=2 .* which have atari.frame_stack"),
+        ({"env": {"action_repeat": 2}}, "env.action_repeat=2 .* which have atari.frame_skip"),
+        ({"env": {"reward_clip": "abs_one"}}, "env.reward_clip='abs_one' .* beside atari.clip_rewards=False"),
+        ({"env": {"reward_scale": 2.0}}, "env.reward_scale=2.0 .* beside atari.clip_rewards=False"),
     ],
 )
 def test_what_the_preprocessing_of_atari_games_does_is_not_done_twice(options, message):
@@ -507,7 +529,7 @@ def forget_package():
 def test_modules_are_imported_before_the_id_is_looked_up(package, backend):
     with pytest.raises(ConfigurationError, match=r"^env_id='Imported/CartPole-v0' is unknown"):
         make_data("Imported/CartPole-v0").observation_space  # noqa: B018
-    data = make_data("Imported/CartPole-v0", imports=[package], backend=backend)
+    data = make_data("Imported/CartPole-v0", env={"imports": [package]}, backend=backend)
     model = make_model(data)
     make_trainer(limit_val_batches=1.0).fit(model, data)
     assert model.policy_version == 2 and data.spec.imports == (package,)
@@ -528,7 +550,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     with pytest.raises(ConfigurationError, match=r"^imports: module 'does_not_work' cannot be imported"):
-        make_data(imports=["does_not_work"]).observation_space  # noqa: B018
+        make_data(env={"imports": ["does_not_work"]}).observation_space  # noqa: B018
 
 
 # --------------------------------------------------------------------------------------------------------- Atari games
@@ -538,7 +560,9 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
 def test_the_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
     pytest.importorskip("ale_py")
     calm = AtariPreprocessing(noop_max=1, fire_on_reset=False, episodic_life=False, repeat_action_probability=0.0)
-    rollout = collect("ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, atari=calm, max_episode_steps=10)
+    rollout = collect(
+        "ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, env={"atari": calm, "max_episode_steps": 10}
+    )
     (end,) = rollout.truncated[:, 0].nonzero().flatten().tolist()
     assert end in (8, 9) and not rollout.terminated.any()  # a frame of no-op is one of the 40
     assert rollout.frames == 4 * rollout.num_steps

@@ -91,7 +91,7 @@ def test_environment_that_reuses_its_array_does_not_overwrite_what_was_reached()
 def test_critic_learns_the_value_of_an_endless_task_from_short_episodes():
     """1 / (1 - 0.8) = 5, although every episode is cut off after 4 steps and none returns more than 4."""
     endless = {"lengths": [4], "reward": 1.0, "blind": True}
-    data = RolloutDataModule("Probe/Counter-v0", 4, 16, 40, env_kwargs=endless, seed=0)
+    data = RolloutDataModule("Probe/Counter-v0", 4, 16, 40, env={"kwargs": endless}, seed=0)
     torch.manual_seed(0)
     model = PPO(
         data.observation_space,

@@ -23,6 +23,7 @@ from tests.helpers import (
     make_data,
     make_model,
     make_trainer,
+    merged,
     parameters_of,
 )
 
@@ -58,7 +59,9 @@ ALL = pytest.mark.parametrize("name", SPACES)
 def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDataModule]:
     space, choice = SPACES[name]
     data_options = {"num_envs": 4, "rollout_length": 32} | options
-    data = make_data("tests.probes:Probe/Aim-v0", env_kwargs={"action_space": space_to_dict(space)}, **data_options)
+    data = make_data(
+        "tests.probes:Probe/Aim-v0", **merged({"env": {"kwargs": {"action_space": space_to_dict(space)}}}, data_options)
+    )
     model = {"num_epochs": num_epochs, "gamma": 0.0, "learning_rate": 0.01}
     return make_model(data, policy={"action_distribution": choice}, **model), data
 
@@ -75,7 +78,7 @@ def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
     space, choice = SPACES[name]
     kwargs = {"observation_space": spaces.Box(-3, 3, (5,)), "action_space": space}
     data = make_data(
-        "tests.probes:Probe/Space-v0", env_kwargs=kwargs, num_envs=4, rollout_length=32, rollouts_per_epoch=4
+        "tests.probes:Probe/Space-v0", env={"kwargs": kwargs}, num_envs=4, rollout_length=32, rollouts_per_epoch=4
     )
     model = make_model(
         data, policy={"action_distribution": choice, "shared_encoder": shared_encoder}, learning_rate=0.01
@@ -101,7 +104,7 @@ def test_recorded_episodes_have_the_actions_that_the_environment_got(name: str) 
 @ALL
 def test_policy_learns_to_reach_nine_tenths_of_the_optimum(name: str) -> None:
     rollouts = 40 if name == "gaussian" else 24  # a standard deviation that begins at 1 takes longest to shrink
-    model, data = make(name, num_epochs=8, rollouts_per_epoch=rollouts, num_envs=8, eval_episodes=20)
+    model, data = make(name, num_epochs=8, rollouts_per_epoch=rollouts, num_envs=8, evaluation={"episodes": 20})
     trainer = make_trainer(limit_val_batches=1, check_val_every_n_epoch=1000)
     (before,) = trainer.validate(model, data, verbose=False)
     trainer.fit(model, data)

@@ -20,7 +20,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.training.loss import Loss
-from tests.helpers import Recorder, make_data, make_model, make_trainer
+from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
 from tests.nested_probes import PAIR, SENSORS, Sensors
 from tests.probes import Greedy, make_batch, make_collector
 from tests.programs import run_ranks
@@ -54,7 +54,7 @@ def equal(one: Any, other: Any) -> bool:
 
 def make_policy(space: spaces.Space[Any] = SENSORS, **options: Any) -> ActorCritic:
     torch.manual_seed(0)
-    options = {"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False} | options
+    options = merged({"hidden_sizes": (16,), "network": "mlp", "shared_encoder": False}, options)
     return ActorCritic(space, spaces.Discrete(3), **options)
 
 
@@ -143,7 +143,7 @@ def test_worker_processes_give_the_same_rollouts_bit_for_bit(env_id):
 def test_environments_that_are_replaced_give_the_same_rollouts_in_worker_processes():
     rollouts = []
     for backend in ("sync", "async"):
-        options = {"spoil": "nan", "at": 3, "on_env_failure": "restart", "backend": backend}
+        options = {"spoil": "nan", "at": 3, "env": {"on_failure": "restart"}, "backend": backend}
         environments = make_batch(SENSORS_ID, 2, **options)
         rollouts.append(make_collector(environments, 12).collect(make_policy()))
         assert "returned observation arm.1 nan" in environments.pop_failures()[0]
@@ -156,7 +156,7 @@ def test_environments_that_are_replaced_give_the_same_rollouts_in_worker_process
 
 @pytest.mark.parametrize("name", SPACES)
 def test_what_arrives_is_on_policy(name):
-    data = make_data("tests.probes:Probe/Space-v0", env_kwargs={"observation_space": SPACES[name]})
+    data = make_data("tests.probes:Probe/Space-v0", env={"kwargs": {"observation_space": SPACES[name]}})
     recorder = Recorder()
     model = make_model(data)
     make_trainer(callbacks=[recorder]).fit(model, data)
@@ -224,7 +224,7 @@ def test_episode_that_is_played_again_is_compared_leaf_by_leaf(changed):
 
 
 def test_trainer_validates_and_predicts():
-    data = make_data(PUZZLE, eval_episodes=3)
+    data = make_data(PUZZLE, evaluation={"episodes": 3})
     model = make_model(data, policy={"network": "mlp"})
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
@@ -243,7 +243,7 @@ def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_acto
         "class_path": "lightning_rl.policies.networks.ImpalaEncoder",
         "init_args": {"channels": [4], "out_features": 16},
     }
-    data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, eval_episodes=20)
+    data = make_data(PUZZLE, num_envs=8, rollout_length=64, rollouts_per_epoch=30, evaluation={"episodes": 20})
     options = {"learning_rate": 3e-3, "entropy_coef": 0.01, "gamma": 0.0, "num_epochs": 4, "num_minibatches": 4}
     policy = {"network": {"picture": small}, "critic_only": ["answer"], "hidden_sizes": (32,)}
     model = make_model(data, policy=policy, **options)

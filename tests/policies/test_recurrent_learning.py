@@ -25,7 +25,7 @@ def learn_to_repeat(memory: Any, algorithm: type[PPO] | type[A2C] = PPO, **optio
     """The mean return of 40 episodes, after some training, of naming the goal that was shown at the beginning."""
     seed_everything(0, verbose=False)
     data = RolloutDataModule(
-        "tests.probes:Probe/RepeatFirst-v0", 16, 24, 25, eval_episodes=40, env_kwargs={"length": 8}
+        "tests.probes:Probe/RepeatFirst-v0", 16, 24, 25, evaluation={"episodes": 40}, env={"kwargs": {"length": 8}}
     )
     common = {"policy": {"memory": memory, "hidden_sizes": (16,)}, "learning_rate": 1e-2, "gamma": 0.9}
     model = algorithm(data.observation_space, data.action_space, **merged(common, options))
@@ -80,7 +80,9 @@ def test_validation_changes_nothing(options):
 
 def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
     """What is acted from is the state that came before, of zeros at an episode's first observation."""
-    data = make_data("tests.probes:Probe/Counter-v0", env_kwargs={"lengths": (3, 2)}, eval_episodes=4, num_eval_envs=2)
+    data = make_data(
+        "tests.probes:Probe/Counter-v0", env={"kwargs": {"lengths": (3, 2)}}, evaluation={"episodes": 4, "num_envs": 2}
+    )
     model = make_model(data, policy={"memory": SEQUENCES})
     given, came = [], []
     original = model.policy.act
@@ -183,7 +185,12 @@ def test_every_rollout_is_on_policy_while_it_learns():
 )
 def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
-    small = ["--data.env_id=CartPole-v1", "--data.num_envs=4", "--data.rollout_length=8", "--data.eval_episodes=1"]
+    small = [
+        "--data.env_id=CartPole-v1",
+        "--data.num_envs=4",
+        "--data.rollout_length=8",
+        "--data.evaluation.episodes=1",
+    ]
     cli = main(["fit", "--model=PPO", given, *small, "--max_env_steps=64", "--trainer.accelerator=cpu"])
     assert cli.model.hparams["policy"]["memory"] == expected
     assert cli.model.policy.actor_core.is_lstm == (expected == "lstm")
@@ -202,7 +209,7 @@ def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_
         ),
         ("tests.probes:Probe/Aim-v0", {"action_space": aim}, {"policy": {"action_distribution": {"arm": "beta"}}}),
     ):
-        data = make_data(env_id, env_kwargs=env_kwargs, num_envs=4, rollouts_per_epoch=3)
+        data = make_data(env_id, env={"kwargs": env_kwargs}, num_envs=4, rollouts_per_epoch=3)
         options = merged({"policy": {"memory": SEQUENCES}}, options)
         model, recorder = make_model(data, learning_rate=3e-3, **options), Recorder()
         make_trainer(callbacks=[recorder], limit_val_batches=1).fit(model, data)

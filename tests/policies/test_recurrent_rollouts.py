@@ -12,6 +12,7 @@ from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.rollout import Rollout
+from tests.helpers import merged
 from tests.memory_probes import KINDS, check_against_steps, make_policy, step_by_step
 from tests.probes import make_batch, make_collector, seeds_of
 
@@ -60,7 +61,7 @@ def test_where_episodes_start_is_stored_for_every_policy():
 def test_an_environment_that_was_replaced_begins_with_an_empty_memory():
     """It fails in the third step of its second episode; the value of where that led to is that of before the reset."""
     seed = derive_seed(seeds_of(2)[1], 1)
-    options = {"how": "raise", "episode_seed": seed, "at": 3, "lengths": (5,), "on_env_failure": "restart"}
+    options = {"how": "raise", "episode_seed": seed, "at": 3, "lengths": (5,), "env": {"on_failure": "restart"}}
     policy = counting_policy()
     (rollout, _) = collect_two(policy, 16, make_batch("Probe/Failing-v0", 2, **options))
     t = 5 + 2
@@ -76,7 +77,7 @@ def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_en
     options = {"how": "raise", "episode_seed": seed, "at": 1, "lengths": (5,), "ends": (end,)}
     for length in (5, 8):
         policy = counting_policy()
-        environments = make_batch("Probe/Failing-v0", **options, on_env_failure="restart")
+        environments = make_batch("Probe/Failing-v0", **merged({"env": {"on_failure": "restart"}}, options))
         rollouts = collect_two(policy, length, environments)
         t = 5 % length
         failed = rollouts[0 if length > 5 else 1]

@@ -29,7 +29,7 @@ def main():
     # Shells and queues have what they run in the background ignore it, as would then this process, for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    data = make_data(num_actors=2, actor_start_method="fork", rollouts_per_epoch=1000)
+    data = make_data(actors={"count": 2, "start_method": "fork"}, rollouts_per_epoch=1000)
     model = IMPALA(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
     make_trainer(max_epochs=-1, callbacks=[Tell(data)]).fit(model, data)
 

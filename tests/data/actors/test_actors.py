@@ -29,8 +29,8 @@ pytestmark = [
 
 
 def make_actors(env_id="CartPole-v1", **options):
-    small = {"num_actors": 1, "actor_start_method": "fork", "rollouts_per_epoch": 4}
-    return make_data(env_id, **small | options)
+    small = {"actors": {"count": 1, "start_method": "fork"}, "rollouts_per_epoch": 4}
+    return make_data(env_id, **merged(small, options))
 
 
 def make(data, algorithm=IMPALA, **options):
@@ -74,7 +74,7 @@ class Versions(Callback):
 
 def test_rollouts_are_those_of_the_version_that_they_name():
     """Weights, normaliser and version belong together, whenever they were read."""
-    data = make_actors(num_actors=2, actor_prefetch=2, rollouts_per_epoch=12, rollout_length=8)
+    data = make_actors(actors={"count": 2, "prefetch": 2}, rollouts_per_epoch=12, rollout_length=8)
     model, seen, logger = make(data, normalization={"observations": True, "rewards": True}), Versions(), MemoryLogger()
     make_trainer(callbacks=[seen], logger=logger, log_every_n_steps=4).fit(model, data)
     lags = [version - rollout.policy_version for version, rollout in enumerate(seen.rollouts)]
@@ -112,7 +112,7 @@ def test_one_actor_is_one_rollout_ahead():
 @pytest.mark.parametrize(("prefetch", "ahead"), [(1, 3), (None, 5), (2, 5)])
 def test_several_actors_do_not_wait_for_the_learner(prefetch, ahead):
     """While it is at the first rollout: those that were asked for at once, and the one asked for in its place."""
-    data = make_actors(num_actors=2, actor_prefetch=prefetch, rollouts_per_epoch=6)
+    data = make_actors(actors={"count": 2, "prefetch": prefetch}, rollouts_per_epoch=6)
 
     class SlowOnce(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -125,7 +125,7 @@ def test_several_actors_do_not_wait_for_the_learner(prefetch, ahead):
 
 
 def test_rollouts_that_are_too_old_are_dropped_and_counted():
-    data = make_actors(actor_prefetch=3, max_policy_lag=1, rollouts_per_epoch=8)
+    data = make_actors(actors={"prefetch": 3, "max_policy_lag": 1}, rollouts_per_epoch=8)
 
     class Slow(Callback):
         def on_train_batch_end(self, *_):
@@ -161,7 +161,7 @@ def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, o
 
 
 def test_processes_may_be_spawned_and_precision_is_theirs_too():
-    data = make_actors(actor_start_method="spawn", rollouts_per_epoch=2)
+    data = make_actors(actors={"start_method": "spawn"}, rollouts_per_epoch=2)
     model, seen = make(data), Versions()
     make_trainer(callbacks=[seen], precision="64-true").fit(model, data)
     versions = [rollout.policy_version for rollout in seen.rollouts]
@@ -171,25 +171,28 @@ def test_processes_may_be_spawned_and_precision_is_theirs_too():
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 def test_a_policy_that_cannot_be_sent_is_refused():
-    data = make_actors(actor_start_method="spawn")
+    data = make_actors(actors={"start_method": "spawn"})
     model = make(data)
     model.policy.hook = lambda x: x
-    with pytest.raises(ConfigurationError, match="actor_start_method='spawn' cannot send the policy"):
+    with pytest.raises(ConfigurationError, match="actors.start_method='spawn' cannot send the policy"):
         make_trainer().fit(model, data)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_actors": -1}, "num_actors=-1 is not valid: expected an integer of at least 0"),
-        ({"actor_prefetch": 0}, "actor_prefetch=0"),
-        ({"actor_start_method": "thread"}, "actor_start_method='thread'.*fork, spawn, forkserver"),
-        ({"actor_timeout": 0}, "actor_timeout=0"),
-        ({"max_policy_lag": -1}, "max_policy_lag=-1"),
-        ({"num_actors": 0, "actor_start_method": None, "max_policy_lag": 2}, "max_policy_lag=2.*where num_actors is 0"),
-        ({"num_actors": 0, "actor_start_method": None, "actor_prefetch": 2}, "actor_prefetch=2.*where num_actors is 0"),
-        ({"num_actors": 0, "actor_start_method": None, "actor_timeout": 9}, "actor_timeout=9.*where num_actors is 0"),
-        ({"num_actors": 0}, "actor_start_method='fork'.*None where num_actors is 0"),
+        ({"actors": {"count": -1}}, "actors.count=-1 is not valid: expected an integer of at least 0"),
+        ({"actors": {"prefetch": 0}}, "actors.prefetch=0"),
+        ({"actors": {"start_method": "thread"}}, "actors.start_method='thread'.*fork, spawn, forkserver"),
+        ({"actors": {"timeout": 0}}, "actors.timeout=0"),
+        ({"actors": {"max_policy_lag": -1}}, "actors.max_policy_lag=-1"),
+        (
+            {"actors": {"count": 0, "start_method": None, "max_policy_lag": 2}},
+            "actors.max_policy_lag=2.*where num_actors is 0",
+        ),
+        ({"actors": {"count": 0, "start_method": None, "prefetch": 2}}, "actors.prefetch=2.*where num_actors is 0"),
+        ({"actors": {"count": 0, "start_method": None, "timeout": 9}}, "actors.timeout=9.*where num_actors is 0"),
+        ({"actors": {"count": 0}}, "actors.start_method='fork'.*None where num_actors is 0"),
         ({"backend": "async"}, "backend='async'.*beside num_actors"),
     ],
 )
@@ -211,7 +214,7 @@ FAILS = {"how": "raise", "episode_seed": None, "at": 3, "lengths": (5,)}
 
 
 def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS)
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS})
     with pytest.raises(EnvironmentFailure) as caught:
         make_trainer().fit(make(data), data)
     place = (
@@ -224,13 +227,13 @@ def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
 
 @pytest.mark.parametrize("how", ["SystemExit", "KeyboardInterrupt"])
 def test_an_environment_that_would_end_its_actor_is_named(how):
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": how})
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": how}})
     with pytest.raises(EnvironmentFailure, match=rf"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: {how}"):
         make_trainer().fit(make(data), data)
 
 
 def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"at": 5}, on_env_failure="restart", rollout_length=4)
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"at": 5}, "on_failure": "restart"}, rollout_length=4)
     seen = Versions()
     with pytest.warns(UserWarning, match="environment 0 .* raised in step"):
         make_trainer(callbacks=[seen]).fit(make(data), data)
@@ -238,16 +241,16 @@ def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
 
 
 def test_an_actor_that_hangs_is_named_and_ended():
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": "hang"}, actor_timeout=0.5)
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": "hang"}}, actors={"timeout": 0.5})
     begin = time.monotonic()
-    with pytest.raises(EnvironmentFailure, match=r"actor 0, with 2 environments .*within actor_timeout=0.5 seconds"):
+    with pytest.raises(EnvironmentFailure, match=r"actor 0, with 2 environments .*within actors.timeout=0.5 seconds"):
         make_trainer().fit(make(data), data)
     assert time.monotonic() - begin < 20
 
 
 def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
     """And not in the middle of an update, where a signal says that a process has ended."""
-    data = make_actors(num_actors=2)
+    data = make_actors(actors={"count": 2})
     updating = []
 
     class Kill(Callback):
@@ -299,7 +302,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
                 for process in data._source.source._processes:
                     os.kill(process.pid, signal.SIGSTOP)
 
-    data = make_actors(num_actors=2, rollouts_per_epoch=1000)
+    data = make_actors(actors={"count": 2}, rollouts_per_epoch=1000)
     model = make(data)
     trainer = make_trainer(callbacks=[Stop(), LastCheckpoint(tmp_path)], enable_checkpointing=True)
     status, seconds = interrupted_after(1.5, signal.SIGTERM, lambda: trainer.fit(model, data))
@@ -316,7 +319,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
 
 def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatch):
     monkeypatch.setattr("lightning_rl.data.actors.processes._GRACE", 0.1)
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS | {"how": "hang"})
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": "hang"}})
     model = make(data)
     with pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"):
         status, seconds = interrupted_after(1.0, signal.SIGINT, lambda: make_trainer().fit(model, data))
@@ -351,7 +354,7 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
 
 def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkeypatch):
     """Or it would wait for them at exit, for ever, since they do not hear that they should end."""
-    begun, data = [], make_actors(num_actors=2)
+    begun, data = [], make_actors(actors={"count": 2})
     start = processes.ProcessActors._start
 
     def interrupted(actors, *args):
@@ -394,7 +397,7 @@ def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
 
 
 def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
-    data, killed = make_actors(num_actors=2), []
+    data, killed = make_actors(actors={"count": 2}), []
 
     class Kill(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -410,7 +413,7 @@ def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
 
 def test_a_faster_actor_does_not_starve_the_other():
     """Both always have rollouts ready here, and the learner takes them by turns."""
-    data, seen = make_actors(num_actors=2, actor_prefetch=3, rollouts_per_epoch=12), Versions()
+    data, seen = make_actors(actors={"count": 2, "prefetch": 3}, rollouts_per_epoch=12), Versions()
 
     class Slow(Callback):
         def on_train_batch_start(self, *_):
@@ -422,7 +425,7 @@ def test_a_faster_actor_does_not_starve_the_other():
 
 def test_an_actor_collects_ahead_although_the_learner_reads_nothing():
     """Rollouts larger than the buffer of a pipe do not keep it from the next ones."""
-    data = make_actors(actor_prefetch=3, rollout_length=2000, num_envs=2, rollouts_per_epoch=4)
+    data = make_actors(actors={"prefetch": 3}, rollout_length=2000, num_envs=2, rollouts_per_epoch=4)
 
     class SlowOnce(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

@@ -17,7 +17,7 @@ from lightning_rl.validation import ConfigurationError
 from tests import probes  # noqa: F401 - registers environments
 from tests.data.actors.fake_ray import FakeRay
 from tests.data.actors.test_actors import FAILS, Versions, make
-from tests.helpers import MemoryLogger, make_data, make_trainer
+from tests.helpers import MemoryLogger, make_data, make_trainer, merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -35,7 +35,7 @@ def ray(monkeypatch):
 
 
 def make_actors(env_id="CartPole-v1", **options):
-    return make_data(env_id, **{"num_actors": 2, "actor_backend": "ray", "rollouts_per_epoch": 8} | options)
+    return make_data(env_id, **merged({"actors": {"count": 2, "backend": "ray"}, "rollouts_per_epoch": 8}, options))
 
 
 class At(Callback):
@@ -57,7 +57,9 @@ def breaks(rollouts):
 
 
 def test_rollouts_are_those_of_the_version_that_they_name_and_actors_go_on(ray):
-    data = make_actors(actor_resources={"CPU": 2, "GPU": 0.5, "arena": 1}, ray_address="somewhere", actor_prefetch=2)
+    data = make_actors(
+        actors={"resources": {"CPU": 2, "GPU": 0.5, "arena": 1}, "ray_address": "somewhere", "prefetch": 2}
+    )
     ray.cluster_resources = lambda: {"CPU": 4, "GPU": 1, "arena": 2}
     model, seen, handlers = make(data, normalization={"observations": True}), Versions(), set()
     ray.on_wait = lambda: handlers.add(signal.getsignal(signal.SIGTERM))
@@ -103,7 +105,7 @@ def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
 
 
 def test_a_process_that_answers_in_the_place_of_another_has_to_join_first(ray):
-    data, seen = make_actors(num_actors=1), Versions()
+    data, seen = make_actors(actors={"count": 1}), Versions()
     with pytest.warns(UserWarning, match=r"is gone \(process .*\): another process is in its place"):
         make_trainer(callbacks=[seen, At(3, lambda: ray.handles[0].replace())]).fit(make(data), data)
     assert sum(rollout.actors_lost for rollout in seen.rollouts) == 1 and breaks(seen.rollouts) == 1
@@ -115,7 +117,7 @@ def test_an_actor_that_joins_later_begins_with_the_newest_weights(ray):
 
     ray.on_wait = lambda: setattr(ray.handles[1], "has_place", len(seen.rollouts) >= 5)
     with pytest.warns(
-        UserWarning, match=r"num_actors=2: the cluster of Ray has room for 1 of them, with {'CPU': 1} each"
+        UserWarning, match=r"actors.count=2: the cluster of Ray has room for 1 of them, with {'CPU': 1} each"
     ):
         make_trainer(callbacks=[seen]).fit(make(data), data)
     first = next(rollout for rollout in seen.rollouts if rollout.actor == 1)
@@ -123,7 +125,7 @@ def test_an_actor_that_joins_later_begins_with_the_newest_weights(ray):
 
 
 def test_an_environment_that_fails_ends_the_run_as_in_processes(ray):
-    data = make_actors("Probe/Failing-v0", env_kwargs=FAILS)
+    data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS})
     place = (
         r"actor 0: environment 0 \(episode 0, seed \d+, step 3\) raised in step: ArithmeticError: the physics exploded"
     )
@@ -134,7 +136,7 @@ def test_an_environment_that_fails_ends_the_run_as_in_processes(ray):
 
 
 def test_an_actor_that_never_gets_further_ends_the_run(ray):
-    data = make_actors(num_actors=1)
+    data = make_actors(actors={"count": 1})
     ray.on_wait = lambda: ray.handles[0].die() if ray.handles[0].calls[-1][0] == "collect" else None
     with (
         pytest.warns(UserWarning, match="is gone"),
@@ -147,12 +149,12 @@ def test_an_actor_that_never_gets_further_ends_the_run(ray):
 @pytest.mark.parametrize(
     ("joined", "message"),
     [
-        (False, r"no actor was started within actor_timeout=0.2 seconds: each needs {'CPU': 1}, and .* {'CPU': 8.0}"),
-        (True, r"actor 0, with 2 environments .* gave no rollout within actor_timeout=0.2 seconds: its process"),
+        (False, r"no actor was started within actors.timeout=0.2 seconds: each needs {'CPU': 1}, and .* {'CPU': 8.0}"),
+        (True, r"actor 0, with 2 environments .* gave no rollout within actors.timeout=0.2 seconds: its process"),
     ],
 )
 def test_actors_that_are_not_started_or_hang_end_the_run(ray, joined, message):
-    data = make_actors(num_actors=1, actor_timeout=0.2)
+    data = make_actors(actors={"count": 1, "timeout": 0.2})
 
     def look():
         ray.handles[0].has_place = joined and ray.handles[0].calls[-1][0] == "join"
@@ -163,7 +165,7 @@ def test_actors_that_are_not_started_or_hang_end_the_run(ray, joined, message):
 
 
 def test_a_signal_is_honored_while_no_actor_finds_a_place(ray):
-    data = make_actors(num_actors=1)
+    data = make_actors(actors={"count": 1})
 
     def look():
         ray.handles[0].has_place = False
@@ -186,7 +188,7 @@ def test_losses_before_rollouts_that_are_dropped_count_too():
             rollout.actors_lost = 1
             return rollout
 
-    plain = make_data(num_actors=0, rollouts_per_epoch=2)
+    plain = make_data(actors={"count": 0}, rollouts_per_epoch=2)
     seen = Versions()
     make_trainer(callbacks=[seen]).fit(make(plain), plain)
     rollouts = iter(seen.rollouts)
@@ -204,9 +206,9 @@ def test_a_session_of_the_users_own_stays_open(ray):
 
 
 def test_an_address_that_leads_nowhere_is_refused(ray):
-    data = make_actors(ray_address="nowhere")
+    data = make_actors(actors={"ray_address": "nowhere"})
     with pytest.raises(
-        ConfigurationError, match=r"ray_address='nowhere' leads to no cluster of Ray \(nobody answers\)"
+        ConfigurationError, match=r"actors.ray_address='nowhere' leads to no cluster of Ray \(nobody answers\)"
     ):
         make_trainer().fit(make(data), data)
 
@@ -214,14 +216,17 @@ def test_an_address_that_leads_nowhere_is_refused(ray):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"actor_backend": "threads"}, "actor_backend='threads'.*processes, ray"),
-        ({"actor_backend": "processes", "actor_resources": {"CPU": 1}}, "actor_resources=.*actor_backend='ray'"),
-        ({"actor_backend": "processes", "ray_address": "auto"}, "ray_address='auto'.*actor_backend='ray'"),
-        ({"actor_start_method": "fork"}, "actor_start_method='fork'.*None with actor_backend='ray'"),
-        ({"actor_resources": {}}, "actor_resources={}"),
-        ({"actor_resources": {"CPU": -1}}, r"actor_resources\['CPU'\]=-1"),
-        ({"ray_address": 1}, "ray_address=1"),
-        ({"num_actors": 0}, "actor_backend='ray'.*processes where num_actors is 0"),
+        ({"actors": {"backend": "threads"}}, "actors.backend='threads'.*processes, ray"),
+        ({"actors": {"backend": "processes", "resources": {"CPU": 1}}}, "actors.resources=.*actors.backend='ray'"),
+        (
+            {"actors": {"backend": "processes", "ray_address": "auto"}},
+            "actors.ray_address='auto'.*actors.backend='ray'",
+        ),
+        ({"actors": {"start_method": "fork"}}, "actors.start_method='fork'.*None with actors.backend='ray'"),
+        ({"actors": {"resources": {}}}, "actors.resources={}"),
+        ({"actors": {"resources": {"CPU": -1}}}, r"actor_resources\['CPU'\]=-1"),
+        ({"actors": {"ray_address": 1}}, "actors.ray_address=1"),
+        ({"actors": {"count": 0}}, "actors.backend='ray'.*processes where num_actors is 0"),
         ({"backend": "async"}, "backend='async'.*beside num_actors"),
     ],
 )
@@ -233,7 +238,7 @@ def test_bad_options_are_refused(ray, options, message):
 def test_that_ray_is_not_installed_is_said_at_once(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
-    with pytest.raises(ConfigurationError, match=r"actor_backend='ray'.*pip install 'lightning-rl\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"actors.backend='ray'.*pip install 'lightning-rl\[ray\]'"):
         make_actors()
 
 

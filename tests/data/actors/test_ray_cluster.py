@@ -58,7 +58,7 @@ def cluster():
 
 @pytest.mark.timeout(600)
 def test_actors_join_die_and_are_replaced_while_training_goes_on(cluster):
-    data = make_actors(ray_address=cluster.address, rollouts_per_epoch=50)
+    data = make_actors(actors={"ray_address": cluster.address}, rollouts_per_epoch=50)
     model, seen, logger, fates = make(data), Versions(), MemoryLogger(), Fates(cluster, data)
     handler = signal.getsignal(signal.SIGTERM)
     trainer = make_trainer(callbacks=[seen, fates], logger=logger, log_every_n_steps=1, max_epochs=60)

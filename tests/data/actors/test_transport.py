@@ -35,8 +35,8 @@ CASES = {
     ),
     "nested": ("Probe/Sensors-v0", {}),
     "infos": ("Probe/Counter-v0", {"data": {"info_keys": ["level"]}}),
-    "repeats": ("CartPole-v1", {"data": {"learned_action_repeat": 3}}),
-    "restarts": ("CartPole-v1", {"data": {"on_env_failure": "restart"}}),
+    "repeats": ("CartPole-v1", {"data": {"env": {"learned_action_repeat": 3}}}),
+    "restarts": ("CartPole-v1", {"data": {"env": {"on_failure": "restart"}}}),
 }
 
 

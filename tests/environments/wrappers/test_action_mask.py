@@ -19,6 +19,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import merged
 from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
 from tests.probes import make_batch, make_collector
 
@@ -33,9 +34,8 @@ def make(name: str, where: str = "info", num_envs: int = 2, backend: str = "sync
         "tests.mask_probes:Probe/Invalid-v0",
         num_envs,
         backend=backend,
-        action_mask=source_of(where),
         mode=mode,
-        **kwargs,
+        **merged({"env": {"action_mask": source_of(where)}}, kwargs),
     )
 
 
@@ -141,8 +141,7 @@ def test_envpool_takes_masks_from_a_wrapper():
         "CartPole-v1",
         2,
         backend="envpool",
-        wrappers=({"class_path": "tests.mask_probes.AddMask", "init_args": {}},),
-        action_mask="info.only",
+        env={"wrappers": ({"class_path": "tests.mask_probes.AddMask", "init_args": {}},), "action_mask": "info.only"},
     )
     rollout = make_collector(environments, 40).collect(make_policy(environments))
     assert not rollout.actions[rollout.valid].any() and not rollout.valid.all()
@@ -198,9 +197,9 @@ def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
     environments = make_batch(
         "tests.mask_probes:Probe/Invalid-v0",
         2,
-        action_mask="info.action_mask",
-        on_env_failure="restart",
-        **kwargs_of("discrete", nothing_at=1),
+        **merged(
+            {"env": {"action_mask": "info.action_mask", "on_failure": "restart"}}, kwargs_of("discrete", nothing_at=1)
+        ),
     )
     rollout = roll(environments)
     assert "allows nothing to the action" in environments.pop_failures()[0]
@@ -212,13 +211,13 @@ def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
     [
         (
             "action_mask",
-            r"^action_mask='action_mask' is not valid: expected 'info.<key>', 'observation.<path>', 'method",
+            r"^env.action_mask='action_mask' is not valid: expected 'info.<key>', 'observation.<path>', 'method",
         ),
-        ("info.", r"^action_mask='info.' is not valid"),
-        (3, r"^action_mask=3 is not valid"),
-        ("info.legal", r"action_mask='info.legal' .* KeyError: 'legal'; the info of a reset has action_mask"),
-        ("method.legal", r"action_mask='method.legal' .* AttributeError: .*legal"),
-        ("observation.legal", r"action_mask='observation.legal' is not valid: expected the path of a part of Box"),
+        ("info.", r"^env.action_mask='info.' is not valid"),
+        (3, r"^env.action_mask=3 is not valid"),
+        ("info.legal", r"env.action_mask='info.legal' .* KeyError: 'legal'; the info of a reset has action_mask"),
+        ("method.legal", r"env.action_mask='method.legal' .* AttributeError: .*legal"),
+        ("observation.legal", r"env.action_mask='observation.legal' is not valid: expected the path of a part of Box"),
     ],
 )
 @pytest.mark.parametrize("backend", ["sync", "native"])
@@ -227,8 +226,7 @@ def test_sources_without_masks_are_refused(source, message, backend):
         make_batch(
             "tests.mask_probes:Probe/Invalid-v0",
             backend=backend,
-            action_mask=source,
-            **kwargs_of("discrete"),
+            **merged({"env": {"action_mask": source}}, kwargs_of("discrete")),
         )
 
 
@@ -240,7 +238,7 @@ def test_masks_of_all_components_are_one_of_the_whole(form, backend):
         "tests.environments.wrappers.test_action_mask:Probe/Forms-v0",
         2,
         backend=backend,
-        action_mask="info.action_mask",
+        env={"action_mask": "info.action_mask"},
         form=form,
     )
     assert environments.single_observation_space["action_mask"] == ActionMask(5)
@@ -329,13 +327,13 @@ gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
     puzzle = {"env_id": "tests.nested_probes:Probe/Puzzle-v0"}
     wrapper = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {}}
-    environments = make_batch(**puzzle, wrappers=(wrapper,), action_mask="info.left")
+    environments = make_batch(**merged({"env": {"wrappers": (wrapper,), "action_mask": "info.left"}}, puzzle))
     assert environments.single_observation_space["action_mask"] == ActionMask(2)
     assert set(environments.single_observation_space) == {"picture", "switch", "answer", "noise", "action_mask"}
     assert not make_collector(environments, 8).collect(make_policy(environments)).actions.any()
     taken = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {"key": "action_mask"}}
-    with pytest.raises(ConfigurationError, match=r"^action_mask='info.left' .* have a part of that name already"):
-        make_batch(**puzzle, wrappers=(taken,), action_mask="info.left")
+    with pytest.raises(ConfigurationError, match=r"^env.action_mask='info.left' .* have a part of that name already"):
+        make_batch(**merged({"env": {"wrappers": (taken,), "action_mask": "info.left"}}, puzzle))
 
 
 class Left(gymnasium.Wrapper):

@@ -18,7 +18,7 @@ from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedAc
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, merged
 from tests.probes import Counter, Told, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -44,7 +44,7 @@ class Repeating(Told):
 def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
     """Episodes of 5 and 4 steps: steps of 2 and 3 frames, then of 1, 2 and the 1 that is left of 3."""
     scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
-    options = {"backend": backend, "learned_action_repeat": {"max": 3, "gamma": 0.5}} | scripted
+    options = merged({"backend": backend, "env": {"learned_action_repeat": {"max": 3, "gamma": 0.5}}}, scripted)
     environments = make_batch(COUNTER, mode=mode, **options)
     rollout = make_collector(environments, 6).collect(Repeating())
     environments.close()
@@ -60,11 +60,13 @@ def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
 
 
 def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_rewards_are_counted():
-    options = {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
+    options = {
+        "env": {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
+    }
     actions = {"action": np.ones(1, np.int64), "repeat": np.full(1, 3)}
     earned, shown = [], []
     for evaluation in (False, True):
-        batch = make_batch(COUNTER, evaluation=evaluation, lengths=(9,), **options)
+        batch = make_batch(COUNTER, lengths=(9,), **merged({"evaluation": evaluation}, options))
         batch.reset()
         step = batch.step(actions)
         shown.append(step.observations["previous_reward"].item())
@@ -103,7 +105,7 @@ def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
 
 def test_repeats_and_frames_of_environments_that_end_in_other_steps():
     """One of the two ends an episode in each of these steps, where Gymnasium keeps its `info` apart."""
-    environments = make_batch(COUNTER, 2, learned_action_repeat=3, lengths=(3,), reward=1.0)
+    environments = make_batch(COUNTER, 2, env={"learned_action_repeat": 3}, lengths=(3,), reward=1.0)
     environments.reset()
     given = [(3, 1), (1, 3), (2, 1)]
     steps = [environments.step({"action": np.ones(2, np.int64), "repeat": np.array(times)}) for times in given]
@@ -114,7 +116,7 @@ def test_repeats_and_frames_of_environments_that_end_in_other_steps():
 
 def test_frames_of_repeated_repeats_are_multiplied():
     """Steps of two frames each, as many as the policy says; the episode of five ends in the middle of one."""
-    environments = make_batch(COUNTER, learned_action_repeat=3, action_repeat=2, lengths=(5,), reward=1.0)
+    environments = make_batch(COUNTER, env={"learned_action_repeat": 3, "action_repeat": 2}, lengths=(5,), reward=1.0)
     rollout = make_collector(environments, 2).collect(Repeating())
     environments.close()
     assert rollout.repeats[:, 0].tolist() == [2, 1] and rollout.rewards[:, 0].tolist() == [4, 1]
@@ -128,8 +130,7 @@ def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algori
         num_envs=1,
         rollout_length=4,
         rollouts_per_epoch=1,
-        env_kwargs={"lengths": (50,), "reward": 1.0},
-        learned_action_repeat={"max": 3, "gamma": 0.5},
+        env={"kwargs": {"lengths": (50,), "reward": 1.0}, "learned_action_repeat": {"max": 3, "gamma": 0.5}},
     )
     for algorithm, name in ((PPO, "gae_lambda"), (A2C, "gae_lambda"), (PPG, "gae_lambda"), (IMPALA, "vtrace_lambda")):
         torch.manual_seed(0)
@@ -165,9 +166,11 @@ def test_evaluation_has_raw_rewards_and_training_counts_frames(backend):
     data = make_data(
         f"tests.probes:{COUNTER}",
         backend=backend,
-        env_kwargs={"lengths": (7,), "reward": 1.0},
-        learned_action_repeat={"max": 3, "gamma": 0.5},
-        previous_action=True,
+        env={
+            "kwargs": {"lengths": (7,), "reward": 1.0},
+            "learned_action_repeat": {"max": 3, "gamma": 0.5},
+            "previous_action": True,
+        },
     )
     torch.manual_seed(0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1, policy={"hidden_sizes": (4,)})
@@ -188,8 +191,10 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
         num_envs=8,
         rollout_length=16,
         rollouts_per_epoch=60,
-        env_kwargs={"lengths": (24,), "ends": ("terminated",), "reward": 1.0, "blind": True},
-        learned_action_repeat=4,
+        env={
+            "kwargs": {"lengths": (24,), "ends": ("terminated",), "reward": 1.0, "blind": True},
+            "learned_action_repeat": 4,
+        },
     )
     torch.manual_seed(0)
     options = {"num_minibatches": 2} if algorithm is PPO else {"optimizer": {"name": "torch.optim.Adam"}}
@@ -209,10 +214,13 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learned_action_repeat": 1}, "learned_action_repeat=1 "),
-        ({"learned_action_repeat": {"gamma": 0.9}}, "learned_action_repeat="),
-        ({"learned_action_repeat": {"max": 2, "gamma": 1.1}}, "learned_action_repeat: gamma=1.1"),
-        ({"learned_action_repeat": 2, "backend": "native"}, "learned_action_repeat=2 .* expected None with backend"),
+        ({"env": {"learned_action_repeat": 1}}, "env.learned_action_repeat=1 "),
+        ({"env": {"learned_action_repeat": {"gamma": 0.9}}}, "env.learned_action_repeat="),
+        ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "learned_action_repeat: gamma=1.1"),
+        (
+            {"env": {"learned_action_repeat": 2}, "backend": "native"},
+            "env.learned_action_repeat=2 .* expected None with backend",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

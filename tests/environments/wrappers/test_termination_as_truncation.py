@@ -12,7 +12,7 @@ def test_what_terminated_is_cut_and_bootstraps_from_where_it_led_to():
     """Episodes of three steps that end in a terminal state; the value of each observation is known."""
     counter = {"lengths": [3], "ends": ["terminated"], "reward": 1.0}
     for wrappers in ([], [WRAPPER]):
-        data = make_data("tests.probes:Probe/Counter-v0", env_kwargs=counter, wrappers=wrappers, num_envs=1)
+        data = make_data("tests.probes:Probe/Counter-v0", env={"kwargs": counter, "wrappers": wrappers}, num_envs=1)
         model = make_model(data)
         seen = []
 
