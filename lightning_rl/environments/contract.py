@@ -117,6 +117,39 @@ def complaint(what: str, x: np.ndarray[Any, Any]) -> str | None:
     return f"returned {what}{entry} {x[bad]}: expected a finite number that float32 can hold"
 
 
+def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the `info` of every environment as that of a vector environment: as Gymnasium's own do it.
+
+    Args:
+        infos: One for each environment.
+
+    Returns:
+        For each key an array with a row for each environment, a dict of such where the values are dicts; under the key
+        with a leading underscore, which environments have it, `[B]`.
+    """
+    batched: dict[str, Any] = {}
+    for key in dict.fromkeys(key for info in infos for key in info):
+        has = np.array([key in info for info in infos])
+        values = {index: info[key] for index, info in enumerate(infos) if key in info}
+        first = next(iter(values.values()))
+        if isinstance(first, dict) and key != "final_obs":
+            batched[key] = batch_infos([info.get(key, {}) for info in infos])
+        else:
+            batched[key] = _empty_column(len(infos), object() if key == "final_obs" else first)
+            for index, value in values.items():
+                batched[key][index] = value
+        batched[f"_{key}"] = has
+    return batched
+
+
+def _empty_column(length: int, like: object) -> np.ndarray[Any, Any]:
+    """Return an array for values of an `info`, whose kind is that of one of them."""
+    if isinstance(like, np.ndarray):
+        return np.zeros((length, *like.shape), like.dtype)
+    is_number = type(like) in (int, float, bool) or isinstance(like, np.number)
+    return np.zeros(length, type(like)) if is_number else np.full(length, None, object)
+
+
 MAX_RESTARTS_IN_A_ROW = 3
 """An environment that fails once more without having completed a step in between will not recover."""
 FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning_rl/episode"

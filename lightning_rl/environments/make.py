@@ -34,7 +34,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import Factory, LocalVectorEnv, ProcessVectorEnv, RestartingProcesses
+from lightning_rl.environments.workers import Factory, LocalVectorEnv, WorkerPool
 from lightning_rl.environments.wrappers.action_repeat import ActionRepeat, LearnedActionRepeat, learned_repeat
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
@@ -184,12 +184,12 @@ def make_environments(
     if spec.backend == "sync":
         env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
     else:
-        kind = RestartingProcesses if spec.on_env_failure == "restart" else ProcessVectorEnv
         # Vector wrappers may have other spaces than what they wrap.
         is_wrapped = bool(vector_wrappers) or spec.options.changes_observations
         described = _describe(spec, factories[0]) if space_pair is None or is_wrapped else Described(*space_pair)
         try:
-            env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described)
+            replaces = spec.on_env_failure == "restart"
+            env = WorkerPool(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described, replaces)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     repeats = spec.options.learned_action_repeat is not None
