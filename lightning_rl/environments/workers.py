@@ -98,8 +98,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         # The exit codes of lost workers; None for one that hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
-        self._context: Any = multiprocessing.get_context()
-        self._shared = create_shared_memory(self.single_observation_space, self.num_envs, self._context)
+        self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
         self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
@@ -215,9 +214,9 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
     def _start(self, index: int) -> None:
         """Start a worker."""
-        self.pipes[index], child_pipe = self._context.Pipe()
+        self.pipes[index], child_pipe = multiprocessing.Pipe()
         factory = CloudpickleWrapper(self._factories[index])
-        process = self._context.Process(
+        process = multiprocessing.Process(
             target=_work,
             args=(index, factory, child_pipe, self._shared, self._mode),
             name=f"Worker-{index}",
