@@ -29,7 +29,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
-from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.policies.recurrent_state import RecurrentState
@@ -64,6 +64,30 @@ def profiled(
             return function(*args, **kwargs)
 
     return measured
+
+
+AHEAD_FROM = 2.0
+"""How many times as long as the policy environments must take for it to act ahead, which takes its time twice."""
+
+
+def chooses_rows_alone(policy: object) -> bool:
+    """Whether a policy says that each action depends on the row of its environment and the noise for that row alone."""
+    return getattr(policy, "chooses_rows_alone", False)
+
+
+def with_rows_of(ahead: PolicyOutput, count: int, output: PolicyOutput) -> PolicyOutput:
+    """Return an output with the first `count` rows of another one, from which those actions were taken.
+
+    Both are the same for a policy that chooses rows alone; not so with layers that compute across rows.
+    """
+    if all(leaves(map_leaves(lambda x, y: torch.equal(x[:count], y[:count]), ahead.action, output.action))):
+        return output
+
+    def join(x: Nested, y: Nested) -> Nested:
+        return None if y is None else map_leaves(lambda one, other: torch.cat([one[:count], other[count:]]), x, y)
+
+    names = ("action", "log_prob", "value", "environment_action")
+    return PolicyOutput(**{name: join(getattr(ahead, name), getattr(output, name)) for name in names})
 
 
 class StepStorage:
@@ -184,6 +208,7 @@ class Collector:
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
         acts = fast.actor(policy) or acts
         self.start(acts, profile)
+        self._acts_ahead = getattr(self.environments, "can_step_ahead", False) and chooses_rows_alone(policy)
         if recurrent is not None:
             self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # The tensors of environments are their own, and may not be those of inference.
@@ -228,7 +253,9 @@ class Collector:
         self._finals: list[tuple[int, int, Nested | None]] = []
         self._seconds = {"env": 0.0, "policy": 0.0} | ({} if self._has_tensors else {"transfer": 0.0})
         self._act = profiled(profile, POLICY, act)
-        self._step: Callable[[Nested], Step] = profiled(profile, ENVIRONMENT, self.environments.step)
+        self._acts_ahead = False
+        self._ahead: tuple[int, PolicyOutput] | None = None
+        self._step: Callable[..., Step] = profiled(profile, ENVIRONMENT, self.environments.step)
         self._to_device = profiled(profile, TRANSFER, _to_device)
         # No methods of this object: it, and the environments with it, are to go when nobody needs them any more. A
         # process that is forked would end the threads of forgotten ones, which it does not have.
@@ -249,6 +276,9 @@ class Collector:
         moved = clock()
         remembered = {} if memory.state is None else {"memory": memory.before(t)}
         output = self._act(row, self.generator, **remembered)
+        if self._ahead is not None:
+            (count, ahead), self._ahead = self._ahead, None
+            output = with_rows_of(ahead, count, output)
         acted = clock()
         self._actions.put(t, output.action)
         if output.log_prob is not None and output.value is not None:
@@ -256,7 +286,10 @@ class Collector:
             self._values.put(t, output.value)
         self.actions = self._convert(output.environment_action)
         converted = clock()
-        step = self._step(self.actions)
+        if self._acts_ahead and t + 1 < self.length and seconds["env"] >= AHEAD_FROM * seconds["policy"]:
+            step = self._step(self.actions, functools.partial(self._choose_ahead, t + 1))
+        else:
+            step = self._step(self.actions)
         seconds["env"] += clock() - converted
         seconds["policy"] += acted - moved
         if not self._has_tensors:
@@ -272,6 +305,38 @@ class Collector:
         if memory.state is not None:
             self._remember(t, step, output.memory)
         return step
+
+    def _choose_ahead(self, t: int, count: int, observations: Nested) -> Nested | None:
+        """Choose the actions of step `t` for the first `count` environments, while the others take the step before.
+
+        The policy acts on all rows, the others being those of the step before, and with the noise of step `t`: products
+        of fewer rows may round otherwise.
+
+        Returns:
+            Actions of all environments, of which the first `count` are to be taken; None if the policy raised.
+        """
+        begun = time.perf_counter()
+
+        def fill(rows: Any, x: Any) -> None:  # noqa: ANN401 - arrays of one leaf
+            rows[t, :count], rows[t, count:] = x[:count], rows[t - 1, count:]
+
+        map_leaves(fill, self.observations, observations)
+        noise = self.generator.get_state()
+        try:
+            row = self._rows[t]
+            if self._device != self.generator.device:
+                row = self._to_device(row, self.generator.device)
+            output = self._act(row, self.generator)
+            actions = self._convert(output.environment_action)
+        except Exception:  # it acts on these rows again, in its own time
+            return None
+        finally:
+            self.generator.set_state(noise)
+            taken = time.perf_counter() - begun
+            self._seconds["policy"] += taken
+            self._seconds["env"] -= taken
+        self._ahead = count, output
+        return actions
 
     def finished_episodes(self) -> list[tuple[int, int, float, int]]:
         """Count the steps, and return the episodes that ended in them, in order: step, environment, return, length.

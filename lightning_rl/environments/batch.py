@@ -29,6 +29,7 @@ from lightning_rl.environments.contract import (
     surely_finite,
 )
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
+from lightning_rl.environments.workers import ChooseAhead
 from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
 from lightning_rl.environments.wrappers.vector_history import VectorHistory, told
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
@@ -161,6 +162,9 @@ class EnvironmentBatch:
         learned_repeats: Whether the policy chooses how often actions are taken.
         evaluation: Whether these are environments of evaluation, for error messages.
 
+    Attributes:
+        can_step_ahead: Whether half of the environments can step while the next actions of the others are chosen.
+
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
@@ -198,6 +202,13 @@ class EnvironmentBatch:
         self._kind_of_state: str | None = "arrays" if isinstance(self._base, VectorState) else None
         if isinstance(reset_seed, list) and self._base is not None:
             self._kind_of_state = "episodes"
+        # What acts ahead sees no more than what the workers give: no wrapper may change that.
+        self.can_step_ahead = (
+            hasattr(self._base, "choose_ahead")
+            and not self._histories
+            and self.mode is AutoresetMode.SAME_STEP
+            and self.num_envs > 1
+        )
         # Which environments the next step only resets; None: none of them.
         self._resets_next: Array | None = None
 
@@ -213,14 +224,20 @@ class EnvironmentBatch:
         self._check_observations(observations)
         return observations
 
-    def step(self, actions: Array) -> Step:
+    def step(self, actions: Array, choose_ahead: ChooseAhead | None = None) -> Step:
         """Step every environment once.
+
+        Args:
+            actions: `[B, ...]`.
+            choose_ahead: See `WorkerPool`; where `can_step_ahead`.
 
         Raises:
             EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
                 worker process died or took longer than the limit.
         """
         self._tracker.clock += 1
+        if choose_ahead is not None:
+            self._base.choose_ahead = choose_ahead
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
         except BaseException as error:  # not `_named`, which would cost every step a microsecond

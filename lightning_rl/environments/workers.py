@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import setitem
 from typing import Any
 
 import gymnasium
@@ -37,6 +38,7 @@ from lightning_rl.environments.contract import (
     give_up,
 )
 from lightning_rl.environments.seeding import EpisodeTracker
+from lightning_rl.nested import Nested, map_leaves
 
 # Seconds that all workers together get to close their environments before they are ended by force.
 _GRACE = 5.0
@@ -44,6 +46,9 @@ _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 Factory = Callable[[], gymnasium.Env[Any, Any]]
+ChooseAhead = Callable[[int, Nested], Any]
+"""Given a number of environments and observations `[B, ...]`, which are new for the first ones, it returns actions
+`[B, ...]`; None: no environment steps ahead."""
 Message = tuple[Any, ...]
 """To a worker, see `_serve`."""
 
@@ -74,6 +79,9 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         processes: The workers.
         pipes: To the workers.
         tracker: Where every environment is: a lost process cannot say.
+        choose_ahead: Chooses actions for the first half of the environments as soon as these have taken the next step,
+            so that they step on while the second half takes it. For one step; the one after it ignores the actions that
+            it is given for the first half.
     """
 
     def __init__(
@@ -100,6 +108,10 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self._losses_in_a_row = [0] * self.num_envs
         self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
         self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
+        # Steps in halves return these, since the first half already writes its next observations.
+        self._kept = map_leaves(np.array, self.observations)
+        self.choose_ahead: ChooseAhead | None = None
+        self._ahead = range(0)  # environments that step with actions that were chosen ahead
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
         with none_left_on_failure():
@@ -118,17 +130,18 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
                 environment.
             EnvironmentFailure: An environment raised, or a new worker was lost again and again.
         """
+        choose, self.choose_ahead = self.choose_ahead, None
         with self._guarded():
-            outcomes = self._ask({i: ("step", x) for i, x in enumerate(iterate(self.action_space, actions))})
-            if self._replaces_workers:
-                for index, outcome in enumerate(outcomes):
-                    if outcome is None:
-                        outcomes[index] = 0.0, False, False, self.replace(index)[1] | {LOST: True}
-                    elif LOST not in outcome[3]:
-                        self._losses_in_a_row[index] = 0
+            stepping, self._ahead = self._ahead, range(0)
+            taken = enumerate(iterate(self.action_space, actions))
+            self._send({index: ("step", action) for index, action in taken if index not in stepping})
+            if choose is None:
+                observations, outcomes = self.observations, self._outcomes(range(self.num_envs))
+            else:
+                observations, outcomes = self._step_in_halves(choose)
             rewards, terminated, truncated, infos = zip(*outcomes, strict=True)
             ends = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
-            return self.observations, np.array(rewards, np.float64), *ends, batch_infos(infos)
+            return observations, np.array(rewards, np.float64), *ends, batch_infos(infos)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -187,7 +200,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                 give_up(EnvironmentFailure(failures[-1]))
             self._start(index)
-            (info,) = self._ask({index: ("go_on", {"stream_seed": stream_seed, "episode": episode})})
+            self._send({index: ("go_on", {"stream_seed": stream_seed, "episode": episode})})
+            (info,) = self._answers([index])
             if info is not None:
                 row = list(iterate(self.observation_space, self.observations))[index]
                 return row, info | {FAILURE: failures + info.get(FAILURE, [])}
@@ -211,6 +225,30 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         """End the workers of a pool that was not closed."""
         if hasattr(self, "_at_exit"):
             self.close(terminate=True)
+
+    def _step_in_halves(self, choose: ChooseAhead) -> tuple[Any, list[Any]]:
+        """Send the first half its next actions when it is done, while the second half steps."""
+        count = self.num_envs // 2
+        outcomes = self._outcomes(range(count))
+        map_leaves(lambda kept, x: setitem(kept, slice(count), x[:count]), self._kept, self.observations)
+        if (actions := choose(count, self._kept)) is not None:
+            self._ahead = range(count)
+            taken = zip(self._ahead, iterate(self.action_space, actions), strict=False)
+            self._send({index: ("step", action) for index, action in taken})
+        outcomes += self._outcomes(range(count, self.num_envs))
+        map_leaves(lambda kept, x: setitem(kept, slice(count, None), x[count:]), self._kept, self.observations)
+        return self._kept, outcomes
+
+    def _outcomes(self, indices: range) -> list[Any]:
+        """Return what the steps of some environments gave, and replace lost workers."""
+        outcomes = self._answers(indices)
+        if self._replaces_workers:
+            for place, index in enumerate(indices):
+                if outcomes[place] is None:
+                    outcomes[place] = 0.0, False, False, self.replace(index)[1] | {LOST: True}
+                elif LOST not in outcomes[place][3]:
+                    self._losses_in_a_row[index] = 0
+        return outcomes
 
     def _start(self, index: int) -> None:
         """Start a worker."""
@@ -251,14 +289,22 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
     def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
         """Send messages to workers, and return their answers in that order; None is the answer of a lost worker."""
+        self._answers(self._ahead)  # to steps that a rollout did not come to
+        self._ahead = range(0)
+        self._send(messages)
+        return self._answers(list(messages))
+
+    def _send(self, messages: Mapping[int, Message]) -> None:
         for index, message in messages.items():
             if index not in self._lost:
                 try:
                     self.pipes[index].send(message)
                 except OSError:
                     self._lose(index)
+
+    def _answers(self, indices: Sequence[int]) -> list[Any]:
         deadline = time.monotonic() + self.timeout
-        answers = [self._receive(index, deadline) for index in messages]
+        answers = [self._receive(index, deadline) for index in indices]
         if self._lost and not self._replaces_workers:
             raise self._failure(self._lost)
         return answers
