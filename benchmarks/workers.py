@@ -1,12 +1,12 @@
-"""What worker processes are worth: rollouts with `backend: async` beside the same ones with `sync`.
+"""Measure the speed-up of `backend: async` over `sync`.
 
     OMP_NUM_THREADS=1 python benchmarks/workers.py --save
 
-Two workloads: 8 environments that compute for two milliseconds in each step, and 64 of CartPole. A pair is a rollout of
-`sync` and one of `async`, in one process, in alternation: A B A B. The policy has the default networks and does not
-learn. Time is wall time, and needs cores that nothing else uses: the figure of a backend is its quickest rollout, and
-the speed-up the ratio of these figures; the ratios of single pairs are kept too. `ahead: false` is `async` without
-acting ahead. `--save` keeps the result in `benchmarks/results/throughput/`.
+Two workloads: 8 environments that compute for two milliseconds per step, and 64 CartPole environments. One process
+collects a rollout of `sync`, one of `async` and one of `async` without acting ahead (`ahead: false`), and repeats this
+`--pairs` times. The policy has the default networks and does not learn. Times are wall times and need idle cores. The
+time of a variant is the time of its fastest rollout; the speed-up is the ratio of these times. `speed_ups_of_pairs` has
+the ratios of neighboring rollouts. `--save` writes the result to `benchmarks/results/throughput/workers.json`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def compute(additions: int) -> int:
-    """Keep a core busy with a fixed amount of work, however many processes share the core."""
+    """Do a fixed amount of work, independent of the number of processes that share the core."""
     total = 0
     for number in range(additions):
         total += number
@@ -50,7 +50,7 @@ def compute(additions: int) -> int:
 
 
 def additions_in(milliseconds: float) -> int:
-    """Return how many additions take that long on a core that nothing else uses."""
+    """Return the number of additions that an idle core computes in that time."""
     seconds = []
     for _ in range(100):
         begun = time.perf_counter()
@@ -60,10 +60,10 @@ def additions_in(milliseconds: float) -> int:
 
 
 class Busy(gymnasium.Env[np.ndarray[Any, Any], np.ndarray[Any, Any]]):
-    """Computes in each step; episodes of 500 steps.
+    """Computes in each step; episodes have 500 steps.
 
     Args:
-        additions: In a step.
+        additions: Additions per step.
     """
 
     observation_space = spaces.Box(-1.0, 1.0, (17,), np.float32)
@@ -92,7 +92,7 @@ if "Busy-v0" not in gymnasium.registry:
 
 
 def make_collector(spec: EnvironmentSpec, num_envs: int) -> tuple[Collector, ActorCritic]:
-    """Return environments that are ready to be stepped, and a policy."""
+    """Return a collector and a policy."""
     environments = make_environments(spec, num_envs, list(range(num_envs)))
     space_pair = environments.single_observation_space, environments.single_action_space
     torch.manual_seed(0)
@@ -100,7 +100,7 @@ def make_collector(spec: EnvironmentSpec, num_envs: int) -> tuple[Collector, Act
 
 
 def measure_workload(workload: dict[str, Any], pairs: int) -> dict[str, Any]:
-    """Return the milliseconds that a vector step of each variant takes, acting included, and the speed-ups."""
+    """Return the milliseconds per vector step of each variant, acting included, and the speed-ups over `sync`."""
     kwargs = {"additions": additions_in(workload["milliseconds"])} if "milliseconds" in workload else {}
     backends: tuple[Backend, ...] = ("sync", "async")
     made = {
@@ -115,7 +115,7 @@ def measure_workload(workload: dict[str, Any], pairs: int) -> dict[str, Any]:
             collector, policy = made[variant["backend"]]
             begun = time.perf_counter()
             collector.collect(policy)
-            if pair:  # the first one resets the environments
+            if pair:  # the first rollout resets the environments
                 found[name].append(round(1000 * (time.perf_counter() - begun) / LENGTH, 3))
     collectors.AHEAD_FROM = always
     for collector, _ in made.values():
@@ -133,7 +133,7 @@ def measure_workload(workload: dict[str, Any], pairs: int) -> dict[str, Any]:
 def parse(args: list[str] | None = None) -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=20, help="that are timed")
+    parser.add_argument("--pairs", type=int, default=20, help="timed rollouts of each variant")
     add_saving(parser)
     return parser.parse_args(args)
 

@@ -67,18 +67,13 @@ def profiled(
 
 
 AHEAD_FROM = 2.0
-"""How many times as long as the policy environments must take for it to act ahead, which takes its time twice."""
-
-
-def chooses_rows_alone(policy: object) -> bool:
-    """Whether a policy says that each action depends on the row of its environment and the noise for that row alone."""
-    return getattr(policy, "chooses_rows_alone", False)
+"""Least ratio of environment time to policy time for acting ahead, which doubles the policy time."""
 
 
 def with_rows_of(ahead: PolicyOutput, count: int, output: PolicyOutput) -> PolicyOutput:
-    """Return an output with the first `count` rows of another one, from which those actions were taken.
+    """Return `output` with the first `count` rows of `ahead`, whose actions the environments took.
 
-    Both are the same for a policy that chooses rows alone; not so with layers that compute across rows.
+    The rows only differ if a network computes across rows.
     """
     if all(leaves(map_leaves(lambda x, y: torch.equal(x[:count], y[:count]), ahead.action, output.action))):
         return output
@@ -208,7 +203,8 @@ class Collector:
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
         acts = fast.actor(policy) or acts
         self.start(acts, profile)
-        self._acts_ahead = getattr(self.environments, "can_step_ahead", False) and chooses_rows_alone(policy)
+        if getattr(policy, "chooses_rows_alone", False):
+            self._acts_ahead = getattr(self.environments, "can_step_ahead", False)
         if recurrent is not None:
             self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # The tensors of environments are their own, and may not be those of inference.
@@ -307,13 +303,13 @@ class Collector:
         return step
 
     def _choose_ahead(self, t: int, count: int, observations: Nested) -> Nested | None:
-        """Choose the actions of step `t` for the first `count` environments, while the others take the step before.
+        """Choose the actions of step `t` for the first `count` environments while the others take step `t - 1`.
 
-        The policy acts on all rows, the others being those of the step before, and with the noise of step `t`: products
-        of fewer rows may round otherwise.
+        The policy acts on all `B` rows with the noise of step `t`, because a matrix product of fewer rows may round
+        differently. The other rows hold the observations of step `t - 1`.
 
         Returns:
-            Actions of all environments, of which the first `count` are to be taken; None if the policy raised.
+            Actions `[B, ...]`, of which the first `count` are valid; None if the policy raised.
         """
         begun = time.perf_counter()
 
@@ -328,7 +324,7 @@ class Collector:
                 row = self._to_device(row, self.generator.device)
             output = self._act(row, self.generator)
             actions = self._convert(output.environment_action)
-        except Exception:  # it acts on these rows again, in its own time
+        except Exception:  # `advance` calls the policy again, and raises there
             return None
         finally:
             self.generator.set_state(noise)

@@ -163,7 +163,7 @@ class EnvironmentBatch:
         evaluation: Whether these are environments of evaluation, for error messages.
 
     Attributes:
-        can_step_ahead: Whether half of the environments can step while the next actions of the others are chosen.
+        can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
 
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
@@ -202,7 +202,7 @@ class EnvironmentBatch:
         self._kind_of_state: str | None = "arrays" if isinstance(self._base, VectorState) else None
         if isinstance(reset_seed, list) and self._base is not None:
             self._kind_of_state = "episodes"
-        # What acts ahead sees no more than what the workers give: no wrapper may change that.
+        # The policy acts ahead on the observations of the workers: no wrapper may change observations.
         self.can_step_ahead = (
             hasattr(self._base, "choose_ahead")
             and not self._histories
@@ -229,7 +229,7 @@ class EnvironmentBatch:
 
         Args:
             actions: `[B, ...]`.
-            choose_ahead: See `WorkerPool`; where `can_step_ahead`.
+            choose_ahead: See `WorkerPool`; requires `can_step_ahead`.
 
         Raises:
             EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its

@@ -118,14 +118,14 @@ def complaint(what: str, x: np.ndarray[Any, Any]) -> str | None:
 
 
 def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the `info` of every environment as that of a vector environment: as Gymnasium's own do it.
+    """Combine the `info` dicts of single environments as Gymnasium's vector environments do.
 
     Args:
-        infos: One for each environment.
+        infos: One per environment.
 
     Returns:
-        For each key an array with a row for each environment, a dict of such where the values are dicts; under the key
-        with a leading underscore, which environments have it, `[B]`.
+        For each key an array `[B, ...]`, or a dict of such arrays if the values are dicts; under `_<key>` a boolean
+        array `[B]`: which environments have the key.
     """
     batched: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):
@@ -143,7 +143,7 @@ def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _empty_column(length: int, like: object) -> np.ndarray[Any, Any]:
-    """Return an array for values of an `info`, whose kind is that of one of them."""
+    """Return an array `[length, ...]` of the kind of `like`, one value of an `info`."""
     if isinstance(like, np.ndarray):
         return np.zeros((length, *like.shape), like.dtype)
     is_number = type(like) in (int, float, bool) or isinstance(like, np.number)

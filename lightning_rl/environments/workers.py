@@ -47,10 +47,10 @@ _LEFT_TO_PARENT = [
 ]
 Factory = Callable[[], gymnasium.Env[Any, Any]]
 ChooseAhead = Callable[[int, Nested], Any]
-"""Given a number of environments and observations `[B, ...]`, which are new for the first ones, it returns actions
-`[B, ...]`; None: no environment steps ahead."""
+"""Takes a count and observations `[B, ...]`, of which the first `count` rows are new, and returns actions `[B, ...]`;
+None if no environment may step ahead."""
 Message = tuple[Any, ...]
-"""To a worker, see `_serve`."""
+"""The message to a worker, see `_serve`."""
 
 
 class LocalVectorEnv(SyncVectorEnv):
@@ -62,26 +62,26 @@ class LocalVectorEnv(SyncVectorEnv):
 
 
 class WorkerPool(VectorEnv[Any, Any, Any]):
-    """A vector environment that runs each environment in a worker process, with a time limit on every answer.
+    """A vector environment with one worker process per environment and a time limit on every answer.
 
-    Observations are in shared memory: `step` and `reset` return the same arrays each time. A worker that dies, hangs or
-    raises ends the pool, unless it is replaced: then the step in which it was lost has no outcome, and the next episode
-    of its stream begins in a new process. A worker that is replaced runs `RestartingEpisodes`, in `SAME_STEP` mode.
+    Observations live in shared memory: `step` and `reset` return the same arrays each time. A worker that dies, hangs
+    or raises closes the pool. With `replaces_workers` a new process replaces a dead or hanging worker: the step has no
+    outcome, and the next episode of the environment's stream begins. Replacement needs `RestartingEpisodes` and
+    `SAME_STEP` mode.
 
     Args:
-        factories: One for each environment.
+        factories: One per environment.
         autoreset_mode: When the workers reset their environments.
-        timeout: Seconds that the workers may take to make an environment, for a step, a reset or a call.
-        described: Has the spaces of each environment: this process makes none.
-        replaces_workers: Whether a worker that died or hung is replaced.
+        timeout: Seconds that a worker may take to make its environment, and for each step, reset or call.
+        described: Has the spaces of each environment; this process makes no environment.
+        replaces_workers: Whether a new process replaces a worker that died or hung.
 
     Attributes:
-        processes: The workers.
-        pipes: To the workers.
-        tracker: Where every environment is: a lost process cannot say.
-        choose_ahead: Chooses actions for the first half of the environments as soon as these have taken the next step,
-            so that they step on while the second half takes it. For one step; the one after it ignores the actions that
-            it is given for the first half.
+        processes: The worker processes.
+        pipes: The parent's ends of the pipes to the workers.
+        tracker: Counts the episodes and steps of every environment, also of lost workers.
+        choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps.
+            It is used for one call of `step`; the following call ignores the actions of the first half.
     """
 
     def __init__(
@@ -103,22 +103,22 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self._factories = factories
         self._mode = autoreset_mode
         self._replaces_workers = replaces_workers
-        # The exit codes of lost workers; None for one that hung.
+        # Exit codes of lost workers; None for a worker that hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
         self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
         self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
-        # Steps in halves return these, since the first half already writes its next observations.
+        # Steps in halves return these arrays: the first half already writes its next observations to shared memory.
         self._kept = map_leaves(np.array, self.observations)
         self.choose_ahead: ChooseAhead | None = None
-        self._ahead = range(0)  # environments that step with actions that were chosen ahead
+        self._ahead = range(0)  # environments that already take the next step
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
         with none_left_on_failure():
             for index in range(self.num_envs):
                 self._start(index)
             self._check_spaces_of_workers()
-        # Before multiprocessing asks them to end, which they do not hear, and waits.
+        # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
 
@@ -126,9 +126,9 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         """Step every environment.
 
         Raises:
-            WorkerFailure: A worker died or took longer than the limit, and is not replaced, or raised outside its
+            WorkerFailure: A worker died or exceeded the time limit, and is not replaced, or raised outside its
                 environment.
-            EnvironmentFailure: An environment raised, or a new worker was lost again and again.
+            EnvironmentFailure: An environment raised, or too many replacements in a row were lost.
         """
         choose, self.choose_ahead = self.choose_ahead, None
         with self._guarded():
@@ -160,7 +160,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             return self.observations, batch_infos(infos)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
-        """Call a method of every environment, or get an attribute; None comes from a lost worker; raises as `step`."""
+        """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         with self._guarded():
             return tuple(self._ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
@@ -170,7 +170,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             return tuple(self._ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return an attribute of every environment; None comes from a lost worker; raises as `step`."""
+        """Return an attribute of every environment; None for a lost worker; raises as `step`."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
@@ -179,17 +179,17 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(self.pipes, each, strict=True)])
 
     def render(self) -> tuple[Any, ...]:
-        """Return a picture of every environment; None comes from a lost worker; raises as `step`."""
+        """Return a picture of every environment; None for a lost worker; raises as `step`."""
         return self.call("render")
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Start a process in the place of a lost one, and begin the next episode of its stream there.
+        """Replace a lost worker by a new process, which begins the next episode of the environment's stream.
 
         Returns:
             The first observation and the `info` of the reset.
 
         Raises:
-            EnvironmentFailure: That failed too, again and again.
+            EnvironmentFailure: Too many replacements in a row were lost.
         """
         stream_seed, episode, step = self.tracker.where(index)
         failures: list[str] = []
@@ -205,7 +205,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             if info is not None:
                 row = list(iterate(self.observation_space, self.observations))[index]
                 return row, info | {FAILURE: failures + info.get(FAILURE, [])}
-            episode, step = episode + 1, 0  # where it was lost this time
+            episode, step = episode + 1, 0  # where the replacement was lost
 
     def close_extras(self, terminate: bool = False) -> None:
         """End the workers, politely where they answer in time; may be called in any state."""
@@ -227,7 +227,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             self.close(terminate=True)
 
     def _step_in_halves(self, choose: ChooseAhead) -> tuple[Any, list[Any]]:
-        """Send the first half its next actions when it is done, while the second half steps."""
+        """Send the first half of the workers their next actions while the second half steps."""
         count = self.num_envs // 2
         outcomes = self._outcomes(range(count))
         map_leaves(lambda kept, x: setitem(kept, slice(count), x[:count]), self._kept, self.observations)
@@ -240,7 +240,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return self._kept, outcomes
 
     def _outcomes(self, indices: range) -> list[Any]:
-        """Return what the steps of some environments gave, and replace lost workers."""
+        """Return reward, ends and `info` of some environments' steps, and replace lost workers."""
         outcomes = self._answers(indices)
         if self._replaces_workers:
             for place, index in enumerate(indices):
@@ -266,7 +266,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         child_pipe.close()
 
     def _check_spaces_of_workers(self) -> None:
-        """Wait until every environment is made, and compare its spaces with those expected."""
+        """Wait until every environment is made, and check its spaces."""
         expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
         for name, space in expected.items():
             found = self._ask(dict.fromkeys(range(self.num_envs), ("call", name, (), {})))
@@ -278,7 +278,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Leave no worker behind where anything goes wrong."""
+        """Close the pool by force if the block raises."""
         if self.closed:
             raise gymnasium.error.ClosedEnvironmentError(f"{self} is closed")
         try:
@@ -288,8 +288,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             raise
 
     def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
-        """Send messages to workers, and return their answers in that order; None is the answer of a lost worker."""
-        self._answers(self._ahead)  # to steps that a rollout did not come to
+        """Send messages to workers and return their answers in the same order, None for a lost worker."""
+        self._answers(self._ahead)  # discards steps of an interrupted rollout
         self._ahead = range(0)
         self._send(messages)
         return self._answers(list(messages))
@@ -326,7 +326,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         raise failure
 
     def _lose(self, index: int, hangs: bool = False) -> None:
-        """Give a worker up that is dead, or that must never answer late."""
+        """Mark a worker as lost, and kill it, so that a late answer cannot arrive."""
         process = self.processes[index]
         if not hangs:
             process.join(1.0)  # the end of a pipe is seen a little before the end of its process
@@ -335,7 +335,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self.pipes[index].close()
 
     def _failure(self, lost: Mapping[int, str | None]) -> WorkerFailure:
-        """Say what happened to lost workers: to the dead ones, if there are any."""
+        """Return the failure of lost workers: of the dead workers, if any, else of the hanging ones."""
         dead = {index: code for index, code in lost.items() if code is not None}
         if dead:
             codes = ", ".join(dead.values())
@@ -344,14 +344,14 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
 
 
 def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Make an environment in a worker process, and do what the parent asks for, or say why that failed.
+    """Run an environment in a worker process until the parent closes it, and report any exception to the parent.
 
     Args:
-        index: Of the environment.
-        make: Makes it.
-        pipe: To the parent, which gets pairs of answer and error.
-        shared: Memory of all observations.
-        mode: When the environment is reset.
+        index: Index of the environment.
+        make: Makes the environment.
+        pipe: The worker's end of the pipe; the parent receives pairs (answer, error).
+        shared: Shared memory of all observations.
+        mode: When the worker resets the environment.
     """
     live_with_parent()
     env = None
@@ -369,10 +369,10 @@ def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode
 
 
 def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Answer messages until the parent asks to close: `(name, *arguments)`.
+    """Answer the parent's messages until it sends `("close",)`.
 
-    They are `("step", action)`, `("reset" or "go_on", keyword arguments)`, `("call", name, arguments, keyword
-    arguments)` and `("close",)`.
+    The other messages are `("step", action)`, `("reset" or "go_on", keyword arguments)` and `("call", name, arguments,
+    keyword arguments)`.
     """
     space = env.observation_space
     resets_next = False

@@ -364,9 +364,9 @@ class ActorCritic(Trunk):
 
     @property
     def chooses_rows_alone(self) -> bool:
-        """Whether an action depends on the row of its environment and the noise for that row alone.
+        """Whether each action depends only on its own observation and a fixed amount of noise.
 
-        Not with memory, and not with beta distributions, which draw until they accept.
+        False with memory, and with beta distributions, whose sampler rejects a varying number of draws.
         """
         return self.memory is None and not any(isinstance(module, BetaHead) for module in self.action_head.modules())
 
