@@ -203,6 +203,28 @@ def fast_paths(results: Path = RESULTS) -> str:
     return _markdown(["CPU time per step", *found], rows)
 
 
+def workers(results: Path = RESULTS) -> str:
+    """Return the table of the speed-up by worker processes; empty without results."""
+    path = results / "throughput" / "workers.json"
+    if not path.exists():
+        return ""
+    found = json.loads(path.read_text())
+    workloads = {name: row for name, row in found.items() if isinstance(row, dict) and "speed_up" in row}
+    names = next(iter(workloads.values()))["speed_up"]
+    rows = [
+        [name, *(_with_speed_up(row["milliseconds_per_vector_step"][name], row, name) for row in workloads.values())]
+        for name in names
+    ]
+    rows.append(["commit", *([_commit(found["source"])] * len(workloads))])
+    heads = [f"{row['num_envs']} × {name}" for name, row in workloads.items()]
+    return _markdown(["time per vector step", *heads], rows)
+
+
+def _with_speed_up(milliseconds: float, row: dict[str, Any], name: str) -> str:
+    pairs = statistics.median(row["speed_ups_of_pairs"][name])
+    return f"{milliseconds:.2f} ms ({row['speed_up'][name]:.2f} ×, median of pairs {pairs:.2f} ×)"
+
+
 def _with_excess(row: dict[str, Any] | None) -> str:
     return "" if row is None else f"{row['microseconds_per_step']:.1f} µs ({row['more']:+.0%})"
 
@@ -221,6 +243,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "profile": profile,
     "lightning share": lightning_share,
     "fast paths": fast_paths,
+    "workers": workers,
     "start-up": start_up,
     "policy": {"memory": memory},
     "scaling": scaling,

@@ -97,6 +97,19 @@ class Random(gymnasium.Env[np.ndarray, int]):
         return random.normal(size=3), random.normal() + action, bool(over[0]), bool(over[1]), {}
 
 
+class Echo(gymnasium.Env[np.ndarray, np.ndarray]):
+    """The observation is the action that led to it."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action: np.ndarray):
+        return action.astype(np.float32), 0.0, False, False, {}
+
+
 class Fragile(Random):
     """A random one that raises in the second step of one episode.
 
@@ -315,7 +328,7 @@ class RepeatFirst(gymnasium.Env[np.ndarray, int]):
         return np.zeros(2, np.float32), reward, self.steps == self.length, False, {}
 
 
-for probe in (Counter, Random, Fragile, Failing, Unsendable, Replay, Space, Aim, RepeatFirst):
+for probe in (Counter, Random, Echo, Fragile, Failing, Unsendable, Replay, Space, Aim, RepeatFirst):
     gymnasium.register(f"Probe/{probe.__name__}-v0", probe)
 
 

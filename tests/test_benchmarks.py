@@ -43,6 +43,7 @@ import start_up  # noqa: E402
 import table  # noqa: E402
 import throughput  # noqa: E402
 import torch_cartpole  # noqa: E402
+import workers  # noqa: E402
 import workload_models  # noqa: E402
 import zoo  # noqa: E402
 
@@ -517,6 +518,23 @@ def test_scaling_divides_the_environments_of_a_workload_among_processes(monkeypa
     found = scaling.one(scaling.parse())
     assert found is not None
     assert 0.9 < found["env_steps"] / (4 * measure.WORKLOADS["W1"]["num_steps"]) <= 1  # but for steps that reset
+
+
+def test_workers_are_compared_with_environments_of_this_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "LENGTH", 3)
+    found = workers.measure_workload(workers.WORKLOADS["busy"] | {"num_envs": 2, "milliseconds": 0.1}, 2)
+    assert set(found["speed_up"]) == set(workers.VARIANTS) and found["speed_up"]["sync"] == 1.0
+    assert [len(ratios) for ratios in found["speed_ups_of_pairs"].values()] == [2, 2, 2]
+    about = {"source": {"commit": "0123456789", "dirty": False}}
+    record.write_json(tmp_path / "throughput/workers.json", {"busy": found} | about)
+    assert "| time per vector step | 2 × busy |" in table.workers(tmp_path)
+
+
+def test_worker_processes_reach_their_goal_on_two_cores():
+    found = json.loads((BENCHMARKS / "results/throughput/workers.json").read_text())
+    assert found["hardware"]["logical_cpus"] == 2
+    assert found["busy"]["speed_up"]["async"] >= 1.7
+    assert found["busy"]["speed_up"]["async"] > found["busy"]["speed_up"]["async, ahead: false"]
 
 
 _TINY = ["--num_envs", "8", "--rollout_length", "4", "--rollouts", "1", "--repeats", "1", "--device", "cpu"]

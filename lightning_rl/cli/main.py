@@ -235,9 +235,7 @@ class OnPolicyCLI(LightningCLI):
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._get(self.config_init, "trainer")
         clip = config.gradient_clip_val
-        check(
-            clip is None, "trainer.gradient_clip_val", clip, "null; set model.optimizer.max_grad_norm instead"
-        )
+        check(clip is None, "trainer.gradient_clip_val", clip, "null; set model.optimizer.max_grad_norm instead")
         given: list[Callback] = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         added: list[Callback] = []

@@ -29,7 +29,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
-from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
 from lightning_rl.policies.distributions import tensor_conversion, to_environment
 from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent
 from lightning_rl.policies.recurrent_state import RecurrentState
@@ -64,6 +64,25 @@ def profiled(
             return function(*args, **kwargs)
 
     return measured
+
+
+AHEAD_FROM = 2.0
+"""Least ratio of environment time to policy time for acting ahead, which doubles the policy time."""
+
+
+def with_rows_of(ahead: PolicyOutput, count: int, output: PolicyOutput) -> PolicyOutput:
+    """Return `output` with the first `count` rows of `ahead`, whose actions the environments took.
+
+    The rows only differ if a network computes across rows.
+    """
+    if all(leaves(map_leaves(lambda x, y: torch.equal(x[:count], y[:count]), ahead.action, output.action))):
+        return output
+
+    def join(x: Nested, y: Nested) -> Nested:
+        return None if y is None else map_leaves(lambda one, other: torch.cat([one[:count], other[count:]]), x, y)
+
+    names = ("action", "log_prob", "value", "environment_action")
+    return PolicyOutput(**{name: join(getattr(ahead, name), getattr(output, name)) for name in names})
 
 
 class StepStorage:
@@ -184,6 +203,8 @@ class Collector:
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
         acts = fast.actor(policy) or acts
         self.start(acts, profile)
+        if getattr(policy, "chooses_rows_alone", False):
+            self._acts_ahead = getattr(self.environments, "can_step_ahead", False)
         if recurrent is not None:
             self.memory.start_rollout(recurrent, self.environments.num_envs, self.length)
         # The tensors of environments are their own, and may not be those of inference.
@@ -228,7 +249,9 @@ class Collector:
         self._finals: list[tuple[int, int, Nested | None]] = []
         self._seconds = {"env": 0.0, "policy": 0.0} | ({} if self._has_tensors else {"transfer": 0.0})
         self._act = profiled(profile, POLICY, act)
-        self._step: Callable[[Nested], Step] = profiled(profile, ENVIRONMENT, self.environments.step)
+        self._acts_ahead = False
+        self._ahead: tuple[int, PolicyOutput] | None = None
+        self._step: Callable[..., Step] = profiled(profile, ENVIRONMENT, self.environments.step)
         self._to_device = profiled(profile, TRANSFER, _to_device)
         # No methods of this object: it, and the environments with it, are to go when nobody needs them any more. A
         # process that is forked would end the threads of forgotten ones, which it does not have.
@@ -249,6 +272,9 @@ class Collector:
         moved = clock()
         remembered = {} if memory.state is None else {"memory": memory.before(t)}
         output = self._act(row, self.generator, **remembered)
+        if self._ahead is not None:
+            (count, ahead), self._ahead = self._ahead, None
+            output = with_rows_of(ahead, count, output)
         acted = clock()
         self._actions.put(t, output.action)
         if output.log_prob is not None and output.value is not None:
@@ -256,7 +282,10 @@ class Collector:
             self._values.put(t, output.value)
         self.actions = self._convert(output.environment_action)
         converted = clock()
-        step = self._step(self.actions)
+        if self._acts_ahead and t + 1 < self.length and seconds["env"] >= AHEAD_FROM * seconds["policy"]:
+            step = self._step(self.actions, functools.partial(self._choose_ahead, t + 1))
+        else:
+            step = self._step(self.actions)
         seconds["env"] += clock() - converted
         seconds["policy"] += acted - moved
         if not self._has_tensors:
@@ -272,6 +301,38 @@ class Collector:
         if memory.state is not None:
             self._remember(t, step, output.memory)
         return step
+
+    def _choose_ahead(self, t: int, count: int, observations: Nested) -> Nested | None:
+        """Choose the actions of step `t` for the first `count` environments while the others take step `t - 1`.
+
+        The policy acts on all `B` rows with the noise of step `t`, because a matrix product of fewer rows may round
+        differently. The other rows hold the observations of step `t - 1`.
+
+        Returns:
+            Actions `[B, ...]`, of which the first `count` are valid; None if the policy raised.
+        """
+        begun = time.perf_counter()
+
+        def fill(rows: Any, x: Any) -> None:  # noqa: ANN401 - arrays of one leaf
+            rows[t, :count], rows[t, count:] = x[:count], rows[t - 1, count:]
+
+        map_leaves(fill, self.observations, observations)
+        noise = self.generator.get_state()
+        try:
+            row = self._rows[t]
+            if self._device != self.generator.device:
+                row = self._to_device(row, self.generator.device)
+            output = self._act(row, self.generator)
+            actions = self._convert(output.environment_action)
+        except Exception:  # `advance` calls the policy again, and raises there
+            return None
+        finally:
+            self.generator.set_state(noise)
+            taken = time.perf_counter() - begun
+            self._seconds["policy"] += taken
+            self._seconds["env"] -= taken
+        self._ahead = count, output
+        return actions
 
     def finished_episodes(self) -> list[tuple[int, int, float, int]]:
         """Count the steps, and return the episodes that ended in them, in order: step, environment, return, length.

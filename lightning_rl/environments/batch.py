@@ -29,6 +29,7 @@ from lightning_rl.environments.contract import (
     surely_finite,
 )
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
+from lightning_rl.environments.workers import ChooseAhead
 from lightning_rl.environments.wrappers.action_repeat import RepeatCounter
 from lightning_rl.environments.wrappers.vector_history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
@@ -160,6 +161,9 @@ class EnvironmentBatch:
         repeats: Reads how often actions are taken; None if each is taken once.
         evaluation: Whether these are environments of evaluation, for error messages.
 
+    Attributes:
+        can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
+
     Raises:
         ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
     """
@@ -195,6 +199,13 @@ class EnvironmentBatch:
         self._kind_of_state: str | None = "arrays" if isinstance(self._base, VectorState) else None
         if isinstance(reset_seed, list) and self._base is not None:
             self._kind_of_state = "episodes"
+        # The policy acts ahead on the observations of the workers: no wrapper may change observations.
+        self.can_step_ahead = (
+            hasattr(self._base, "choose_ahead")
+            and not self._histories
+            and self.mode is AutoresetMode.SAME_STEP
+            and self.num_envs > 1
+        )
         # Which environments the next step only resets; None: none of them.
         self._resets_next: Array | None = None
 
@@ -210,14 +221,20 @@ class EnvironmentBatch:
         self._check_observations(observations)
         return observations
 
-    def step(self, actions: Array) -> Step:
+    def step(self, actions: Array, choose_ahead: ChooseAhead | None = None) -> Step:
         """Step every environment once.
+
+        Args:
+            actions: `[B, ...]`.
+            choose_ahead: See `WorkerPool`; requires `can_step_ahead`.
 
         Raises:
             EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
                 worker process died or took longer than the limit.
         """
         self._tracker.clock += 1
+        if choose_ahead is not None:
+            self._base.choose_ahead = choose_ahead
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
         except BaseException as error:  # not `_named`, which would cost every step a microsecond

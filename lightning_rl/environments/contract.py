@@ -117,6 +117,39 @@ def complaint(what: str, x: np.ndarray[Any, Any]) -> str | None:
     return f"returned {what}{entry} {x[bad]}: expected a finite number that float32 can hold"
 
 
+def batch_infos(infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the `info` dicts of single environments as Gymnasium's vector environments do.
+
+    Args:
+        infos: One per environment.
+
+    Returns:
+        For each key an array `[B, ...]`, or a dict of such arrays if the values are dicts; under `_<key>` a boolean
+        array `[B]`: which environments have the key.
+    """
+    batched: dict[str, Any] = {}
+    for key in dict.fromkeys(key for info in infos for key in info):
+        has = np.array([key in info for info in infos])
+        values = {index: info[key] for index, info in enumerate(infos) if key in info}
+        first = next(iter(values.values()))
+        if isinstance(first, dict) and key != "final_obs":
+            batched[key] = batch_infos([info.get(key, {}) for info in infos])
+        else:
+            batched[key] = _empty_column(len(infos), object() if key == "final_obs" else first)
+            for index, value in values.items():
+                batched[key][index] = value
+        batched[f"_{key}"] = has
+    return batched
+
+
+def _empty_column(length: int, like: object) -> np.ndarray[Any, Any]:
+    """Return an array `[length, ...]` of the kind of `like`, one value of an `info`."""
+    if isinstance(like, np.ndarray):
+        return np.zeros((length, *like.shape), like.dtype)
+    is_number = type(like) in (int, float, bool) or isinstance(like, np.number)
+    return np.zeros(length, type(like)) if is_number else np.full(length, None, object)
+
+
 MAX_RESTARTS_IN_A_ROW = 3
 """An environment that fails once more without having completed a step in between will not recover."""
 FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning_rl/episode"

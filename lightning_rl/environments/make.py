@@ -34,7 +34,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import Factory, LocalVectorEnv, ProcessVectorEnv, RestartingProcesses
+from lightning_rl.environments.workers import Factory, LocalVectorEnv, WorkerPool
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -189,12 +189,12 @@ def make_environments(
     if spec.backend == "sync":
         env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
     else:
-        kind = RestartingProcesses if spec.env.on_failure == "restart" else ProcessVectorEnv
         # Vector wrappers may have other spaces than what they wrap.
         is_wrapped = bool(vector_wrappers) or spec.changes_observations
         described = _describe(spec, factories[0]) if space_pair is None or is_wrapped else Described(*space_pair)
         try:
-            env = kind(factories, autoreset_mode, spec.env.step_timeout or DEFAULT_STEP_TIMEOUT, described)
+            timeout, replaces = spec.env.step_timeout or DEFAULT_STEP_TIMEOUT, spec.env.on_failure == "restart"
+            env = WorkerPool(factories, autoreset_mode, timeout, described, replaces)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)

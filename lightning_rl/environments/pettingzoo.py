@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from lightning_rl.environments.contract import IDLE
+from lightning_rl.environments.contract import IDLE, batch_infos
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import Nested, map_space
 from lightning_rl.validation import check
@@ -60,10 +60,10 @@ class ParallelEnvVector(VectorEnv):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in every copy; a seed is the root of those of all."""
         check(not self._asks_for_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
-        infos: dict[str, Any] = {}
+        infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index in range(len(self.copies)):
             self._start(index, infos, None if seed is None else derive_seed(seed, index), options)
-        return self._join(), infos
+        return self._join(), batch_infos(infos)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
         """Step every copy, and reset those whose agents have all ended."""
@@ -71,8 +71,8 @@ class ParallelEnvVector(VectorEnv):
         rewards = np.zeros(self.num_envs)
         terminated, truncated, idle = (np.zeros(self.num_envs, bool) for _ in range(3))
         finals = np.full(self.num_envs, None, object)
-        infos: dict[str, Any] = {}
-        final_infos: dict[str, Any] = {}
+        infos: list[dict[str, Any]] = [{}] * self.num_envs
+        final_infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index, env in enumerate(self.copies):
             living = [(row, agent) for row, agent in self._places(index) if agent in env.agents]
             idle[[row for row, agent in self._places(index) if agent not in env.agents]] = True
@@ -83,16 +83,16 @@ class ParallelEnvVector(VectorEnv):
                 if ended:
                     finals[row] = copy.deepcopy(observation)
                 self._rows[row] = self._nothing if ended else observation
-                where = final_infos if ended else infos
-                where |= self._add_info(where, info or {}, row)
+                (final_infos if ended else infos)[row] = info or {}
             if not env.agents:
                 self._start(index, infos)
+        batched = batch_infos(infos)
         ended_rows = terminated | truncated
         if ended_rows.any():
-            infos |= {"final_obs": finals, "_final_obs": ended_rows, "final_info": final_infos}
+            batched |= {"final_obs": finals, "_final_obs": ended_rows, "final_info": batch_infos(final_infos)}
         if idle.any():
-            infos[IDLE] = idle
-        return self._join(), rewards, terminated, truncated, infos
+            batched[IDLE] = idle
+        return self._join(), rewards, terminated, truncated, batched
 
     def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Close every copy."""
@@ -100,12 +100,12 @@ class ParallelEnvVector(VectorEnv):
             env.close()
 
     def _start(
-        self, index: int, infos: dict[str, Any], seed: int | None = None, options: dict[str, Any] | None = None
+        self, index: int, infos: list[dict[str, Any]], seed: int | None = None, options: dict[str, Any] | None = None
     ) -> None:
         observations, of_agents = self.copies[index].reset(seed=seed, options=options)
         for row, agent in self._places(index):
             self._rows[row] = observations.get(agent, self._nothing)
-            infos |= self._add_info(infos, of_agents.get(agent, {}), row)
+            infos[row] = of_agents.get(agent, {})
 
     def _places(self, index: int) -> list[tuple[int, Any]]:
         """Return the rows of a copy, with their agents."""

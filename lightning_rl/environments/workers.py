@@ -5,21 +5,28 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import setitem
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
-from gymnasium.vector.async_vector_env import AsyncState, _async_worker
-from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars, concatenate, iterate
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import (
+    CloudpickleWrapper,
+    batch_space,
+    clear_mpi_env_vars,
+    create_shared_memory,
+    iterate,
+    read_from_shared_memory,
+    write_to_shared_memory,
+)
 
 from lightning_rl.environments.contract import (
     FAILURE,
@@ -27,9 +34,11 @@ from lightning_rl.environments.contract import (
     MAX_RESTARTS_IN_A_ROW,
     EnvironmentFailure,
     WorkerFailure,
+    batch_infos,
     give_up,
 )
 from lightning_rl.environments.seeding import EpisodeTracker
+from lightning_rl.nested import Nested, map_leaves
 
 # Seconds that all workers together get to close their environments before they are ended by force.
 _GRACE = 5.0
@@ -37,6 +46,11 @@ _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 Factory = Callable[[], gymnasium.Env[Any, Any]]
+ChooseAhead = Callable[[int, Nested], Any]
+"""Takes a count and observations `[B, ...]`, of which the first `count` rows are new, and returns actions `[B, ...]`;
+None if no environment may step ahead."""
+Message = tuple[Any, ...]
+"""The message to a worker, see `_serve`."""
 
 
 class LocalVectorEnv(SyncVectorEnv):
@@ -47,15 +61,27 @@ class LocalVectorEnv(SyncVectorEnv):
         return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))
 
 
-class ProcessVectorEnv(AsyncVectorEnv):
-    """`AsyncVectorEnv` with a time limit on every answer, and workers that are gone after any failure.
+class WorkerPool(VectorEnv[Any, Any, Any]):
+    """A vector environment with one worker process per environment and a time limit on every answer.
+
+    Observations live in shared memory: `step` and `reset` return the same arrays each time. A worker that dies, hangs
+    or raises closes the pool. With `replaces_workers` a new process replaces a dead or hanging worker: the step has no
+    outcome, and the next episode of the environment's stream begins. Replacement needs `RestartingEpisodes` and
+    `SAME_STEP` mode.
 
     Args:
-        factories: One for each environment.
-        autoreset_mode: As in `AsyncVectorEnv`.
-        timeout: Seconds that the workers may take to make an environment, for a step or a reset.
-        described: Has the spaces of each environment: none is made in this process.
-        shared_memory: Pass observations through shared memory.
+        factories: One per environment.
+        autoreset_mode: When the workers reset their environments.
+        timeout: Seconds that a worker may take to make its environment, and for each step, reset or call.
+        described: Has the spaces of each environment; this process makes no environment.
+        replaces_workers: Whether a new process replaces a worker that died or hung.
+
+    Attributes:
+        processes: The worker processes.
+        pipes: The parent's ends of the pipes to the workers.
+        tracker: Counts the episodes and steps of every environment, also of lost workers.
+        choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps.
+            It is used for one call of `step`; the following call ignores the actions of the first half.
     """
 
     def __init__(
@@ -64,13 +90,35 @@ class ProcessVectorEnv(AsyncVectorEnv):
         autoreset_mode: AutoresetMode,
         timeout: float,
         described: gymnasium.Env[Any, Any],
-        shared_memory: bool = True,
+        replaces_workers: bool = False,
     ) -> None:
+        self.num_envs = len(factories)
+        self.metadata = {**described.metadata, "autoreset_mode": autoreset_mode}
+        self.render_mode = described.render_mode
+        self.single_observation_space, self.single_action_space = described.observation_space, described.action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
         self.timeout = timeout
-        in_workers = [functools.partial(_make_in_worker, os.getpid(), described, factory) for factory in factories]
+        self.tracker = EpisodeTracker([], None)
+        self._factories = factories
+        self._mode = autoreset_mode
+        self._replaces_workers = replaces_workers
+        # Exit codes of lost workers; None for a worker that hung.
+        self._lost: dict[int, str | None] = {}
+        self._losses_in_a_row = [0] * self.num_envs
+        self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
+        self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
+        # Steps in halves return these arrays: the first half already writes its next observations to shared memory.
+        self._kept = map_leaves(np.array, self.observations)
+        self.choose_ahead: ChooseAhead | None = None
+        self._ahead = range(0)  # environments that already take the next step
+        self.processes: list[Any] = [None] * self.num_envs
+        self.pipes: list[Any] = [None] * self.num_envs
         with none_left_on_failure():
-            super().__init__(in_workers, shared_memory, copy=False, autoreset_mode=autoreset_mode)
-        # Before multiprocessing asks them to end, which they do not hear, and waits.
+            for index in range(self.num_envs):
+                self._start(index)
+            self._check_spaces_of_workers()
+        # Runs before multiprocessing sends SIGTERM, which the workers ignore, and waits for them.
         self._at_exit = functools.partial(kill, self.processes)
         atexit.register(self._at_exit)
 
@@ -78,103 +126,280 @@ class ProcessVectorEnv(AsyncVectorEnv):
         """Step every environment.
 
         Raises:
-            WorkerFailure: A worker died, took longer than the limit, or raised outside its environment.
-            EnvironmentFailure: An environment raised.
+            WorkerFailure: A worker died or exceeded the time limit, and is not replaced, or raised outside its
+                environment.
+            EnvironmentFailure: An environment raised, or too many replacements in a row were lost.
         """
+        choose, self.choose_ahead = self.choose_ahead, None
         with self._guarded():
-            self.step_async(actions)
-            return self.step_wait(self.timeout)
+            stepping, self._ahead = self._ahead, range(0)
+            taken = enumerate(iterate(self.action_space, actions))
+            self._send({index: ("step", action) for index, action in taken if index not in stepping})
+            if choose is None:
+                observations, outcomes = self.observations, self._outcomes(range(self.num_envs))
+            else:
+                observations, outcomes = self._step_in_halves(choose)
+            rewards, terminated, truncated, infos = zip(*outcomes, strict=True)
+            ends = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
+            return observations, np.array(rewards, np.float64), *ends, batch_infos(infos)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Reset every environment; raises as `step` does."""
+        """Reset every environment, or those in `options["reset_mask"]`; raises as `step` does."""
+        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+        chosen = np.ones(self.num_envs, bool)
+        if options is not None and "reset_mask" in options:
+            chosen = options["reset_mask"]
+            options = {key: value for key, value in options.items() if key != "reset_mask"}
         with self._guarded():
-            self.reset_async(seed, options)
-            return self.reset_wait(self.timeout)
+            messages = {i: ("reset", {"seed": seeds[i], "options": options}) for i in np.flatnonzero(chosen).tolist()}
+            infos: list[dict[str, Any]] = [{}] * self.num_envs
+            for index, info in zip(messages, self._ask(messages), strict=True):
+                infos[index] = self.replace(index)[1] if info is None else info
+            return self.observations, batch_infos(infos)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
-        """Call a method of every environment; raises as `step` does."""
+        """Call a method of every environment, or get an attribute; None for a lost worker; raises as `step`."""
         with self._guarded():
-            self.call_async(name, *args, **kwargs)
-            return tuple(self.call_wait(self.timeout))
+            return tuple(self._ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with arguments of its own; raises as `step` does."""
+        """Call a method of every environment with arguments of its own, otherwise as `call`."""
         with self._guarded():
-            for pipe, args in zip(self.parent_pipes, arguments, strict=True):
-                pipe.send(("_call", (name, args, {})))
-            self._state = AsyncState.WAITING_CALL
-            return tuple(self.call_wait(self.timeout))
+            return tuple(self._ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
 
-    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of every environment; None for a lost worker; raises as `step`."""
+        return self.call(name)
+
+    def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
+        """Set an attribute of every environment, to the values of a list or tuple or to one value; raises as `step`."""
+        each = values if isinstance(values, list | tuple) else [values] * self.num_envs
+        self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(self.pipes, each, strict=True)])
+
+    def render(self) -> tuple[Any, ...]:
+        """Return a picture of every environment; None for a lost worker; raises as `step`."""
+        return self.call("render")
+
+    def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
+        """Replace a lost worker by a new process, which begins the next episode of the environment's stream.
+
+        Returns:
+            The first observation and the `info` of the reset.
+
+        Raises:
+            EnvironmentFailure: Too many replacements in a row were lost.
+        """
+        stream_seed, episode, step = self.tracker.where(index)
+        failures: list[str] = []
+        while True:
+            lost = self._failure({index: self._lost.pop(index)})
+            failures.append(f"{self.tracker.label_at(index, episode, step)} {lost.what}")
+            self._losses_in_a_row[index] += 1
+            if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
+                give_up(EnvironmentFailure(failures[-1]))
+            self._start(index)
+            self._send({index: ("go_on", {"stream_seed": stream_seed, "episode": episode})})
+            (info,) = self._answers([index])
+            if info is not None:
+                row = list(iterate(self.observation_space, self.observations))[index]
+                return row, info | {FAILURE: failures + info.get(FAILURE, [])}
+            episode, step = episode + 1, 0  # where the replacement was lost
+
+    def close_extras(self, terminate: bool = False) -> None:
         """End the workers, politely where they answer in time; may be called in any state."""
         if not terminate:
-            for pipe in self.parent_pipes:
+            for pipe in self.pipes:
                 with contextlib.suppress(OSError):
-                    pipe.send(("close", None))
-            deadline = time.monotonic() + (_GRACE if timeout is None else timeout)
+                    pipe.send(("close",))
+            deadline = time.monotonic() + _GRACE
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
         kill(self.processes)
-        if hasattr(self, "_at_exit"):
-            atexit.unregister(self._at_exit)
-        for pipe in self.parent_pipes:
+        atexit.unregister(self._at_exit)
+        for pipe in self.pipes:
             pipe.close()
+
+    def __del__(self) -> None:
+        """End the workers of a pool that was not closed."""
+        if hasattr(self, "_at_exit"):
+            self.close(terminate=True)
+
+    def _step_in_halves(self, choose: ChooseAhead) -> tuple[Any, list[Any]]:
+        """Send the first half of the workers their next actions while the second half steps."""
+        count = self.num_envs // 2
+        outcomes = self._outcomes(range(count))
+        map_leaves(lambda kept, x: setitem(kept, slice(count), x[:count]), self._kept, self.observations)
+        if (actions := choose(count, self._kept)) is not None:
+            self._ahead = range(count)
+            taken = zip(self._ahead, iterate(self.action_space, actions), strict=False)
+            self._send({index: ("step", action) for index, action in taken})
+        outcomes += self._outcomes(range(count, self.num_envs))
+        map_leaves(lambda kept, x: setitem(kept, slice(count, None), x[count:]), self._kept, self.observations)
+        return self._kept, outcomes
+
+    def _outcomes(self, indices: range) -> list[Any]:
+        """Return reward, ends and `info` of some environments' steps, and replace lost workers."""
+        outcomes = self._answers(indices)
+        if self._replaces_workers:
+            for place, index in enumerate(indices):
+                if outcomes[place] is None:
+                    outcomes[place] = 0.0, False, False, self.replace(index)[1] | {LOST: True}
+                elif LOST not in outcomes[place][3]:
+                    self._losses_in_a_row[index] = 0
+        return outcomes
+
+    def _start(self, index: int) -> None:
+        """Start a worker."""
+        self.pipes[index], child_pipe = multiprocessing.Pipe()
+        factory = CloudpickleWrapper(self._factories[index])
+        process = multiprocessing.Process(
+            target=_work,
+            args=(index, factory, child_pipe, self._shared, self._mode),
+            name=f"Worker-{index}",
+            daemon=True,
+        )
+        self.processes[index] = process
+        with signals_waiting(), clear_mpi_env_vars():
+            process.start()
+        child_pipe.close()
+
+    def _check_spaces_of_workers(self) -> None:
+        """Wait until every environment is made, and check its spaces."""
+        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
+        for name, space in expected.items():
+            found = self._ask(dict.fromkeys(range(self.num_envs), ("call", name, (), {})))
+            if self._lost:
+                raise self._failure(self._lost)
+            for index, other in enumerate(found):
+                if other != space:
+                    raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Name the workers that do not answer; leave none behind."""
+        """Close the pool by force if the block raises."""
+        if self.closed:
+            raise gymnasium.error.ClosedEnvironmentError(f"{self} is closed")
         try:
             yield
-        except multiprocessing.TimeoutError as error:
-            hung = [index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll(0)]
-            self.close(terminate=True)
-            raise WorkerFailure(hung, f"gave no answer within env.step_timeout={self.timeout:g} seconds") from error
-        except (EOFError, OSError) as error:
-            for process in self.processes:  # the end of a pipe is seen a little before the end of its process
-                process.join(0.1)
-            dead = {index: p.exitcode for index, p in enumerate(self.processes) if not p.is_alive()}
-            self.close(terminate=True)
-            codes = ", ".join(map(str, dead.values()))
-            raise WorkerFailure(list(dead), f"is gone: its worker process died with exit code {codes}") from error
         except BaseException:
             self.close(terminate=True)
             raise
 
-    def _check_spaces(self) -> None:
-        # Overrides a private method of Gymnasium, which waits for the workers without a time limit.
-        expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
-        with self._guarded():
-            for name, space in expected.items():
-                self.call_async(name)
-                for index, other in enumerate(self.call_wait(self.timeout)):
-                    if other != space:
-                        raise RuntimeError(f"environment {index} has {name}={other}, expected {space} as environment 0")
+    def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
+        """Send messages to workers and return their answers in the same order, None for a lost worker."""
+        self._answers(self._ahead)  # discards steps of an interrupted rollout
+        self._ahead = range(0)
+        self._send(messages)
+        return self._answers(list(messages))
 
-    def _raise_if_errors(self, successes: Iterable[bool]) -> None:
-        """Raise what the first worker to fail reported, with its traceback as a note instead of in the log."""
-        if all(successes):
-            return
+    def _send(self, messages: Mapping[int, Message]) -> None:
+        for index, message in messages.items():
+            if index not in self._lost:
+                try:
+                    self.pipes[index].send(message)
+                except OSError:
+                    self._lose(index)
+
+    def _answers(self, indices: Sequence[int]) -> list[Any]:
+        deadline = time.monotonic() + self.timeout
+        answers = [self._receive(index, deadline) for index in indices]
+        if self._lost and not self._replaces_workers:
+            raise self._failure(self._lost)
+        return answers
+
+    def _receive(self, index: int, deadline: float) -> Any:  # noqa: ANN401 - any answer
+        if index in self._lost:
+            return None
         try:
-            index, kind, value, trace = self.error_queue.get(timeout=self.timeout)
-        except queue.Empty:
-            raise EOFError from None  # it died before it could say why
-        failure: Exception
-        if issubclass(kind, EnvironmentFailure):
-            failure = EnvironmentFailure(value)
-        else:
-            failure = WorkerFailure([index], f"raised in its worker process: {kind.__name__}: {value}")
+            if not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
+                return self._lose(index, hangs=True)
+            answer, error = self.pipes[index].recv()
+        except (EOFError, OSError):
+            return self._lose(index)
+        if error is None:
+            return answer
+        of_environment, what, trace = error
+        failure: Exception = EnvironmentFailure(what) if of_environment else WorkerFailure([index], what)
         failure.add_note(f"In its worker process:\n{trace}")
         raise failure
 
+    def _lose(self, index: int, hangs: bool = False) -> None:
+        """Mark a worker as lost, and kill it, so that a late answer cannot arrive."""
+        process = self.processes[index]
+        if not hangs:
+            process.join(1.0)  # the end of a pipe is seen a little before the end of its process
+        self._lost[index] = None if hangs else str(process.exitcode)
+        kill([process])
+        self.pipes[index].close()
 
-def _make_in_worker(parent_pid: int, described: gymnasium.Env[Any, Any], factory: Factory) -> gymnasium.Env[Any, Any]:
-    """Make an environment, in a worker process that lives as long as its parent; there return its description."""
-    if os.getpid() == parent_pid:
-        return described
+    def _failure(self, lost: Mapping[int, str | None]) -> WorkerFailure:
+        """Return the failure of lost workers: of the dead workers, if any, else of the hanging ones."""
+        dead = {index: code for index, code in lost.items() if code is not None}
+        if dead:
+            codes = ", ".join(dead.values())
+            return WorkerFailure(list(dead), f"is gone: its worker process died with exit code {codes}")
+        return WorkerFailure(list(lost), f"gave no answer within env.step_timeout={self.timeout:g} seconds")
+
+
+def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
+    """Run an environment in a worker process until the parent closes it, and report any exception to the parent.
+
+    Args:
+        index: Index of the environment.
+        make: Makes the environment.
+        pipe: The worker's end of the pipe; the parent receives pairs (answer, error).
+        shared: Shared memory of all observations.
+        mode: When the worker resets the environment.
+    """
     live_with_parent()
-    return factory()
+    env = None
+    try:
+        env = make()
+        _serve(env, index, pipe, shared, mode)
+    except BaseException as error:
+        of_environment = isinstance(error, EnvironmentFailure)
+        what = str(error) if of_environment else f"raised in its worker process: {type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            pipe.send((None, (of_environment, what, traceback.format_exc())))
+    finally:
+        if env is not None:
+            env.close()
+
+
+def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
+    """Answer the parent's messages until it sends `("close",)`.
+
+    The other messages are `("step", action)`, `("reset" or "go_on", keyword arguments)` and `("call", name, arguments,
+    keyword arguments)`.
+    """
+    space = env.observation_space
+    resets_next = False
+    while (message := pipe.recv())[0] != "close":
+        name, *arguments = message
+        answer: Any
+        if name == "call":
+            attribute = env.get_wrapper_attr(arguments[0])
+            answer = attribute(*arguments[1], **arguments[2]) if callable(attribute) else attribute
+        else:
+            ended = False
+            if name != "step":
+                observation, answer = env.get_wrapper_attr(name)(**arguments[0])
+            elif resets_next:
+                observation, info = env.reset()
+                answer = 0.0, False, False, info
+            else:
+                observation, reward, terminated, truncated, info = env.step(*arguments)
+                ended = terminated or truncated
+                if ended and mode is AutoresetMode.SAME_STEP:
+                    final = {"final_info": info, "final_obs": observation}
+                    observation, info = env.reset()
+                    info = final | info
+                answer = reward, terminated, truncated, info
+            resets_next = ended and mode is AutoresetMode.NEXT_STEP
+            write_to_shared_memory(space, index, observation, shared)
+        pipe.send((answer, None))
 
 
 def live_with_parent() -> None:
@@ -236,165 +461,3 @@ def kill(processes: Iterable[Any]) -> None:
 def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public name for it
     parent.join()
     os._exit(1)
-
-
-Answer = Any
-"""Of a worker: what its environment returned; None if the worker is lost."""
-
-
-class RestartingProcesses(ProcessVectorEnv):
-    """`ProcessVectorEnv` that puts a new worker in the place of one that died or hung, and leaves the others alone.
-
-    The step that a worker was lost in has no outcome, as in `RestartingEpisodes`, of which all environments are. In
-    `SAME_STEP` mode only. Observations come through the pipes: what is shared cannot be given to a new process.
-
-    Args:
-        factories: One for each environment.
-        autoreset_mode: As in `AsyncVectorEnv`.
-        timeout: Seconds that the workers may take to make an environment, for a step or a reset.
-        described: Has the spaces of each environment.
-
-    Attributes:
-        tracker: Where every environment is: a lost process cannot say.
-    """
-
-    def __init__(
-        self,
-        factories: Sequence[Factory],
-        autoreset_mode: AutoresetMode,
-        timeout: float,
-        described: gymnasium.Env[Any, Any],
-    ) -> None:
-        self.tracker = EpisodeTracker([], None)
-        self._lost: dict[int, str] = {}
-        self._losses_in_a_row = [0] * len(factories)
-        super().__init__(factories, autoreset_mode, timeout, described, shared_memory=False)
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step every environment, or begin an episode in a new process.
-
-        Raises:
-            EnvironmentFailure: An environment failed again and again.
-        """
-        with self._guarded():
-            answers = self._ask([("step", action) for action in iterate(self.action_space, actions)])
-            for index, answer in enumerate(answers):
-                if answer is None:
-                    observation, info = self.replace(index)
-                    answers[index] = observation, 0.0, False, False, info | {LOST: True}
-                elif LOST not in answer[4]:
-                    self._losses_in_a_row[index] = 0
-            rows, rewards, terminated, truncated, infos = zip(*answers, strict=True)
-            flags = np.array(terminated, np.bool_), np.array(truncated, np.bool_)
-            return self._join(rows), np.array(rewards, np.float64), *flags, self._join_infos(infos)
-
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Reset every environment; raises as `step` does."""
-        seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
-        with self._guarded():
-            answers = self._ask([("reset", {"seed": one, "options": options}) for one in seeds])
-            answers = [self.replace(i) if answer is None else answer for i, answer in enumerate(answers)]
-            rows, infos = zip(*answers, strict=True)
-            return self._join(rows), self._join_infos(infos)
-
-    def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with arguments of its own; None comes from a lost one."""
-        with self._guarded():
-            return tuple(self._ask([("_call", (name, args, {})) for args in arguments]))
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:  # noqa: ANN401
-        """Call a method of every environment; None comes from a lost one."""
-        with self._guarded():
-            return tuple(self._ask([("_call", (name, args, kwargs))] * self.num_envs))
-
-    def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Start a process in the place of a lost one, and begin the next episode of its stream there.
-
-        Returns:
-            The first observation and the `info` of the reset.
-
-        Raises:
-            EnvironmentFailure: That failed too, again and again.
-        """
-        stream_seed, episode, step = self.tracker.where(index)
-        failures: list[str] = []
-        while True:
-            failures.append(f"{self.tracker.label_at(index, episode, step)} {self._lost.pop(index)}")
-            self._losses_in_a_row[index] += 1
-            if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
-                give_up(EnvironmentFailure(failures[-1]))
-            self._start(index)
-            self._send(index, ("_call", ("go_on", (stream_seed, episode), {})))
-            answer = self._receive(index, time.monotonic() + self.timeout)
-            if answer is not None:
-                observation, info = answer
-                return observation, info | {FAILURE: failures + info.get(FAILURE, [])}
-            episode, step = episode + 1, 0  # where it was lost this time
-
-    def _start(self, index: int) -> None:
-        """Start a worker as `AsyncVectorEnv` does."""
-        context = multiprocessing.get_context(self.context)
-        self.parent_pipes[index], child_pipe = context.Pipe()
-        factory = CloudpickleWrapper(self.env_fns[index])
-        pipes = child_pipe, self.parent_pipes[index]
-        arguments: tuple[Any, ...] = (index, factory, *pipes, None, self.error_queue, self.autoreset_mode, None)
-        # The last argument came with Gymnasium 1.4.
-        arguments = arguments[: len(inspect.signature(_async_worker).parameters)]
-        process = context.Process(  # type: ignore[attr-defined]
-            target=_async_worker, args=arguments, name=f"Worker<{type(self).__name__}>-{index}", daemon=self.daemon
-        )
-        with clear_mpi_env_vars():
-            process.start()
-        child_pipe.close()
-        self.processes[index] = process
-
-    def _ask(self, messages: Sequence[tuple[str, Any]]) -> list[Answer]:
-        """Send every worker a message, and wait for the answers."""
-        for index, message in enumerate(messages):
-            self._send(index, message)
-        deadline = time.monotonic() + self.timeout
-        return [self._receive(index, deadline) for index in range(self.num_envs)]
-
-    def _send(self, index: int, message: tuple[str, Any]) -> None:
-        if index not in self._lost:
-            try:
-                self.parent_pipes[index].send(message)
-            except OSError:
-                self._lose(index)
-
-    def _receive(self, index: int, deadline: float) -> Answer:
-        if index in self._lost:
-            return None
-        try:
-            if not self.parent_pipes[index].poll(max(0.0, deadline - time.monotonic())):
-                self._lose(index, f"gave no answer within env.step_timeout={self.timeout:g} seconds")
-                return None
-            answer, success = self.parent_pipes[index].recv()
-        except (EOFError, OSError):
-            self._lose(index)
-            return None
-        self._raise_if_errors([success])
-        return answer
-
-    def _lose(self, index: int, what: str | None = None) -> None:
-        """Give a worker up that is dead, or that must never answer late."""
-        process = self.processes[index]
-        if what is None:
-            process.join(1.0)  # the end of a pipe is seen a little before the end of its process
-            what = f"is gone: its worker process died with exit code {process.exitcode}"
-        process.kill()
-        process.join(1.0)
-        self.parent_pipes[index].close()
-        self._lost[index] = what
-
-    def _join(self, rows: Sequence[Any]) -> Any:  # noqa: ANN401
-        self.observations = concatenate(self.single_observation_space, rows, self.observations)
-        return self.observations
-
-    def _join_infos(self, infos: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        joined: dict[str, Any] = {}
-        for index, info in enumerate(infos):
-            joined = self._add_info(joined, info, index)
-        return joined

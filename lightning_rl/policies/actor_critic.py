@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, replace_leaves, space_leaves, without
 from lightning_rl.policies.distributions import ActionDistribution, Distribution, make_action_head
+from lightning_rl.policies.distributions.heads import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import DiscreteEncoding, Network, is_image, make_encoder
 from lightning_rl.policies.networks.layers import HeadLinear
@@ -342,6 +343,14 @@ class ActorCritic(Trunk):
     def dtype(self) -> torch.dtype:
         """Of the parameters."""
         return self.value_head.weight.dtype
+
+    @property
+    def chooses_rows_alone(self) -> bool:
+        """Whether each action depends only on its own observation and a fixed amount of noise.
+
+        False with memory, and with beta distributions, whose sampler rejects a varying number of draws.
+        """
+        return self.memory is None and not any(isinstance(module, BetaHead) for module in self.action_head.modules())
 
     def forward(self, observations: Nested, sequences: Sequences | None = None) -> tuple[Distribution, Tensor]:
         """Return the action distribution `[...]` and the value `[...]` at observations `[..., *shape]`.

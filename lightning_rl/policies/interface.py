@@ -41,7 +41,9 @@ class PolicyOutput:
 class Policy(Protocol):
     """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
 
-    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them.
+    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them. An attribute
+    `chooses_rows_alone = True` declares that each action depends only on its own observation and a fixed amount of
+    noise: then the policy acts for half of the worker processes while the other half steps.
     """
 
     def act(

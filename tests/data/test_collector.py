@@ -6,18 +6,22 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from tests.helpers import merged
+from lightning_rl.data.collector import Collector
+from lightning_rl.environments import EnvironmentFailure
+from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
-from tests.probes import Told, collect, make_batch, make_collector
+from tests.probes import Told, collect, make_batch, make_collector, seeds_of
 
 IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
 
 
 def make_policy(environments, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    options = {"hidden_sizes": (32,)} | options
+    options = merged({"hidden_sizes": (32,)}, options)
     spaces_ = environments.single_observation_space, environments.single_action_space
     return ActorCritic(*spaces_, **options).to(dtype)
 
@@ -206,3 +210,170 @@ def test_any_object_with_three_methods_is_a_policy():
 
     rollout = collect("Probe/Counter-v0", 4, Uniform(), 2)
     assert rollout.values.tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+# ---------------------------------------------------------------------------------------------- acting ahead of a half
+
+
+@pytest.fixture
+def acts_ahead(monkeypatch):
+    """Act ahead however long environments take; returns the steps that were chosen ahead, and whether they were."""
+    monkeypatch.setattr("lightning_rl.data.collector.AHEAD_FROM", 0.0)
+    chosen = []
+    choose = Collector._choose_ahead
+
+    def count(self, t, *arguments):
+        actions = choose(self, t, *arguments)
+        chosen.append((t, actions is not None))
+        return actions
+
+    monkeypatch.setattr(Collector, "_choose_ahead", count)
+    return chosen
+
+
+def two_rollouts(env_id, backend, num_envs, policy=None, length=7, **options):
+    """What two rollouts and the state after them hold."""
+    environments = make_batch(env_id, num_envs, backend=backend, **options)
+    collector = make_collector(environments, length)
+    policy = policy or make_policy(environments)
+    kept = *(clone(collector.collect(policy).state_dict()) for _ in range(2)), clone(collector.state_dict())
+    environments.close()
+    return kept
+
+
+def clone(x):
+    """As plain values: the next rollout writes over this one."""
+    if isinstance(x, dict):
+        return {key: clone(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [clone(value) for value in x]
+    return x.tolist() if isinstance(x, torch.Tensor | np.ndarray) else x
+
+
+@pytest.mark.parametrize("num_envs", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [
+        ("Probe/Random-v0", {}),
+        ("Probe/Counter-v0", {"start": None, "lengths": (3, 5), "ends": ("terminated", "truncated", "both")}),
+        ("tests.nested_probes:Probe/Sensors-v0", {"lengths": (3, 4)}),
+        ("Probe/Counter-v0", {"env": {"reward_scale": 0.5}}),
+    ],
+)
+def test_half_of_the_environments_steps_while_the_policy_acts_on_the_others_and_no_bit_differs(
+    acts_ahead, env_id, options, num_envs
+):
+    one, other = (two_rollouts(env_id, backend, num_envs, **options) for backend in ("sync", "async"))
+    assert one == other
+    # The first step of a rollout waits for the policy, which learned in between.
+    assert acts_ahead == [(t, True) for t in range(1, 7)] * 2
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [
+        ("Probe/Counter-v0", {"mode": AutoresetMode.NEXT_STEP}),
+        ("Probe/Counter-v0", {"mode": AutoresetMode.DISABLED}),
+        ("Probe/Counter-v0", {"env": {"previous_action": True}}),
+        ("Probe/Counter-v0", {"env": {"wrappers": ({"class_path": "tests.probes.DoubleVectorReward", "init_args": {}},)}}),
+    ],
+)
+def test_no_environment_steps_ahead_where_others_decide_what_the_policy_sees(acts_ahead, env_id, options):
+    assert two_rollouts(env_id, "async", 2, **options) == two_rollouts(env_id, "sync", 2, **options)
+    assert acts_ahead == []
+
+
+@pytest.mark.parametrize("options", [{"memory": "lstm"}, {"action_distribution": "beta"}])
+def test_no_environment_steps_ahead_of_a_policy_whose_rows_share_memory_or_noise(acts_ahead, options):
+    environments = make_batch("Probe/Counter-v0", 2, backend="async", start=None)
+    make_collector(environments, 5).collect(make_policy(environments, **options))
+    environments.close()
+    assert acts_ahead == []
+
+
+def test_actions_taken_ahead_are_stored_even_where_rows_are_not_alone(acts_ahead):
+    class Together(ActorCritic):
+        """What one environment does depends on all."""
+
+        def act(self, observations, generator=None, deterministic=False):
+            output = super().act(observations, generator, deterministic)
+            output.action = output.action + observations.mean()
+            output.environment_action, output.log_prob = output.action, output.action.sum(-1)
+            output.value = output.log_prob + 1
+            return output
+
+    environments = make_batch("Probe/Echo-v0", 4, backend="async")
+    policy = Together(environments.single_observation_space, environments.single_action_space)
+    rollout = make_collector(environments, 6).collect(policy)
+    environments.close()
+    assert len(acts_ahead) == 5
+    assert torch.equal(rollout.observations[1:], rollout.actions)
+    assert torch.equal(rollout.log_probs, rollout.actions.sum(-1))
+    assert torch.equal(rollout.values, rollout.log_probs + 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("raise", "raised in step: ArithmeticError: the physics exploded"),
+        ("kill", "is gone: its worker process died with exit code -9"),
+        ("hang", "gave no answer within env.step_timeout=1 seconds"),
+        ("nan observation", "returned observation (entry 1) nan: expected a finite number that float32 can hold"),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 3])
+def test_environment_that_fails_in_a_step_ahead_is_named_with_that_step(acts_ahead, index, how, what):
+    seed = derive_seed(seeds_of(4)[index], 1)
+    options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": {"step_timeout": 1.0}}
+    environments = make_batch("Probe/Failing-v0", 4, backend="async", **options)
+    workers = environments.env.processes
+    with pytest.raises(EnvironmentFailure) as caught:
+        make_collector(environments, 20).collect(make_policy(environments))
+    assert str(caught.value) == f"environment {index} (episode 1, seed {seed}, step 3) {what}"
+    environments.close()
+    assert {t for t, _ in acts_ahead} >= set(range(1, 8)) and not any(worker.is_alive() for worker in workers)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_worker_that_is_lost_in_a_step_ahead_is_replaced_as_in_any_other(acts_ahead, index):
+    """It dies in `async`, and raises in `sync`: what comes of it is the same."""
+    seed = derive_seed(seeds_of(4)[index], 1)
+    options = {"at": 3, "episode_seed": seed, "lengths": (5,), "env": {"on_failure": "restart"}}
+    one, other = (
+        two_rollouts("Probe/Failing-v0", backend, 4, how=how, **options)
+        for backend, how in (("sync", "raise"), ("async", "kill"))
+    )
+    assert one == other and acts_ahead
+
+
+def test_policy_that_raises_does_so_in_its_own_time(acts_ahead):
+    class Tired(ActorCritic):
+        calls = 0
+
+        def act(self, *args):
+            self.calls += 1
+            if self.calls > 3:
+                raise ArithmeticError("no more")
+            return super().act(*args)
+
+    environments = make_batch("Probe/Counter-v0", 2, backend="async")
+    with pytest.raises(ArithmeticError, match="no more"):
+        make_collector(environments, 9).collect(
+            Tired(environments.single_observation_space, environments.single_action_space)
+        )
+    assert [made for _, made in acts_ahead] == [True, False]
+    environments.close()
+
+
+def test_environments_that_a_rollout_left_in_a_step_ahead_answer_what_they_are_asked_next(acts_ahead):
+    environments = make_batch("Probe/Counter-v0", 2, backend="async")
+    environments.reset()
+    environments.step(np.zeros(2, np.int64), lambda count, observations: np.zeros(2, np.int64))
+    assert environments.env.call("count") == (2, 1)
+    environments.close()
+
+
+def test_policy_acts_ahead_only_where_environments_take_longer(acts_ahead, monkeypatch):
+    monkeypatch.setattr("lightning_rl.data.collector.AHEAD_FROM", float("inf"))
+    two_rollouts("Probe/Counter-v0", "async", 2)
+    assert acts_ahead == []

@@ -334,7 +334,7 @@ def test_spaces_are_those_that_the_policy_sees():
 
 
 def test_asking_for_the_spaces_starts_no_workers_and_leaves_no_process(monkeypatch):
-    monkeypatch.setattr("lightning_rl.environments.make.ProcessVectorEnv", None)  # cannot be called
+    monkeypatch.setattr("lightning_rl.environments.make.WorkerPool", None)  # cannot be called
     before = multiprocessing.active_children()
     assert make_data("Probe/Counter-v0", backend="async").action_space.n == 3
     assert multiprocessing.active_children() == before

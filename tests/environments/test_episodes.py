@@ -189,14 +189,14 @@ def test_each_environment_gets_its_own_record_and_no_other(backend, monkeypatch)
         observations = environments.step(np.zeros(3, np.int64)).observations.copy()
     if backend == "async":
         sent = []
-        for pipe in again.env.parent_pipes:
+        for pipe in again.env.pipes:
             monkeypatch.setattr(pipe, "send", lambda message, send=pipe.send: (sent.append(message), send(message)))
     exact, rows = again.load_state_dict(environments.state_dict())
     assert exact.all()
     np.testing.assert_array_equal(rows, observations)
     if backend == "async":
-        assert [len(args) for _, (_, args, _) in sent] == [1, 1, 1]
-        seeds = [args[0]["stream_seed"] for _, (_, args, _) in sent]
+        assert [len(args) for _, _, args, _ in sent] == [1, 1, 1]
+        seeds = [args[0]["stream_seed"] for _, _, args, _ in sent]
         assert seeds == [record["stream_seed"] for record in environments.state_dict()["environments"]]
         monkeypatch.undo()
     assert [again.label(index) for index in range(3)] == [environments.label(index) for index in range(3)]

@@ -344,7 +344,8 @@ def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     environments.reset()
     for _ in range(7):
         environments.step(np.zeros(4, np.int64))
-    environments.env.step_async(np.zeros(4, np.int64))
+    for pipe in environments.env.pipes:
+        pipe.send(("step", 0))
     environments.close()
     environments.close()
     assert gone(workers, 0.1)

@@ -1,0 +1,141 @@
+"""The pool of worker processes is a vector environment like Gymnasium's own."""
+
+import functools
+import os
+import signal
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from lightning_rl.environments.contract import batch_infos
+from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.nested import leaves, map_leaves
+from tests.probes import make_batch
+
+
+class Talkative(gymnasium.Env[np.ndarray, int]):
+    """Says in `info` whatever can be said there, some of it only now and then."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+    render_mode = "rgb_array"
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        self.count = 0
+        return self.observe(), {"begun": True, "options": options, "seed": seed}
+
+    def step(self, action: int):
+        self.count += 1
+        info: dict[str, Any] = {
+            "whole": self.count,
+            "part": 0.5 * self.place,
+            "numpy": np.float32(self.place),
+            "flag": self.place == 1,
+            "row": np.full(3, self.place, np.int16),
+            "text": "x" * self.place,
+            "none": None,
+            "list": [self.place],
+        }
+        if self.place != self.count % 3:
+            info["nested"] = {"deep": {"count": self.count}, "text": "y"}
+            info[f"of_{self.place}"] = np.ones((2, 2))
+        return self.observe(), 1.0, self.count == 3 + self.place, False, info
+
+    def observe(self) -> np.ndarray:
+        return np.array([self.place, self.count], np.float32)
+
+    def render(self) -> np.ndarray:
+        return np.full((2, 2, 3), self.place, np.uint8)
+
+    def scaled(self, factor: int, plus: int = 0) -> int:
+        return factor * self.place + plus
+
+
+@pytest.fixture
+def pair(request):
+    """Gymnasium's environments of this process, and the pool."""
+
+    def make(mode=AutoresetMode.SAME_STEP):
+        factories = [functools.partial(Talkative, place) for place in range(3)]
+        both = SyncVectorEnv(factories, autoreset_mode=mode), WorkerPool(factories, mode, 20.0, Talkative(0))
+        for env in both:
+            request.addfinalizer(env.close)
+        return both
+
+    return make
+
+
+def described(x: Any) -> Any:
+    """Values with their types, so that what compares equal is equal."""
+    if isinstance(x, dict):
+        return {key: described(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return tuple(map(described, x))
+    x = np.asarray(x)
+    return str(x.dtype), x.shape, [described(one) if isinstance(one, dict) else str(one) for one in x.flatten()]
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_pool_steps_and_resets_as_the_environments_of_gymnasium(pair, mode):
+    local, pool = pair(mode)
+    assert pool.metadata == local.metadata and pool.render_mode == "rgb_array"
+    assert (pool.observation_space, pool.action_space) == (local.observation_space, local.action_space)
+    for seed in (None, 7, [3, 4, 5]):
+        assert described(pool.reset(seed=seed, options={"a": 1})) == described(local.reset(seed=seed, options={"a": 1}))
+    for _ in range(12):
+        one, other = (env.step(np.zeros(3, np.int64)) for env in (local, pool))
+        assert described(other) == described(one)
+        if mode is AutoresetMode.DISABLED and (ended := one[2] | one[3]).any():
+            one, other = (env.reset(options={"reset_mask": ended.copy()}) for env in (local, pool))
+            assert described(other) == described(one)
+
+
+def test_methods_and_attributes_of_every_environment_are_in_reach(pair):
+    local, pool = pair()
+    assert pool.call("scaled", 2, plus=1) == local.call("scaled", 2, plus=1) == (1, 3, 5)
+    assert pool.call_each("scaled", [(1,), (10, 5), (100,)]) == (0, 15, 200)
+    assert pool.get_attr("place") == (0, 1, 2)
+    pool.set_attr("place", [5, 6, 7])
+    assert pool.get_attr("place") == (5, 6, 7)
+    pool.set_attr("place", 9)
+    assert [picture.max() for picture in pool.render()] == [9, 9, 9]
+    with pytest.raises(ValueError, match="zip"):
+        pool.set_attr("place", [1, 2])
+
+
+def test_closed_pool_says_so(pair):
+    _, pool = pair()
+    pool.close()
+    with pytest.raises(gymnasium.error.ClosedEnvironmentError, match=r"WorkerPool\(num_envs=3\) is closed"):
+        pool.reset()
+
+
+def test_new_worker_writes_its_nested_observations_where_the_lost_one_did():
+    environments = make_batch("tests.nested_probes:Probe/Sensors-v0", 2, backend="async", env={"on_failure": "restart"})
+    first = map_leaves(np.copy, environments.reset())
+    environments.step(np.zeros(2, np.int64))
+    pool = environments.env
+    memory = leaves(pool.observations)
+    os.kill(pool.processes[1].pid, signal.SIGKILL)
+    step = environments.step(np.zeros(2, np.int64))
+    assert list(step.failed) == [1]
+    assert all(one is other for one, other in zip(leaves(step.observations), memory, strict=True))
+    np.testing.assert_array_equal(step.observations["place"][1], first["place"][1])
+    # Lost while it goes to where a checkpoint was.
+    state = environments.state_dict()
+    os.kill(pool.processes[0].pid, signal.SIGKILL)
+    exact, observations = environments.load_state_dict(state)
+    assert not exact[0]
+    np.testing.assert_array_equal(observations["place"][0], first["place"][0])
+    environments.close()
+
+
+def test_infos_of_no_environment_are_empty():
+    assert batch_infos([{}, {}]) == {}
