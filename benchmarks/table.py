@@ -222,7 +222,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "lightning share": lightning_share,
     "fast paths": fast_paths,
     "start-up": start_up,
-    "policy": {"memory": memory},
+    "memory": memory,
     "scaling": scaling,
     "gpu": gpu,
 }

@@ -59,7 +59,11 @@ def main(max_env_steps: int = 100_000) -> float:
     torch.set_num_threads(1)  # the fastest for a network as small as this one
     seed_everything(0)
     data = RolloutDataModule(
-        "Golf-v0", action_mask="method.action_masks", num_envs=16, rollout_length=64, eval_episodes=200
+        "Golf-v0",
+        num_envs=16,
+        rollout_length=64,
+        env={"action_mask": "method.action_masks"},
+        evaluation={"episodes": 200},
     )
     model = PPO(
         data.observation_space,
