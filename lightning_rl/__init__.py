@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from lightning_rl.callbacks.progress_bars import EnvStepProgressBar, EnvStepRichProgressBar
     from lightning_rl.checkpointing.atomic import LastCheckpoint
     from lightning_rl.checkpointing.failed_update import FailedUpdate
+    from lightning_rl.data.actors import ActorConfig
     from lightning_rl.data.datamodule import RolloutDataModule
+    from lightning_rl.data.evaluation import EvaluationConfig
     from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
-    from lightning_rl.environments import AtariPreprocessing
+    from lightning_rl.environments import AtariPreprocessing, EnvConfig
     from lightning_rl.policies.actor_critic import ActorCritic
     from lightning_rl.policies.interface import PolicyOutput
     from lightning_rl.rollouts.batch import Batch
@@ -52,11 +54,13 @@ __all__ = [
     "PPG",
     "PPO",
     "VMPO",
+    "ActorConfig",
     "ActorCritic",
     "AtariPreprocessing",
     "Batch",
     "BehaviourCloning",
     "CriticPretraining",
+    "EnvConfig",
     "EnvStepCheckpoint",
     "EnvStepInterval",
     "EnvStepLimit",
@@ -64,6 +68,7 @@ __all__ = [
     "EnvStepRichProgressBar",
     "EnvStepValidation",
     "EpisodeRecorder",
+    "EvaluationConfig",
     "FailedUpdate",
     "LastCheckpoint",
     "OffPolicyPPG",
@@ -86,12 +91,14 @@ __all__ = [
 
 _HOMES = (
     "algorithms",
+    "data.actors",
     "data.datamodule",
     "callbacks",
     "callbacks.policy_summary",
     "callbacks.progress_bars",
     "checkpointing.atomic",
     "checkpointing.failed_update",
+    "data.evaluation",
     "data.recorded_episodes",
     "environments",
     "policies.actor_critic",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -47,29 +47,36 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
         ConfigurationError: Names the option, and options with a similar name, in groups too.
     """
     for name, value in unknown.items():
-        defaults = defaults_of(cls)
-        known = flat(defaults, default_groups(cls))
-        by_last_part = {full.rpartition(".")[2]: full for full in known}
-        near = [by_last_part[x] for x in get_close_matches(name, by_last_part, cutoff=0.6)]
+        near = _similar(name, flat(defaults_of(cls), default_groups(cls)))
         hint = f"; did you mean {', '.join(near)}?" if near else ""
         raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
 
 
+def _similar(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three full names, the nearest first; `l2_policy` and `policy` also mean `optimizer.l2.policy`."""
+    endings: dict[str, list[str]] = {}
+    for full in known:
+        parts = full.split(".")
+        for start in range(len(parts)):
+            endings.setdefault("_".join(parts[start:]), []).append(full)
+    near = [name] if name in endings else get_close_matches(name, endings, cutoff=0.6)
+    return [*dict.fromkeys(full for ending in near for full in endings[ending])][:3]
+
+
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave
-    """Return a group with the fields that a dict names changed; a group itself is returned as it is.
+    """Return a group with the fields changed that a dict names; a group of the same class changes all of them.
 
     Args:
         name: Name of the option, for errors.
         group: The group to change.
-        given: A group of the same class, or a dict of its fields; a group inside it may be a dict too.
+        given: A group of the same class, or a dict of its fields; a group inside either may be a dict too.
 
     Raises:
         ConfigurationError: The dict names a field that the group does not have, or `given` is something else.
     """
     if isinstance(given, type(group)):
-        return given
-    kind = type(group).__name__
-    check(isinstance(given, Mapping), name, given, f"{kind} or a dict of its options")
+        given = vars(given)
+    check(isinstance(given, Mapping), name, given, f"{type(group).__name__}(...) or a dict of its options")
     known = [field.name for field in fields(group)]
     changes = {}
     for key, value in given.items():

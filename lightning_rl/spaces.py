@@ -28,7 +28,7 @@ _WRAPPERS = {
     "MissionSpace": "; the wrapper minigrid.wrappers.ImgObsWrapper keeps the image alone",
     "Text": "; the wrapper gymnasium.wrappers.FilterObservation keeps chosen keys of a Dict",
 }
-_OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.wrappers can convert it"
+_OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.env.wrappers can convert it"
 
 
 def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") -> SpaceDict:

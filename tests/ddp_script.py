@@ -34,7 +34,7 @@ DDP = {"devices": 2, "strategy": "ddp"}
 
 def train_on_environments() -> dict[str, Any]:
     """An ordinary run: CartPole, validation of three episodes after each epoch, updates that stop early."""
-    data = make_data(rollouts_per_epoch=3, eval_episodes=3)
+    data = make_data(rollouts_per_epoch=3, evaluation={"episodes": 3})
     model = make_model(data, target_kl=1e-3, num_epochs=4, learning_rate=3e-3, **NORMALIZED)
     seen: dict[str, Any] = {"observations": [], "episodes": [], "logged": []}
 
@@ -126,7 +126,7 @@ def train_in_phases() -> dict[str, Any]:
 
 def train_with_replay(num_actors: int) -> dict[str, Any]:
     """CLEAR, collected in step or by an actor of each rank: what each learned, saw and kept."""
-    data = make_data(rollouts_per_epoch=5, num_actors=num_actors, actor_start_method="fork" if num_actors else None)
+    data = make_data(rollouts_per_epoch=5, actors={"count": num_actors, "start_method": "fork" if num_actors else None})
     torch.manual_seed(0)
     model = CLEAR(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)}, learning_rate=0.01)
     firsts: list[torch.Tensor] = []

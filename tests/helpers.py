@@ -79,7 +79,7 @@ def make_trainer(**options: Any) -> Trainer:
 
 def make_data(env_id: str = "CartPole-v1", **options: Any) -> RolloutDataModule:
     """Two short rollouts of two environments an epoch, the same each time."""
-    small = {"num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 2, "eval_episodes": 2, "seed": 1}
+    small = {"num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 2, "evaluation": {"episodes": 2}, "seed": 1}
     return RolloutDataModule(env_id, **merged(small, options))
 
 

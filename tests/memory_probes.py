@@ -20,7 +20,7 @@ def make_policy(memory: Any = "lstm", dtype: torch.dtype = torch.float64, **opti
     kind = {"kind": memory} if isinstance(memory, str) else memory
     given = None if kind is None else {"hidden_size": 5} | kind
     spaces = options.pop("spaces", (VECTOR, DISCRETE))
-    policy = ActorCritic(*spaces, **merged({"policy": {"hidden_sizes": (8,)}, "memory": given}, options))
+    policy = ActorCritic(*spaces, **{"hidden_sizes": (8,), "memory": given, **options})
     with torch.no_grad():
         for parameter in policy.action_head.parameters():
             parameter.mul_(100)

@@ -12,7 +12,7 @@ from tests.helpers import parameters_of
 
 SETTINGS = [
     *("--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"),
-    *("--data.rollouts_per_epoch=2", "--data.eval_episodes=3"),
+    *("--data.rollouts_per_epoch=2", "--data.evaluation.episodes=3"),
     *("--trainer.accelerator=cpu", "--trainer.num_nodes=2", "--trainer.devices=1", "--trainer.strategy=ddp"),
 ]
 

@@ -116,7 +116,7 @@ def test_reproduce_ends_after_the_minutes_that_it_is_given_and_says_so(tmp_path,
     seconds = itertools.count(step=10.0)  # one reading of the clock for each rollout
     monkeypatch.setattr(Timer, "time_elapsed", lambda timer, stage="train": next(seconds))
     config = ROOT / "configs/ppo/cartpole.yaml"
-    path = reproduce.reproduce(config, 3, tmp_path, ["--data.eval_episodes=1"], episodes=2, minutes=1)
+    path = reproduce.reproduce(config, 3, tmp_path, ["--data.evaluation.episodes=1"], episodes=2, minutes=1)
     result = json.loads(path.read_text())
     assert path.name == "stopped_seed3.json"
     assert 0 < result["env_steps"] < result["settings"]["max_env_steps"]
@@ -412,7 +412,7 @@ def test_impala_of_the_workload_is_as_large_as_the_one_it_is_compared_with():
     workload = measure.WORKLOADS["W6"] | {"rollouts": 3}
     data = workload_models.make_data(workload, "sync", seed=0)
     model = workload_models.make_model(workload, data)
-    assert type(model) is IMPALA and (data.num_actors, data.actors.prefetch) == (2, 2)
+    assert type(model) is IMPALA and (data.actors.count, data.actors.prefetch) == (2, 2)
     # Convolutions of 32, 64 and 64 channels, 512 units; heads upon them, the last action and the last reward.
     sizes = [(4 * 64 + 1) * 32, (32 * 16 + 1) * 64, (64 * 9 + 1) * 64, (3136 + 1) * 512, (512 + 6 + 1 + 1) * (6 + 1)]
     assert sum(x.numel() for x in model.parameters()) == sum(sizes)

@@ -159,7 +159,7 @@ def test_passes_of_every_kind_go_with_it(combination):
 def test_the_previous_action_and_reward_and_normalisers_go_with_it(combination):
     """The previous reward is what there always is to normalise."""
     normalised = {"normalization": {"observations": True, "rewards": True}}
-    model, data = make(combination, data={"previous_action": True, "previous_reward": True}, **normalised)
+    model, data = make(combination, data={"env": {"previous_action": True, "previous_reward": True}}, **normalised)
     assert {"previous_action", "previous_reward"} <= set(data.observation_space)
     check_training(model, data)
     assert {float(x.moments.count) for x in model.policy.observation_normalizer.leaves.values()} == {2 * 2 * 8}

@@ -122,7 +122,12 @@ def test_configuration_runs_for_two_rollouts(path):
     need_extra(data)
     if path.stem.endswith("_hard"):
         pytest.skip("that of the same game at its easy level runs")
-    small = ["--data.num_envs=2", "--data.rollout_length=8", "--data.rollouts_per_epoch=2", "--data.eval_episodes=1"]
+    small = [
+        "--data.num_envs=2",
+        "--data.rollout_length=8",
+        "--data.rollouts_per_epoch=2",
+        "--data.evaluation.episodes=1",
+    ]
     small += ["--max_env_steps=null", "--num_threads=1"]
     if given["model"]["class_path"] not in ("A2C", "CLEAR", "IMPALA"):
         small += ["--model.num_minibatches=2", "--model.num_epochs=1"]

@@ -182,6 +182,12 @@ def test_every_script_runs(page, as_in_a_script):
         assert namespace["memory"]["actor"].abs().sum() > 0
     if page.stem == "resuming":
         assert "policy_loss" in namespace["failed"].replay()
+    if page.stem == "one_rollout":
+        in_process, _, elsewhere = page.read_text().partition("## What differs with worker processes")
+        listed = re.findall(r"^\d+\. `([\w/]+\.py)`:", in_process, re.MULTILINE)
+        assert sorted(listed) == sorted(namespace["trace"].files)
+        others = re.findall(r"`([\w/]+/\w+\.py)`", elsewhere)
+        assert len(others) == 4 and all((ROOT / "lightning_rl" / other).exists() for other in others)
 
 
 def default_of(option, algorithm):
@@ -210,7 +216,7 @@ def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     for cell in notebook.cells:
-        cell.source = cell.source.replace("50_000", "4_096").replace("eval_episodes=20", "eval_episodes=2")
+        cell.source = cell.source.replace("50_000", "4_096").replace("evaluation.episodes=20", "evaluation.episodes=2")
     nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     # One line of progress, the last one, and not one for each time that it was drawn.

@@ -130,7 +130,7 @@ def played(model: PPO, see: Callable[[np.ndarray], np.ndarray]) -> list[float]:
 def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, capsys):
     """One written by the callback during a run, one by the command from the checkpoint of a run."""
     wrappers = [{"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}]
-    data, hidden = make_data(), make_data(wrappers=wrappers)
+    data, hidden = make_data(), make_data(env={"wrappers": wrappers})
     plain = make_model(data, normalization={"observations": True})
     callbacks = [PolicyExport(64, "plain", format="onnx", programs=["greedy"])]
     make_trainer(callbacks=callbacks).fit(plain, data)
@@ -157,7 +157,7 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
 def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_tmp_path, monkeypatch, caplog):
     module = example("tune")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    monkeypatch.setattr(module, "DATA", module.DATA | {"eval_episodes": 2})
+    monkeypatch.setattr(module, "DATA", merged(module.DATA, {"evaluation": {"episodes": 2}}))
     with caplog.at_level(logging.INFO, "lightning.pytorch"):  # also puts back what the example sets
         study = module.main(num_trials=2, seeds=(0, 1), max_env_steps=512)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning")] == []
@@ -170,7 +170,11 @@ def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_
     assert len({trial.params["learning_rate"] for trial in trials}) == 3, "the study goes on, with other settings"
     config = yaml.safe_load(Path("best.yaml").read_text())
     assert config["model"]["init_args"]["learning_rate"] == study.best_params["learning_rate"]
-    quiet = ["--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false", "--data.eval_episodes=1"]
+    quiet = [
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--data.evaluation.episodes=1",
+    ]
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     assert main(["fit", "--config=best.yaml", "--max_env_steps=256", *quiet]).model.env_steps == 256
 

@@ -12,7 +12,7 @@ from lightning_rl import A2C, PPO, RolloutDataModule
 from lightning_rl.masks import ActionMask
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_model, make_trainer
+from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
 from tests.mask_probes import CASES, kwargs_of, source_of
 
 BOX = spaces.Box(-1, 1, (3,))
@@ -22,7 +22,10 @@ FOUR = spaces.Discrete(4)
 
 def masked_data(name: str = "discrete", where: str = "info", more: dict[str, Any] | None = None, **options: Any):
     kwargs = kwargs_of(name, where=where, **(more or {}))
-    return make_data("tests.mask_probes:Probe/Invalid-v0", env_kwargs=kwargs, action_mask=source_of(where), **options)
+    return make_data(
+        "tests.mask_probes:Probe/Invalid-v0",
+        **merged({"env": {"kwargs": kwargs, "action_mask": source_of(where)}}, options),
+    )
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
@@ -60,7 +63,7 @@ def test_log_probabilities_on_arrival_are_those_of_acting(name, more, algorithm)
 @pytest.mark.parametrize("where", ["info", "observation", "method"])
 def test_evaluation_obeys_masks(where, deterministic):
     """The probe raises if an action is invalid."""
-    data = masked_data("hybrid", where, eval_episodes=40, eval_deterministic=deterministic)
+    data = masked_data("hybrid", where, evaluation={"episodes": 40, "deterministic": deterministic})
     trainer = make_trainer(limit_val_batches=1)
     (metrics,) = trainer.validate(make_model(data), data, verbose=False)
     assert metrics["val/episode_length"] == 3
@@ -117,15 +120,16 @@ def test_masks_elsewhere_than_in_one_part_are_refused(space, where):
 def test_masks_of_the_wrong_shape_are_refused_before_anything_is_collected():
     data = make_data(
         "tests.mask_probes:Probe/Invalid-v0",
-        env_kwargs=kwargs_of("pair", conditional=True),
-        action_mask="info.action_mask",
+        env={"kwargs": kwargs_of("pair", conditional=True), "action_mask": "info.action_mask"},
     )
     with pytest.raises(
         ConfigurationError, match=r"expected autoregressive, since there are masks of single components"
     ):
         PPO(data.observation_space, data.action_space)
     with pytest.raises(ConfigurationError, match=r"^action_mask has the shape \(2,\): expected \(4,\)"):
-        _ = make_data("CartPole-v1", action_mask="method.action_masks", wrappers=[f"{__name__}.TooFew"]).action_space
+        _ = make_data(
+            "CartPole-v1", env={"action_mask": "method.action_masks", "wrappers": [f"{__name__}.TooFew"]}
+        ).action_space
 
 
 class TooFew(gymnasium.Wrapper):
@@ -159,7 +163,13 @@ def test_checkpoints_hold_the_space_and_models_come_back_from_them(tmp_path):
 def train(action_mask: str | None) -> float:
     """Return the mean reward of a step, which is 1 at best, after 5,000 of them."""
     data = RolloutDataModule(
-        "tests.mask_probes:Probe/Lights-v0", 10, 50, 10, action_mask=action_mask, eval_episodes=100, seed=0
+        "tests.mask_probes:Probe/Lights-v0",
+        10,
+        50,
+        10,
+        env={"action_mask": action_mask},
+        evaluation={"episodes": 100},
+        seed=0,
     )
     torch.manual_seed(0)
     model = PPO(

@@ -94,7 +94,7 @@ def test_there_is_something_to_check():
 
 
 def test_the_training_command_and_the_scripts_of_the_readme_run(capsys):
-    short = ["--max_env_steps=2048", "--data.eval_episodes=2"]
+    short = ["--max_env_steps=2048", "--data.evaluation.episodes=2"]
     done = programs.run("-m", "lightning_rl", *shlex.split(TRAIN.partition("lightning-rl ")[2]), *short)
     assert done.returncode == 0, done.stderr
     assert "Done: 2048 environment steps" in done.stdout
@@ -191,7 +191,7 @@ def test_own_network_environment_and_algorithm_work_as_described():
     small += [
         "--data.num_envs=4",
         "--data.rollout_length=64",
-        "--data.eval_episodes=2",
+        "--data.evaluation.episodes=2",
         "--trainer.log_every_n_steps=1",
     ]
     cli = main(["fit", *small, "--max_env_steps=2560"])
@@ -201,7 +201,7 @@ def test_own_network_environment_and_algorithm_work_as_described():
     loaded = PPO.load_from_checkpoint(cli.run_dir / "checkpoints/last.ckpt")
     assert type(loaded.policy.critic_encoder).__name__ == "Encoder"
     # The shortest way is five steps to the right, and the algorithm of one's own finds it.
-    options = ["--data.env_id=my_package:Corridor-v0", "--data.env_kwargs={length: 5}", "--data.num_envs=16"]
+    options = ["--data.env_id=my_package:Corridor-v0", "--data.env.kwargs={length: 5}", "--data.num_envs=16"]
     options += [
         "--data.rollout_length=32",
         "--model.learning_rate=0.01",
@@ -250,7 +250,7 @@ def test_every_command_is_understood(page, command, capsys):
     if command[0] not in TRAINER_COMMANDS and not command[0].startswith("-"):
         assert make_parser(command[0]).parse_args(command[1:])
         return
-    asks = ["--help", "--model.help", "--data.atari.help", "--print_config"]
+    asks = ["--help", "--model.help", "--data.env.atari.help", "--print_config"]
     with pytest.raises(SystemExit) as exit_:
         main(command if any(option in command for option in asks) else [*command, "--print_config"])
     assert exit_.value.code == 0
@@ -346,7 +346,7 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
     ],
 )
 def test_every_key_that_is_logged_is_in_the_page_about_logging(config, options):
-    small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.eval_episodes=1", "--max_env_steps=512"]
+    small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.evaluation.episodes=1", "--max_env_steps=512"]
     small += ["--trainer.log_every_n_steps=1", *options]
     cli = main(["fit", f"--config=configs/{config}/cartpole.yaml", *small])
     text = (ROOT / "docs/logging.md").read_text()

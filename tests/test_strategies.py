@@ -24,7 +24,12 @@ from tests.helpers import assert_equal_parameters, make_data, make_model, make_t
 SHARDED = ["fsdp", "fsdp_cpu_offload", "model_parallel", "deepspeed", "deepspeed_stage_3_offload"]
 SMALL = [
     *("--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"),
-    *("--data.rollouts_per_epoch=2", "--data.eval_episodes=3", "--trainer.accelerator=cpu", "--trainer.devices=2"),
+    *(
+        "--data.rollouts_per_epoch=2",
+        "--data.evaluation.episodes=3",
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+    ),
 ]
 pytestmark = pytest.mark.filterwarnings("ignore:LightningCLI's args parameter")
 

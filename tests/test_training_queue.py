@@ -37,7 +37,7 @@ TINY = {
         "num_envs": 2,
         "rollout_length": 16,
         "rollouts_per_epoch": 20,
-        "eval_episodes": 1,
+        "evaluation": {"episodes": 1},
     },
     "model": {"class_path": "PPO", "init_args": {"optimizer": {"anneal": True}, "normalization": {"rewards": True}}},
     "trainer": {"accelerator": "cpu"},

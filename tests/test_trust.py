@@ -25,7 +25,7 @@ from lightning_rl.cli.main import main
 from lightning_rl.tools.hub import push_to_hub
 from lightning_rl.tools.trained import load_algorithm, load_data, modules_named_in
 from lightning_rl.validation import ConfigurationError, import_class, is_loading, loading, may_import
-from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, random_rollout
+from tests.helpers import DISCRETE, VECTOR, FixedRollouts, make_data, make_model, make_trainer, merged, random_rollout
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 PAYLOADS = (
@@ -150,9 +150,9 @@ def of_data(payload: str) -> dict[str, dict[str, Any]]:
     """Every option of the data that can name a class or a module, by the field that errors name."""
     spec = {"class_path": payload, "init_args": INIT_ARGS}
     return {
-        "wrappers": {"wrappers": [spec]},
-        "wrappers ": {"wrappers": [payload]},
-        "wrappers  ": {"training_wrappers": [spec]},
+        "wrappers": {"env": {"wrappers": [spec]}},
+        "wrappers ": {"env": {"wrappers": [payload]}},
+        "wrappers  ": {"env": {"training_wrappers": [spec]}},
     }
 
 
@@ -236,7 +236,10 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
         return found
 
     for field, options in of_data(payload).items():
-        found = [*messages({"env_id": "CartPole-v1"} | options), message_of(load_data, write_data(saved, **options))]
+        found = [
+            *messages(merged({"env_id": "CartPole-v1"}, options)),
+            message_of(load_data, write_data(saved, **options)),
+        ]
         for message in found:
             assert_refused(field.strip(), payload, message)
     for message in messages({"class_path": payload, "init_args": INIT_ARGS}):
@@ -244,7 +247,7 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
     env_id = payload.replace(".", ":")
     for field, value, options in (
         ("env_id", env_id, {"env_id": env_id}),
-        ("imports", "untrusted", {"env_id": "CartPole-v1", "imports": ["untrusted"]}),
+        ("imports", "untrusted", {"env_id": "CartPole-v1", "env": {"imports": ["untrusted"]}}),
     ):
         for load in (lambda options: load_data(write_data(saved, **options)), functools.partial(beside, path)):
             message = message_of(lambda load, options: load(options).observation_space, load, options)
@@ -252,7 +255,7 @@ def test_environments_of_a_checkpoint_and_beside_it_are_no_other_classes(payload
             assert re.match(f"{field}='{value}' {expected}", message), message
     # Deeper down everything is data.
     nested = {"class_path": payload, "init_args": INIT_ARGS}
-    data = beside(path, {"env_id": "CartPole-v1", "env_kwargs": {"x": nested}})
+    data = beside(path, {"env_id": "CartPole-v1", "env": {"kwargs": {"x": nested}}})
     assert data.spec.env_kwargs == {"x": nested}
 
 
@@ -268,10 +271,15 @@ def beside(checkpoint: Path, data: dict[str, Any]) -> RolloutDataModule:
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_trainer_and_the_command_line_construct_nothing_from_a_checkpoint(payload, saved):
-    small = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.eval_episodes=1"]
+    small = [
+        "--data.env_id=CartPole-v1",
+        "--data.num_envs=2",
+        "--data.rollout_length=16",
+        "--data.evaluation.episodes=1",
+    ]
     small += ["--model=PPO", "--model.policy.hidden_sizes=[16]", "--model.num_minibatches=2", "--max_env_steps=64"]
     small += ["--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"]
-    data = make_data(eval_episodes=1)
+    data = make_data(evaluation={"episodes": 1})
     model, fields = make_model(data), specs(payload)
     path = write_checkpoint(saved, policy={"action_distribution": fields.pop("action_distribution")})
     assert message_of(make_trainer().fit, model, data, ckpt_path=str(path)).startswith("policy.action_distribution=")
@@ -311,7 +319,7 @@ def test_a_pickle_in_a_checkpoint_is_not_opened(saved, monkeypatch):
             return Path.touch, (Path("pwned"),)
 
     torch.save(saved[0] | {"more": Payload()}, "x.ckpt")
-    data = make_data(eval_episodes=1)
+    data = make_data(evaluation={"episodes": 1})
     model = make_model(data)
     trainer = make_trainer(limit_val_batches=1)
     for read in (
@@ -360,7 +368,7 @@ def test_the_error_says_how_to_trust_and_that_is_enough(options, field, saved, t
 
 def test_environments_are_trusted_in_the_same_way(saved):
     path = write_checkpoint(saved)
-    options = {"env_id": "untrusted:Untrusted-v0", "eval_episodes": 1, "num_envs": 2}
+    options = {"env_id": "untrusted:Untrusted-v0", "evaluation": {"episodes": 1}, "num_envs": 2}
     message = message_of(beside, path, options)
     assert message.endswith("import it before, or give trust=['untrusted'], or --trust untrusted to export and push")
     (path.parent.parent / "config.yaml").write_text(yaml.safe_dump({"data": options, "model": "PPO"}))
@@ -374,14 +382,14 @@ def test_environments_are_trusted_in_the_same_way(saved):
     data = load_data(path, trust=["untrusted"])
     assert data.observation_space.shape == (4,)
     assert data.spec.env_id == "untrusted:Untrusted-v0"
-    own = {"class_path": "untrusted.Data", "init_args": options | {"wrappers": ["untrusted.Wrapper"]}}
+    own = {"class_path": "untrusted.Data", "init_args": merged(options, {"env": {"wrappers": ["untrusted.Wrapper"]}})}
     assert type(beside(path, own)).__name__ == "Data"  # it has been imported
 
 
 def test_the_configuration_that_a_user_names_is_trusted(saved):
     """Also what it says about the network, when the checkpoint says the same."""
     path = write_checkpoint(saved, policy={"network": "untrusted.Net"})
-    data = {"class_path": "untrusted.Data", "init_args": {"env_id": "CartPole-v1", "eval_episodes": 1}}
+    data = {"class_path": "untrusted.Data", "init_args": {"env_id": "CartPole-v1", "evaluation": {"episodes": 1}}}
     model = {"class_path": "PPO", "init_args": {"policy": {"network": {"class_path": "untrusted.Net"}}}}
     Path("mine.yaml").write_text(yaml.safe_dump({"data": data, "model": model}))
     assert "untrusted" in modules_named_in("mine.yaml")
@@ -397,7 +405,7 @@ def test_a_run_with_classes_of_its_own_goes_on_by_its_own_configuration():
     """In a new process nothing of them is imported before."""
     trusted()
     data = {"env_id": "untrusted:Untrusted-v0", "num_envs": 2, "rollout_length": 16, "rollouts_per_epoch": 1}
-    data |= {"wrappers": ["untrusted.Wrapper"], "eval_episodes": 1}
+    data = merged(data, {"env": {"wrappers": ["untrusted.Wrapper"]}, "evaluation": {"episodes": 1}})
     init_args = {"policy": {"network": "untrusted.Net"}, "num_minibatches": 2, "optimizer": "torch.optim.SGD"}
     trainer = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "limit_val_batches": 0}
     content = {"data": data, "model": {"class_path": "untrusted.Algorithm", "init_args": init_args}, "trainer": trainer}

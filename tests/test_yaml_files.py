@@ -69,7 +69,7 @@ def test_every_command_that_reads_a_bad_configuration_gives_one_short_error(kind
 
 def test_what_a_configuration_of_a_run_has_is_read(tmp_path):
     shared = {"frame_skip": 4}
-    content = {"data": {"atari": shared, "env_kwargs": shared, "seeds": [1, 2.5, None, True, "x"]}, "more": {}}
+    content = {"data": {"env": {"atari": shared, "kwargs": shared}, "seeds": [1, 2.5, None, True, "x"]}, "more": {}}
     text = yaml.safe_dump(content)
     assert "&id001" in text  # aliases as such are fine
     (tmp_path / "config.yaml").write_text(text)

@@ -102,6 +102,7 @@ from lightning_rl.validation import (
     import_class,
     instantiate,
     loading,
+    to_plain_data,
 )
 
 
@@ -430,6 +431,17 @@ class OnPolicyAlgorithm(LightningModule):
     ) -> float | None:
         """Return the same as `scheduled` of an option that may also be None."""
         return None if value is None else self.scheduled(name, value, above=above, option=option)
+
+    def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
+        """Put the values that arrived at a constructor into `options`.
+
+        A subclass may hand on other values than it was given.
+
+        Args:
+            **given: By parameter of the constructor.
+        """
+        full = flat(given, default_groups(type(self)))
+        self.options |= {name: to_plain_data(name, value) for name, value in full.items()}
 
     def policy_options(self) -> dict[str, Any]:
         """Return the arguments of `ActorCritic` that the options give."""

@@ -109,6 +109,14 @@ class PPO(OnPolicyAlgorithm):
         **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, advantages=advantages, **kwargs)
+        self.take_options(
+            num_epochs=num_epochs,
+            num_minibatches=num_minibatches,
+            minibatch_size=minibatch_size,
+            value_coef=value_coef,
+            target_kl=target_kl,
+            clipping=clipping,
+        )
         check_ppo_options(self.options)
         self.num_epochs, self.num_minibatches, self.minibatch_size = num_epochs, num_minibatches, minibatch_size
         self.estimator.gae_lambda = self.scheduled(
@@ -144,8 +152,9 @@ class PPO(OnPolicyAlgorithm):
     def loss(self, batch: Batch) -> Loss:
         """Return the loss of equation 9 over a minibatch.
 
-        With `fast_paths`, as by default, two small networks on a CPU are learned by the closed form instead: set it to
-        false to step through these lines. A subclass that overrides them, or what they call, is never passed over.
+        With `debug.fast_paths`, as by default, two small networks on a CPU are learned by the closed form instead: set
+        it to false to step through these lines. A subclass that overrides them, or what they call, is never passed
+        over.
         """
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
+from lightning_rl.data.datamodule import EpisodesDataModule
 from lightning_rl.training.clock import planned_env_steps
 
 DRAW_SECONDS = 0.5  # between drawings in a terminal: Rich takes milliseconds for one
@@ -193,9 +194,10 @@ class _EnvStepBar(ProgressBar):
 
     def _announce(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         # All the episodes are one batch, of which a bar could say no more than this.
-        episodes = getattr(trainer.datamodule, "eval_episodes", None)  # type: ignore[attr-defined]
-        if self._enabled and self._refresh_rate > 0 and not trainer.sanity_checking and episodes is not None:
-            self._write(f"Playing {episodes} episodes")
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        shown = self._enabled and self._refresh_rate > 0 and not trainer.sanity_checking
+        if shown and isinstance(data, EpisodesDataModule):
+            self._write(f"Playing {data.evaluation.episodes} episodes")
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
         """Have no bar of batches."""

@@ -78,7 +78,7 @@ class VideoRecorder(EnvStepInterval):
             try:
                 data.film(Films(folder, f"step={step}-episode={{}}", show), self.episodes, self.env_kwargs)
             except EnvironmentFailure as error:
-                if data.spec.on_env_failure == "raise":
+                if data.spec.env.on_failure == "raise":
                     raise
                 rank_zero_warn(f"no video at {step} environment steps: {error}")
 

@@ -186,7 +186,7 @@ def adopt_settings(checkpoint: dict[str, Any], module: Any) -> None:  # noqa: AN
     keeps_schedule = _same_class(stored, own, SCHEDULER)
     optimizers, schedulers = optimizers_and_schedulers(module.configure_optimizers())
     if keeps_schedule:
-        _adopt_learning_rates(checkpoint, own, optimizers)
+        _adopt_learning_rates(checkpoint, stored, own, optimizers)
     names = [f"{group}.{name}" for group in (*_OPTIMIZERS, SCHEDULER) for name in ("name", "options")]
     if all(stored.get(name) == own[name] for name in (*names, "optimizer.groups")):
         return
@@ -219,8 +219,9 @@ def _arguments(options: Mapping[str, Any]) -> set[str]:
     return {name for arguments in given for name in arguments}
 
 
-def _adopt_learning_rates(checkpoint: dict[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> None:
-    stored = checkpoint["hyper_parameters"]
+def _adopt_learning_rates(
+    checkpoint: dict[str, Any], stored: Mapping[str, Any], own: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> None:
     was_scheduled = _is_scheduled(stored) and not _is_scheduled(own)
     states, schedulers = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
     for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):

@@ -61,7 +61,7 @@ _FIRST_OPTIONS = {
     *("help", "help_all", "print_config", "config", "seed_everything", "max_env_steps", "num_threads", "ckpt_path"),
     *("init_from", "record", "record_as", "model", "model.help", "data", "data.help"),
     *(f"data.{name}" for name in ("env_id", "num_envs", "rollout_length", "rollouts_per_epoch", "backend")),
-    *("data.env_kwargs", "data.eval_episodes"),
+    *("data.env.kwargs", "data.evaluation.episodes"),
 }
 """Options that `--help` lists."""
 DEFAULT_ENV_STEPS = 1_000_000
@@ -235,7 +235,9 @@ class OnPolicyCLI(LightningCLI):
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
         config = self._get(self.config_init, "trainer")
         clip = config.gradient_clip_val
-        check(clip is None, "trainer.gradient_clip_val", clip, "null; set model.init_args.max_grad_norm instead")
+        check(
+            clip is None, "trainer.gradient_clip_val", clip, "null; set model.optimizer.max_grad_norm instead"
+        )
         given: list[Callback] = config.get("callbacks") or []
         given = given if isinstance(given, list) else [given]
         added: list[Callback] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch import loggers
 from lightning.pytorch.cli import LightningArgumentParser
@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore
 
 import lightning_rl
 from lightning_rl.cli import TRAINER_COMMANDS
-from lightning_rl.cli.class_specs import as_class_spec
 from lightning_rl.cli.errors import error_message
 from lightning_rl.tools.shipped_configs import resolve
 
@@ -43,13 +42,6 @@ class CommandParser(LightningArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         # An option that lacks its end is misspelled, on the command line as in a file.
         super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})
-
-    def parse_args(self, args: Any = None, namespace: Namespace | None = None, **kwargs: Any) -> Namespace:  # type: ignore[override] # noqa: ANN401 - those of the parser
-        """Parse arguments; see `as_class_spec`."""
-        if args is not None:  # also those of a class, which the parser hands on one at a time
-            namespace = None if namespace is None else namespace.clone()
-            args = [as_class_spec(argument, self._actions, namespace) for argument in args]
-        return super().parse_args(args, namespace, **kwargs)
 
     def format_help(self, *args: Any) -> str:  # noqa: ANN401 - those of the parser
         """Return the help, with the listed options only."""

@@ -91,5 +91,5 @@ class BottleneckWatch:
         if backend in ("native", "envpool", "torch"):
             ideas.append("a larger num_envs with a shorter rollout_length, since environments step together")
         if cores > 1 and backend not in ("async", "torch"):
-            ideas.append("num_actors, with an algorithm that corrects for older policies")
+            ideas.append("actors.count, with an algorithm that corrects for older policies")
         return ideas

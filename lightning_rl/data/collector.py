@@ -377,7 +377,7 @@ class Collector:
             map_leaves(lambda x, row, k=k: setitem(self._view(x), k, row), result, reached)
         places = [(t, index) for t, index, _ in finals]
         indices = torch.tensor(places, dtype=torch.long, device=self.generator.device).view(-1, 2)
-        return indices, result, self.memory.at(places)
+        return indices, result, None if self.memory.state is None else self.memory.at(places)
 
     def _put_together(self, policy: Policy) -> Rollout:
         """Compute log-probabilities and values that acting did not give, and put the rollout together."""
@@ -541,7 +541,7 @@ class Sampler:
         """
         assert self._collector is not None
         rollout = self._collector.collect(policy, policy_version, profile)
-        if self.spec.on_env_failure == "restart":
+        if self.spec.env.on_failure == "restart":
             rollout.failures = self._collector.environments.pop_failures()
         return rollout
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any, Generic, Self, TypeVar, cast
 
 import torch
@@ -19,47 +21,42 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_rl.data.actors import (
-    ActorBackend,
+    ActorConfig,
     ActorOptions,
     ActorSetup,
     BoundedLag,
     ProcessActors,
     RayActors,
     RolloutSource,
-    StartMethod,
 )
 from lightning_rl.data.collector import Sampler
-from lightning_rl.data.evaluation import Evaluator
+from lightning_rl.data.evaluation import EvaluationConfig, EvaluationOptions, Evaluator
 from lightning_rl.environments import (
-    AtariPreprocessing,
     Backend,
+    EnvConfig,
     EnvironmentFailure,
     EnvironmentSpec,
+    EnvOptions,
     FilmMaker,
-    OnEnvFailure,
-    RewardClip,
-    WrapperOptions,
     check_filmable,
     spaces_of,
 )
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.files import read_data
+from lightning_rl.options import changed, default_groups, flat
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
-    ClassSpec,
     ConfigurationError,
     check,
-    check_bool,
     check_names,
     check_positive_int,
     constructor_options,
     did_you_mean,
     is_int,
     loading,
-    to_class_specs,
     to_plain_data,
 )
 
@@ -94,9 +91,7 @@ class EpisodesDataModule(LightningDataModule):
 
     Args:
         eval_spec: Of one environment.
-        eval_episodes: Number of episodes, over all ranks.
-        num_eval_envs: Number of environments on each rank; None: as many as it has episodes to play, 8 at the most.
-        eval_deterministic: Play the mode of the policy rather than samples from it.
+        evaluation: Options of the episodes.
         seed: Root of all seeds; None takes the one given to `seed_everything`.
 
     Raises:
@@ -106,22 +101,15 @@ class EpisodesDataModule(LightningDataModule):
     def __init__(
         self,
         eval_spec: EnvironmentSpec,
-        eval_episodes: int,
-        num_eval_envs: int | None,
-        eval_deterministic: bool,
+        evaluation: EvaluationConfig,
         seed: int | None,
     ) -> None:
         super().__init__()
-        check_positive_int("eval_episodes", eval_episodes)
-        if num_eval_envs is not None:
-            check_positive_int("num_eval_envs", num_eval_envs)
-        check_bool("eval_deterministic", eval_deterministic)
+        evaluation.check()
         self.eval_spec = eval_spec
-        self.eval_episodes = eval_episodes
-        self.num_eval_envs = num_eval_envs
-        self.eval_deterministic = eval_deterministic
+        self.evaluation = evaluation
         self.seed = seed
-        self._evaluator = Evaluator(eval_spec, num_eval_envs)
+        self._evaluator = Evaluator(eval_spec, evaluation.num_envs)
         self._filming: tuple[Evaluator, FilmMaker] | None = None
         self._warned_of_failure = False
 
@@ -148,6 +136,20 @@ class EpisodesDataModule(LightningDataModule):
         if cls.__qualname__ in checkpoint:
             data.load_state_dict(checkpoint[cls.__qualname__])
         return data
+
+    def save_hyperparameters(
+        self,
+        *args: Any,  # noqa: ANN401 - as Lightning has it
+        ignore: Sequence[str] | str | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Save the options of a subclass that calls this, as Lightning does; groups as dicts, for checkpoints."""
+        caller = inspect.currentframe()
+        frame = frame or (None if caller is None else caller.f_back)
+        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        for name, value in self.hparams.items():
+            self.hparams[name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
     def _probe(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Return observation and action space of one environment."""
@@ -196,9 +198,8 @@ class EpisodesDataModule(LightningDataModule):
         """
         assert self.trainer is not None
         evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
-        shares = [
-            len(range(rank, self.eval_episodes, self.trainer.world_size)) for rank in range(self.trainer.world_size)
-        ]
+        ranks = self.trainer.world_size
+        shares = [len(range(rank, self.evaluation.episodes, ranks)) for rank in range(ranks)]
         first = sum(shares[: self._rank])
         return self._run_episodes(evaluator, shares[self._rank], role, record=record, films=films, first_number=first)
 
@@ -243,13 +244,13 @@ class EpisodesDataModule(LightningDataModule):
         if self._filming is not None:
             self._filming[0].close()
         spec = self.eval_spec if films is None else self.eval_spec.for_filming(env_kwargs)
-        self._filming = None if films is None else (Evaluator(spec, self.num_eval_envs), films)
+        self._filming = None if films is None else (Evaluator(spec, self.evaluation.num_envs), films)
 
     def _run_episodes(self, evaluator: Evaluator, num_episodes: int, role: int, **options: Any) -> list[Episode]:  # noqa: ANN401
         assert self.trainer is not None
         policy, _, dtype, device = self._policy()
         seed = self.seed if self.seed is not None else torch.initial_seed() % 2**63
-        options = {"record": False, "deterministic": self.eval_deterministic} | options
+        options = {"record": False, "deterministic": self.evaluation.deterministic} | options
         with self._rank_named(), self.trainer.precision_plugin.forward_context():
             path = (seed, role, self._rank)
             episodes = evaluator.run_episodes(policy, self._probe(), num_episodes, path, device, dtype, **options)
@@ -264,7 +265,7 @@ class EpisodesDataModule(LightningDataModule):
             # Not `rank_zero_warn`: each rank has environments of its own.
             warnings.warn(
                 f"{self._rank_prefix}{failures[0]}. It was made anew and begins a new episode, as will others that "
-                "fail (on_env_failure='restart'); rollout/env_restarts counts them",
+                "fail (env.on_failure='restart'); rollout/env_restarts counts them",
                 stacklevel=2,
             )
 
@@ -341,8 +342,8 @@ class RolloutDataModule(EpisodesDataModule):
 
     One training batch is one `Rollout` of `rollout_length` steps in each of `num_envs` environments, collected when the
     Trainer asks for it with the parameters of that moment; an epoch is `rollouts_per_epoch` of them. One batch of
-    validation, test or prediction is one set of `eval_episodes` whole episodes, played in environments of their own
-    with their own seeds, raw rewards and frozen normalisers: the same episodes each time.
+    validation, test or prediction is one set of `evaluation.episodes` whole episodes, played in environments of their
+    own with their own seeds, raw rewards and frozen normalisers: the same episodes each time.
 
     Args:
         env_id: A Gymnasium id (`package:id` imports the package first), or an EnvPool task.
@@ -352,60 +353,9 @@ class RolloutDataModule(EpisodesDataModule):
         backend: `sync` steps the environments one after another in this process, `async` has a worker process for each,
             `native` is the environment's own vectorised version, `torch` one that speaks tensors, and `envpool` that
             of EnvPool.
-        env_kwargs: Arguments of the environment's constructor.
-        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
-            class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
-        training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
-        atari: Options of the preprocessing of Atari games; other environments ignore its default and refuse any other.
-        step_timeout: Seconds a worker process may take for one step or reset before it counts as hung (`async` only);
-            None: 120.
-        on_env_failure: What becomes of a run in which an environment raises, returns NaN, infinity, a wrong shape or a
-            reward that is not a number, or whose worker process dies or hangs: `raise` ends it with an error that names
-            environment, episode, seed and step; `restart` (`sync` and `async` only) makes the environment anew, which
-            goes on with its next episode. The episode that was cut off counts as truncated, the step that failed is
-            not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the run.
-        imports: Modules to import before the id is looked up, in worker processes too: those that register
-            environments.
-        max_episode_steps: Truncate episodes after this many steps of the environment, in the place of the limit that it
-            is registered with.
-        action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
-            the repetition (`sync` and `async` only; Atari games have `atari.frame_skip`).
-        learned_action_repeat: Let the policy choose for each action how often it is taken, up to this many times:
-            actions become a `Dict` of `action` and `repeat`, rewards are added up, and what follows is discounted by γ
-            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts rewards within a step by γ too,
-            in training. None takes each action once.
-        reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
-        reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
-            5 · tanh(r / 5), times 0.3 where r is negative.
-        frame_stack: Observations are those of this many steps, oldest first, an episode beginning with copies of its
-            first: along a new first dimension, images along their channels. None does not stack.
-        flatten_observations: Make one vector of each observation, nested or not; what is discrete becomes one-hot.
-        previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
-            `previous_action`) where they are none; what is discrete is one-hot; zeros where an episode begins.
-        previous_reward: Add the previous reward, as it is learned from, in evaluation too.
-        action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
-            `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
-            draws its actions by, in training and evaluation. See the guide for their shapes.
-        num_actors: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy
-            each, which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
-            algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
-        actor_prefetch: Rollouts that each of them may have ready or under way before the learner takes them; None: 2
-            of several processes, so that none waits while the learner is at a rollout of another's, and 1 of others.
-        actor_start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
-        actor_timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
-        max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and
-            counted as `rollout/dropped`. None: any number.
-        actor_backend: What actors are: `processes` of this machine, or `ray`: actors of Ray, on any machine of its
-            cluster, which join when there is room for them and are replaced when they die (counted as
-            `rollout/actors_lost`).
-        actor_resources: What Ray sets aside for each of them, by its names: `{CPU: 1}`, which None is too. Networks
-            have as many threads as CPUs.
-        ray_address: Of Ray's cluster, as `ray.init` has it; None joins the one that it finds, or starts one on this
-            machine. A session that is connected already is used as it is.
-        eval_episodes: Number of evaluation episodes, over all ranks.
-        num_eval_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at
-            the most.
-        eval_deterministic: Evaluate the mode of the policy rather than samples from it.
+        env: Options of the environments; a dict changes single fields of the default. So with the two below.
+        actors: Options of asynchronous actors.
+        evaluation: Options of validation, test and prediction.
         info_keys: Keys of `info` whose scalars are averaged and logged as `rollout/<key>`.
         seed: Root of all seeds; None takes the one given to `seed_everything`, or a random one.
 
@@ -421,34 +371,9 @@ class RolloutDataModule(EpisodesDataModule):
         rollouts_per_epoch: int = 10,
         *,
         backend: Backend = "sync",
-        env_kwargs: dict[str, Any] | None = None,
-        wrappers: list[str | ClassSpec] | None = None,
-        training_wrappers: list[str | ClassSpec] | None = None,
-        atari: AtariPreprocessing | None = None,
-        step_timeout: float | None = None,
-        on_env_failure: OnEnvFailure = "raise",
-        imports: Sequence[str] = (),
-        max_episode_steps: int | None = None,
-        action_repeat: int = 1,
-        learned_action_repeat: int | dict[str, float] | None = None,
-        reward_scale: float = 1.0,
-        reward_clip: RewardClip | None = None,
-        frame_stack: int | None = None,
-        flatten_observations: bool = False,
-        previous_action: bool = False,
-        previous_reward: bool = False,
-        action_mask: str | None = None,
-        num_actors: int = 0,
-        actor_prefetch: int | None = None,
-        actor_start_method: StartMethod | None = None,
-        actor_timeout: float = 300.0,
-        max_policy_lag: int | None = None,
-        actor_backend: ActorBackend = "processes",
-        actor_resources: dict[str, float] | None = None,
-        ray_address: str | None = None,
-        eval_episodes: int = 10,
-        num_eval_envs: int | None = None,
-        eval_deterministic: bool = True,
+        env: EnvOptions = EnvConfig(),
+        actors: ActorOptions = ActorConfig(),
+        evaluation: EvaluationOptions = EvaluationConfig(),
         info_keys: Sequence[str] = (),
         seed: int | None = None,
     ) -> None:
@@ -457,45 +382,12 @@ class RolloutDataModule(EpisodesDataModule):
             check_positive_int(name, locals()[name])
         check(seed is None or (is_int(seed) and seed >= 0), "seed", seed, "an integer of at least 0, or None")
         check_names("info_keys", info_keys, "a list of keys")
-        check_names("imports", imports, "a list of modules")
-        always = to_class_specs("wrappers", wrappers)
-        only_training = to_class_specs("training_wrappers", training_wrappers)
-        options = WrapperOptions(
-            max_episode_steps=max_episode_steps,
-            action_repeat=action_repeat,
-            learned_action_repeat=learned_action_repeat,
-            reward_scale=reward_scale,
-            reward_clip=reward_clip,
-            frame_stack=frame_stack,
-            flatten_observations=flatten_observations,
-            previous_action=previous_action,
-            previous_reward=previous_reward,
-            action_mask=action_mask,
-        )
-        spec = EnvironmentSpec(
-            env_id,
-            {} if env_kwargs is None else env_kwargs,
-            (*always, *only_training),
-            backend,
-            atari,
-            step_timeout,
-            on_env_failure,
-            options=options,
-            imports=tuple(imports),
-        )
-        super().__init__(spec.for_evaluation(always), eval_episodes, num_eval_envs, eval_deterministic, seed)
+        groups = default_groups(type(self))
+        spec = EnvironmentSpec(env_id, changed("env", groups["env"], env), backend)
+        super().__init__(spec.for_evaluation(), changed("evaluation", groups["evaluation"], evaluation), seed)
         self.spec = spec
-        self.actors = ActorOptions(
-            num_actors,
-            actor_prefetch,
-            actor_start_method,
-            actor_timeout,
-            max_policy_lag,
-            actor_backend,
-            actor_resources,
-            ray_address,
-        )
-        self.actors.check_environments(self.spec)
+        self.actors: ActorConfig = changed("actors", groups["actors"], actors)
+        self.actors.check(backend)
         self.num_envs = num_envs
         self.rollout_length = rollout_length
         self.rollouts_per_epoch = rollouts_per_epoch
@@ -540,11 +432,11 @@ class RolloutDataModule(EpisodesDataModule):
         """Make one environment, once, to learn the spaces."""
         if self._spaces is None:
             found = spaces_of(self.spec)
-            if self.spec.wrappers != self.eval_spec.wrappers and (other := spaces_of(self.eval_spec)) != found:
-                names = [wrapper["class_path"] for wrapper in self.spec.wrappers[len(self.eval_spec.wrappers) :]]
+            names = [wrapper["class_path"] for wrapper in self.spec.training_wrappers]
+            if names and (other := spaces_of(self.eval_spec)) != found:
                 raise ConfigurationError(
-                    f"training_wrappers={names} change the spaces from {other} to {found}: expected such as leave them "
-                    "alone; those that do not belong into wrappers"
+                    f"env.training_wrappers={names} change the spaces from {other} to {found}: expected such as leave "
+                    "them alone; those that do not belong into env.wrappers"
                 )
             self._spaces = found
         return self._spaces
@@ -601,9 +493,12 @@ class RolloutDataModule(EpisodesDataModule):
     @property
     def _settings(self) -> dict[str, Any]:
         """What a resumed run may have changed, as far as it is plain data."""
-        own = {n: getattr(self, n) for n in ("num_envs", "rollout_length", "rollouts_per_epoch", "seed", "num_actors")}
-        of_environments = {n: getattr(self.spec, n) for n in ("env_id", "backend", "env_kwargs", "wrappers")}
-        return plain_parts(of_environments | own | asdict(self.spec.options))
+        spec, names = self.spec, ("num_envs", "rollout_length", "rollouts_per_epoch", "seed", "actors", "evaluation")
+        # Classes are named by their paths.
+        env = replace(spec.env, wrappers=[*self.eval_spec.wrappers], training_wrappers=[*spec.training_wrappers])
+        settings = {"env_id": spec.env_id, "backend": spec.backend, "env": env}
+        settings |= {name: getattr(self, name) for name in names}
+        return plain_parts(flat(settings, default_groups(type(self))))
 
     def collect(self) -> Rollout:
         """Collect one rollout with the current policy, or take one that actors have collected with an earlier one."""
@@ -617,7 +512,7 @@ class RolloutDataModule(EpisodesDataModule):
         policy, version, dtype, device = self._policy()
         if self.seed is None:
             self.seed = torch.initial_seed() % 2**63
-        if self.num_actors:
+        if self.actors.count:
             if self._source is None:
                 self._source = self._start_actors(policy, version, self.seed)
             # Until it arrives a checkpoint may be saved: all that the learner has, it has learned from.
@@ -638,8 +533,8 @@ class RolloutDataModule(EpisodesDataModule):
     def _start_actors(self, policy: Policy, version: int, seed: int) -> BoundedLag:
         if self._sampler.restart_episodes():
             rank_zero_warn(
-                f"num_actors={self.num_actors}: where the environments of actors are is not in checkpoints, so they "
-                "begin new episodes; weights, optimisers and counters go on from where they were"
+                f"actors.count={self.actors.count}: where the environments of actors are is not in checkpoints, so "
+                "they begin new episodes; weights, optimisers and counters go on from where they were"
             )
         setup = ActorSetup(
             self.spec,

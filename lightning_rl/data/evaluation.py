@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,40 @@ from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import Nested, map_leaves, map_stacked
 from lightning_rl.policies.interface import Policy, as_recurrent
 from lightning_rl.rollouts.episode import Episode
+from lightning_rl.validation import check_bool, check_positive_int
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Options of evaluation: of validation, test and prediction.
+
+    Args:
+        episodes: Number of evaluation episodes, over all ranks.
+        num_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at the
+            most.
+        deterministic: Evaluate the mode of the policy rather than samples from it.
+    """
+
+    episodes: int = 10
+    num_envs: int | None = None
+    deterministic: bool = True
+
+    def check(self) -> None:
+        """Raise where an option is out of range.
+
+        Raises:
+            ConfigurationError: Names the option as `evaluation.episodes`.
+        """
+        check_positive_int("evaluation.episodes", self.episodes)
+        if self.num_envs is not None:
+            check_positive_int("evaluation.num_envs", self.num_envs)
+        check_bool("evaluation.deterministic", self.deterministic)
+
+
+if TYPE_CHECKING:
+    EvaluationOptions = EvaluationConfig | Mapping[str, Any]
+else:  # the command line knows the fields of the class alone
+    EvaluationOptions = EvaluationConfig
 
 
 class _Slot:

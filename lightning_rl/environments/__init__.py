@@ -5,25 +5,23 @@ from lightning_rl.environments.batch import EnvironmentBatch, Step
 from lightning_rl.environments.contract import EnvironmentFailure
 from lightning_rl.environments.make import check_filmable, make_environments, spaces_of
 from lightning_rl.environments.rendering import FilmMaker, cameras
-from lightning_rl.environments.spec import Backend, EnvironmentSpec, OnEnvFailure, WrapperOptions
+from lightning_rl.environments.spec import Backend, EnvConfig, EnvironmentSpec, EnvOptions
 from lightning_rl.environments.tensor_batch import TensorEnvironments
 from lightning_rl.environments.wrappers.partial_observation import PartialObservation, TerminationAsTruncation
-from lightning_rl.environments.wrappers.rewards import RewardClip
 
 __all__ = [
     "AtariPreprocessing",
     "Backend",
+    "EnvConfig",
+    "EnvOptions",
     "EnvironmentBatch",
     "EnvironmentFailure",
     "EnvironmentSpec",
     "FilmMaker",
-    "OnEnvFailure",
     "PartialObservation",
-    "RewardClip",
     "Step",
     "TensorEnvironments",
     "TerminationAsTruncation",
-    "WrapperOptions",
     "cameras",
     "check_filmable",
     "make_environments",

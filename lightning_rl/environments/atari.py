@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 from lightning_rl.environments.contract import LIFE_LOST, autoreset_mode
-from lightning_rl.validation import check, check_number, check_positive_int, is_int
+from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_int
 
 
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -308,13 +308,20 @@ class AtariPreprocessing:
     screen_size: int = 84
     grayscale: bool = True
 
-    def __post_init__(self) -> None:
-        """Check ranges."""
+    def check(self) -> None:
+        """Raise where an option is out of range.
+
+        Raises:
+            ConfigurationError: Names the option as `env.atari.frame_skip`.
+        """
         for name in ("frame_skip", "frame_stack", "screen_size"):
-            check_positive_int(f"atari.{name}", getattr(self, name))
-        check(is_int(self.noop_max) and self.noop_max >= 0, "atari.noop_max", self.noop_max, "an integer of at least 0")
+            check_positive_int(f"env.atari.{name}", getattr(self, name))
+        for name in ("episodic_life", "clip_rewards", "fire_on_reset", "grayscale"):
+            check_bool(f"env.atari.{name}", getattr(self, name))
+        expected = "an integer of at least 0"
+        check(is_int(self.noop_max) and self.noop_max >= 0, "env.atari.noop_max", self.noop_max, expected)
         if self.repeat_action_probability is not None:
-            check_number("atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
+            check_number("env.atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
 
     def for_evaluation(self) -> AtariPreprocessing:
         """Return the options that leave the game's own score and length alone."""
@@ -367,7 +374,7 @@ class AtariPreprocessing:
         Raises:
             ConfigurationError: It does not support an option.
         """
-        check(self.grayscale, "atari.grayscale", self.grayscale, "True with backend='native'")
+        check(self.grayscale, "env.atari.grayscale", self.grayscale, "True with backend='native'")
         return {
             "frameskip": self.frame_skip,
             "noop_max": self.noop_max,
@@ -388,7 +395,7 @@ class AtariPreprocessing:
             ConfigurationError: It does not support an option.
         """
         # It draws from 1 to this number, and a process that asks for 0 is killed by a division by zero.
-        check(self.noop_max > 0, "atari.noop_max", self.noop_max, "at least 1 with backend='envpool'")
+        check(self.noop_max > 0, "env.atari.noop_max", self.noop_max, "at least 1 with backend='envpool'")
         return {
             "frame_skip": self.frame_skip,
             "noop_max": self.noop_max,

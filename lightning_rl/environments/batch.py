@@ -29,8 +29,8 @@ from lightning_rl.environments.contract import (
     surely_finite,
 )
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
-from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS
-from lightning_rl.environments.wrappers.vector_history import VectorHistory, told
+from lightning_rl.environments.wrappers.action_repeat import RepeatCounter
+from lightning_rl.environments.wrappers.vector_history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
 
@@ -157,8 +157,7 @@ class EnvironmentBatch:
         reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
             them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
             which was given its seeds when it was made.
-        frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
-        learned_repeats: Whether the policy chooses how often actions are taken.
+        repeats: Reads how often actions are taken; None if each is taken once.
         evaluation: Whether these are environments of evaluation, for error messages.
 
     Raises:
@@ -170,13 +169,11 @@ class EnvironmentBatch:
         env: VectorEnv[Any, Any, Any],
         seeds: list[int],
         reset_seed: list[int] | Array | int | None,
-        frames_per_step: int = 1,
-        learned_repeats: bool = False,
+        repeats: RepeatCounter | None = None,
         evaluation: bool = False,
     ) -> None:
         self.env = env
-        self._frames_per_step = frames_per_step
-        self._learned_repeats = learned_repeats
+        self._repeats = repeats
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -242,9 +239,12 @@ class EnvironmentBatch:
                 valid = ~self._resets_next
                 rewards = np.where(valid, rewards, 0)
             self._resets_next = ended if any_ended else None
+        repeats: tuple[int | None, Array | None] = (None, None)
+        if self._repeats is not None:
+            repeats = self._repeats.read(infos, np.ones(self.num_envs, bool) if valid is None else valid)
         if not any_ended:
             self._check_observations(observations)
-            return self._counted(Step(observations, rewards, terminated, truncated, valid, finals, infos, failed))
+            return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
         at_ends = np.flatnonzero(ended).tolist()
         if self.mode is AutoresetMode.SAME_STEP:
             finals += [(index, self._row(infos["final_obs"], index)) for index in at_ends]
@@ -261,7 +261,7 @@ class EnvironmentBatch:
             observations = self._reset(options={"reset_mask": ended})
         if self.mode is not AutoresetMode.NEXT_STEP:
             self._check_observations(observations)
-        return self._counted(Step(observations, rewards, terminated, truncated, valid, finals, infos, failed))
+        return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
 
     def pop_failures(self) -> list[str]:
         """Return what happened to the environments that were replaced since the last call, one entry each."""
@@ -301,20 +301,6 @@ class EnvironmentBatch:
     def label(self, index: int) -> str:
         """Say where an environment is: episode, seed and step."""
         return self._tracker.label(index)
-
-    def _counted(self, step: Step) -> Step:
-        """Return a step with its frames and repeats, where actions are repeated."""
-        if self._frames_per_step == 1 and not self._learned_repeats:
-            return step
-        found = self.info_values(step, FRAMES)
-        present = self.num_envs if step.valid is None else int(step.valid.sum())
-        frames = round(sum(found)) if found else self._frames_per_step * present
-        if not self._learned_repeats:
-            return step._replace(frames=frames)
-        repeats = np.ones(self.num_envs, np.int64)  # where no action was taken
-        for which, times in told(step.infos, REPEATS):
-            repeats[which] = times[which]
-        return step._replace(frames=frames, repeats=repeats)
 
     def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
         """Note which environments were replaced, and return those whose step had no outcome."""

@@ -92,7 +92,7 @@ def _wait_for(pipe: Any, process: Any, who: str, what: str, timeout: float) -> A
     """
     try:
         if not pipe.poll(timeout):
-            raise EnvironmentFailure(f"{who} {what} within step_timeout={timeout:g} seconds")
+            raise EnvironmentFailure(f"{who} {what} within env.step_timeout={timeout:g} seconds")
         answer, error = pipe.recv()
     except (EOFError, OSError) as gone:
         process.join(1.0)  # the end of a pipe is seen a little before the end of its process

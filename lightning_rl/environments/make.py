@@ -35,7 +35,12 @@ from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
 from lightning_rl.environments.workers import Factory, LocalVectorEnv, ProcessVectorEnv, RestartingProcesses
-from lightning_rl.environments.wrappers.action_repeat import ActionRepeat, LearnedActionRepeat, learned_repeat
+from lightning_rl.environments.wrappers.action_repeat import (
+    ActionRepeat,
+    LearnedActionRepeat,
+    RepeatCounter,
+    learned_repeat,
+)
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
@@ -49,13 +54,13 @@ def make_native(
             f"backend={spec.backend!r} is not valid: {spec.env_id} registers no vector_entry_point; expected sync, "
             "async or envpool"
         )
-    limit = spec.options.max_episode_steps
+    limit = spec.env.max_episode_steps
     kwargs = limited(limit)
     if atari is not None:
         atari = atari.for_evaluation() if spec.evaluation else atari
         # SAME_STEP wastes no step on resets; the other native environments choose for themselves.
         kwargs = atari.native_kwargs(limit) | {"autoreset_mode": AutoresetMode.SAME_STEP}
-    kwargs |= spec.env_kwargs
+    kwargs |= spec.env.kwargs
     if atari is not None:
         clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need the raw ones
     with explained(spec, gym_spec):
@@ -84,9 +89,9 @@ def make_envpool(
     with explained(spec):
         options = envpool.make_spec(task).config._fields
     atari = spec.atari_options("reward_clip" in options)
-    limit = spec.options.max_episode_steps
+    limit = spec.env.max_episode_steps
     expected = "None for Procgen games, whose own limit EnvPool leaves as it is"
-    check(limit is None or "num_levels" not in options, "max_episode_steps", limit, expected)
+    check(limit is None or "num_levels" not in options, "env.max_episode_steps", limit, expected)
     kwargs: dict[str, Any] = {"num_envs": num_envs, "env_seed": seeds} | limited(limit)
     if atari is not None:
         kwargs |= (atari.for_evaluation() if spec.evaluation else atari).envpool_kwargs()
@@ -94,7 +99,7 @@ def make_envpool(
             kwargs.setdefault("repeat_action_probability", 0.25)
     with explained(spec), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # EnvPool's own declarations
-        env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env_kwargs))
+        env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env.kwargs))
         env = _BatchedSpaces(env)
     return env if atari is None else VectorGameScore(env, clips_rewards=False), atari
 
@@ -131,7 +136,7 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
         if not is_failure(error):
             raise
         raise ConfigurationError(
-            f"env_id={spec.env_id!r} cannot be made with env_kwargs={spec.env_kwargs!r}: "
+            f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
             f"{summary(error)}{place(error)}{working_versions(error)}"
         ) from error
 
@@ -166,16 +171,16 @@ def make_environments(
         EnvironmentFailure: A worker process did not get so far as to make its environment, or it failed where its
             spaces are read.
     """
-    import_modules(spec.imports)
+    import_modules(spec.env.imports)
     if spec.backend == "envpool":
         check_envpool()
         return _vectorised(spec, *make_envpool(spec, num_envs, seeds), seeds, None)
     gym_spec = find_spec(spec.env_id)
-    atari = spec.atari_options(is_atari(gym_spec, spec.env_kwargs.get("obs_type")))
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if spec.backend in ("native", "torch"):
         env, reset_seed = make_native(spec, gym_spec, atari, num_envs, seeds)
         return _vectorised(spec, env, atari, seeds, reset_seed)
-    assert spec.on_env_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
+    assert spec.env.on_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
     _check_single(spec, gym_spec)
     if spec.filmed:
         prepare_rendering()
@@ -184,17 +189,16 @@ def make_environments(
     if spec.backend == "sync":
         env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
     else:
-        kind = RestartingProcesses if spec.on_env_failure == "restart" else ProcessVectorEnv
+        kind = RestartingProcesses if spec.env.on_failure == "restart" else ProcessVectorEnv
         # Vector wrappers may have other spaces than what they wrap.
-        is_wrapped = bool(vector_wrappers) or spec.options.changes_observations
+        is_wrapped = bool(vector_wrappers) or spec.changes_observations
         described = _describe(spec, factories[0]) if space_pair is None or is_wrapped else Described(*space_pair)
         try:
-            env = kind(factories, autoreset_mode, spec.step_timeout or DEFAULT_STEP_TIMEOUT, described)
+            env = kind(factories, autoreset_mode, spec.env.step_timeout or DEFAULT_STEP_TIMEOUT, described)
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    repeats = spec.options.learned_action_repeat is not None
-    env = _wrap_vector(spec.options.wrap_vector(env, spec.evaluation, _clips(atari)), vector_wrappers)
-    return EnvironmentBatch(env, seeds, seeds, _frames_per_step(spec, atari), repeats, spec.evaluation)
+    env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
+    return EnvironmentBatch(env, seeds, seeds, _repeat_counter(spec, atari), spec.evaluation)
 
 
 def _check_single(spec: EnvironmentSpec, gym_spec: EnvSpec) -> None:
@@ -214,29 +218,29 @@ def _vectorised(
     env = _wrap_vector(env, vector_wrappers)
     if spec.backend == "torch":
         if not spec.evaluation:
-            return TensorEnvironments(spec.options.wrap_tensors(env), seeds[0])
+            return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
-    env = spec.options.wrap_vector(spec.options.wrap_rewards(env, spec.evaluation), spec.evaluation, _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _frames_per_step(spec, atari), evaluation=spec.evaluation)
+    env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
+    return EnvironmentBatch(env, seeds, reset_seed, _repeat_counter(spec, atari), spec.evaluation)
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
     """Return the observation and the action space of one environment.
 
-    Those of `async` are read in a process that is gone afterwards, with `step_timeout` for a reset and for `close`.
+    Those of `async` are read in a process that is gone afterwards, with `env.step_timeout` for a reset and for `close`.
 
     Raises:
         ConfigurationError: As `make_environments`.
         EnvironmentFailure: The environment failed, in `close` for one.
     """
     if spec.backend == "async":
-        import_modules(spec.imports)
+        import_modules(spec.env.imports)
         env_wrappers, vector_wrappers = _split_wrappers(spec)
         if not vector_wrappers:
             gym_spec = find_spec(spec.env_id)
             _check_single(spec, gym_spec)
             described = _describe(spec, functools.partial(make_single, spec, gym_spec, env_wrappers))
-            env = spec.options.wrap_vector(DescribedVector(described), spec.evaluation)
+            env = spec.wrap_vector(DescribedVector(described))
             return env.single_observation_space, env.single_action_space
     environment = make_environments(spec, 1, [0])
     try:
@@ -249,7 +253,7 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
 
 def _describe(spec: EnvironmentSpec, make: Factory) -> Described:
     """Read the spaces of an environment of worker processes in a process, with their time limit."""
-    return describe(make, _reader(spec), spec.step_timeout or DEFAULT_STEP_TIMEOUT)
+    return describe(make, _reader(spec), spec.env.step_timeout or DEFAULT_STEP_TIMEOUT)
 
 
 def _reader(spec: EnvironmentSpec) -> str:
@@ -270,15 +274,18 @@ def make_single(
     Raises:
         ConfigurationError: A package is missing, or the environment or a wrapper refuses its arguments.
     """
-    import_modules(spec.imports)  # a new process knows of none
-    atari = spec.atari_options(is_atari(gym_spec, spec.env_kwargs.get("obs_type")))
+    import_modules(spec.env.imports)  # a new process knows of none
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if atari is not None:
         for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
             check(
-                name not in spec.env_kwargs, f"env_kwargs.{name}", spec.env_kwargs.get(name), f"atari.{instead} instead"
+                name not in spec.env.kwargs,
+                f"env.kwargs.{name}",
+                spec.env.kwargs.get(name),
+                f"env.atari.{instead} instead",
             )
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
-    if spec.on_env_failure == "restart":
+    if spec.env.on_failure == "restart":
         return RestartingEpisodes(make, index, spec.evaluation)
     return SeededEpisodes(make(), index, spec.evaluation)
 
@@ -286,22 +293,22 @@ def make_single(
 def _make_wrapped(
     spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], atari: AtariPreprocessing | None
 ) -> gymnasium.Env[Any, Any]:
-    limit = spec.options.max_episode_steps
-    kwargs = {"disable_env_checker": True} | (atari.make_kwargs(limit) if atari else limited(limit)) | spec.env_kwargs
+    limit = spec.env.max_episode_steps
+    kwargs = {"disable_env_checker": True} | (atari.make_kwargs(limit) if atari else limited(limit)) | spec.env.kwargs
     with explained(spec, gym_spec):
         env: gymnasium.Env[Any, Any] = gymnasium.make(gym_spec, **kwargs)
         if atari:
             env = atari.wrap(env, gym_spec.kwargs.get("repeat_action_probability", 0.0), spec.evaluation)
-    if spec.options.action_repeat > 1:
-        env = ActionRepeat(env, spec.options.action_repeat)
+    if spec.env.action_repeat > 1:
+        env = ActionRepeat(env, spec.env.action_repeat)
     for wrapper in env_wrappers:
         env = _wrapped(env, wrapper)
-    if (repeat := learned_repeat(spec.options.learned_action_repeat)) is not None:
+    if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
         max_repeats, gamma = repeat
         env = LearnedActionRepeat(
             env, max_repeats, gamma, _frames_per_step(spec, atari), spec.evaluation, _clips(atari)
         )
-    env = spec.options.wrap(env, spec.evaluation)
+    env = spec.wrap(env)
     if spec.filmed:
         return Camera(env, steps_per_second(env, atari is not None, _frames_per_step(spec, atari)))
     return env
@@ -317,7 +324,7 @@ def check_filmable(spec: EnvironmentSpec) -> None:
         ConfigurationError: The environment has no pictures, they cannot be made here, or its spaces are others than
             those of the environments that come vectorised.
     """
-    import_modules(spec.imports)
+    import_modules(spec.env.imports)
     gym_spec = find_spec(spec.env_id)
     check(gym_spec.entry_point is not None, "env_id", spec.env_id, "one with single environments, which can be filmed")
     prepare_rendering()
@@ -334,7 +341,12 @@ def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:
 
 
 def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> int:
-    return spec.options.action_repeat if atari is None else atari.frame_skip
+    return spec.env.action_repeat if atari is None else atari.frame_skip
+
+
+def _repeat_counter(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> RepeatCounter | None:
+    counter = RepeatCounter(_frames_per_step(spec, atari), spec.env.learned_action_repeat is not None)
+    return counter if counter.learned or counter.frames_per_step > 1 else None
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
@@ -342,11 +354,11 @@ def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:
-        is_vector = issubclass(import_class("wrappers", wrapper["class_path"], WRAPPERS), VectorWrapper)
+        is_vector = issubclass(import_class("env.wrappers", wrapper["class_path"], WRAPPERS), VectorWrapper)
         (vector if is_vector else single).append(wrapper)
     if single and spec.backend in ("native", "torch", "envpool"):
         raise ConfigurationError(
-            f"wrappers={[w['class_path'] for w in single]} wrap single environments: expected "
+            f"env.wrappers={[w['class_path'] for w in single]} wrap single environments: expected "
             f"gymnasium.vector.VectorWrapper classes with backend={spec.backend!r}"
         )
     return tuple(single), tuple(vector)
@@ -361,11 +373,11 @@ def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...])
 def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - of either kind
     """Put a wrapper around an environment; one that ends the program is an error."""
     try:
-        return instantiate("wrappers", wrapper, WRAPPERS, env)
+        return instantiate("env.wrappers", wrapper, WRAPPERS, env)
     except (SystemExit, KeyboardInterrupt) as error:
         if not is_failure(error):
             raise
         raise ConfigurationError(
-            f"wrappers: {wrapper['class_path']} raised {summary(error)} with "
+            f"env.wrappers: {wrapper['class_path']} raised {summary(error)} with "
             f"init_args={wrapper['init_args']!r}; expected a wrapper that can be made"
         ) from error

@@ -43,7 +43,9 @@ class ParallelEnvVector(VectorEnv):
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
         self._asks_for_spaces = num_envs == 1 < num_agents
-        expected = f"a multiple of the {num_agents} agents of {first}, each of which is a row; so is num_eval_envs"
+        expected = (
+            f"a multiple of the {num_agents} agents of {first}, each of which is a row; so is evaluation.num_envs"
+        )
         check(num_envs % num_agents == 0 or self._asks_for_spaces, "num_envs", num_envs, expected)
         self.single_observation_space = self._common(first.observation_space, "observation", "pad_observations_v0")
         self.single_action_space = self._common(first.action_space, "action", "pad_action_space_v0")

@@ -48,7 +48,7 @@ def find_spec(env_id: str) -> EnvSpec:
     for package, its_extra in _PLUGINS.items():
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
-    imports = f"; a package that registers it is imported by package:{name}, or by --data.imports [package]"
+    imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
     raise unknown_id(env_id, _worth_naming(gymnasium.registry), "" if module else imports)
 
 
@@ -59,7 +59,7 @@ def import_modules(names: Iterable[str]) -> None:
         ConfigurationError: One cannot be imported.
     """
     for name in names:
-        _import(name, "imports")
+        _import(name, "env.imports")
 
 
 def _import(module: str, field: str) -> None:

@@ -1,10 +1,10 @@
-"""Description of the environments of a run: id, backend and wrapper options."""
+"""Description of the environments of a run: id, backend and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import gymnasium
 from gymnasium import wrappers
@@ -29,35 +29,74 @@ from lightning_rl.validation import (
     check_bool,
     check_keywords,
     check_module,
+    check_names,
     check_number,
     check_positive_int,
     import_class,
     is_loading,
     is_one_of,
+    to_class_specs,
 )
+
+WRAPPERS = (gymnasium.Wrapper, VectorWrapper)
+"""What wrappers are subclasses of."""
+Backend = Literal["sync", "async", "native", "torch", "envpool"]
+OnEnvFailure = Literal["raise", "restart"]
+_OF_OBSERVATIONS = ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask")
 
 
 @dataclass(frozen=True)
-class WrapperOptions:
-    """Options that become wrappers.
+class EnvConfig:
+    """Options of the environments.
 
-    From the environment outwards: time limit, repeated actions, the user's wrappers; then learned repeats, rewards,
-    stacked frames, flat observations, the previous action and reward, masks of invalid actions.
+    They are applied from the environment outwards: time limit, repeated actions, the user's wrappers; then learned
+    repeats, rewards, stacked frames, flat observations, the previous action and reward, masks of invalid actions.
 
     Args:
-        max_episode_steps: Steps of the environment after which an episode is truncated; None: as registered.
-        action_repeat: Steps of the environment for each action.
-        learned_action_repeat: How often the policy may have an action taken, as `max`, or with a `gamma`; None: once.
-        reward_scale: Factor of rewards, in training.
-        reward_clip: Bounds of rewards after that, in training: `abs_one`, `soft_asymmetric` or a number.
-        frame_stack: Steps in an observation; None: one, without a dimension for it.
-        flatten_observations: Observations become one vector.
-        previous_action: Observations say what was done in the step before.
-        previous_reward: Observations say what that earned, as it is learned from.
-        action_mask: Where observations get masks of invalid actions from: `info.<key>`, `observation.<path>` or
-            `method.<name>`.
+        kwargs: Arguments of the environment's constructor.
+        wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
+            class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
+        training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
+        atari: Options of the preprocessing of Atari games; other environments refuse any but the default.
+        step_timeout: Seconds a worker process may take for one step or reset before it counts as hung (`async` only);
+            None: 120.
+        on_failure: What becomes of a run in which an environment raises, returns NaN, infinity, a wrong shape or a
+            reward that is not a number, or whose worker process dies or hangs: `raise` ends it with an error that names
+            environment, episode, seed and step; `restart` (`sync` and `async` only) replaces the environment by a new
+            one, which begins with the next episode. The episode that was cut off counts as truncated, the step that
+            failed is not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the
+            run.
+        imports: Modules to import before the id is looked up, in worker processes too: those that register
+            environments.
+        max_episode_steps: Truncate episodes after this many steps of the environment, in the place of the limit that it
+            is registered with.
+        action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
+            the repetition (`sync` and `async` only; Atari games have `env.atari.frame_skip`).
+        learned_action_repeat: Let the policy choose for each action how often it is taken, up to this many times:
+            actions become a `Dict` of `action` and `repeat`, rewards are added up, and what follows is discounted by γ
+            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts rewards within a step by γ too,
+            in training. None takes each action once.
+        reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
+        reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
+            5 · tanh(r / 5), times 0.3 where r is negative.
+        frame_stack: Observations are those of this many steps, oldest first, an episode beginning with copies of its
+            first: along a new first dimension, images along their channels. None does not stack.
+        flatten_observations: Make one vector of each observation, nested or not; what is discrete becomes one-hot.
+        previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
+            `previous_action`) where they are none; what is discrete is one-hot; zeros where an episode begins.
+        previous_reward: Add the previous reward, as it is learned from, in evaluation too.
+        action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
+            `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
+            draws its actions by, in training and evaluation. See the guide for their shapes.
     """
 
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    wrappers: list[str | ClassSpec] | None = None
+    training_wrappers: list[str | ClassSpec] | None = None
+    atari: AtariPreprocessing = AtariPreprocessing()
+    step_timeout: float | None = None
+    on_failure: OnEnvFailure = "raise"
+    imports: Sequence[str] = ()
     max_episode_steps: int | None = None
     action_repeat: int = 1
     learned_action_repeat: int | dict[str, float] | None = None
@@ -69,89 +108,163 @@ class WrapperOptions:
     previous_reward: bool = False
     action_mask: str | None = None
 
-    def __post_init__(self) -> None:
-        """Check ranges."""
-        check_positive_int("action_repeat", self.action_repeat)
-        learned_repeat(self.learned_action_repeat)
+    def check(self, backend: Backend) -> None:
+        """Raise where an option is out of range or does not go with another one.
+
+        Args:
+            backend: Of the environments.
+
+        Raises:
+            ConfigurationError: Names the option as `env.frame_stack`.
+        """
+        check_keywords("env.kwargs", self.kwargs)
+        check_names("env.imports", self.imports, "a list of modules")
+        self.atari.check()
+        self._check_backend(backend)
         for name in ("max_episode_steps", "frame_stack"):
             if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
+                check_positive_int(f"env.{name}", getattr(self, name))
+        given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
+        check(not given, "env.max_episode_steps", self.max_episode_steps, "None beside that in env.kwargs")
         for name in ("flatten_observations", "previous_action", "previous_reward"):
-            check_bool(name, getattr(self, name))
-        check_reward_options(self.reward_scale, self.reward_clip)
+            check_bool(f"env.{name}", getattr(self, name))
+        check_reward_options(self.reward_scale, self.reward_clip, "env.")
         if self.action_mask is not None:
-            check_source(self.action_mask)
-            # Masks are found after both have been applied.
-            is_observed = self.action_mask.startswith("observation.")
-            expected = (
-                f"{{}} with action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> go with it"
-            )
-            check(self.frame_stack is None or not is_observed, "frame_stack", self.frame_stack, expected.format("None"))
-            flat = self.flatten_observations and is_observed
-            check(not flat, "flatten_observations", True, expected.format("False"))
+            self._check_mask()
+
+    def _check_backend(self, backend: Backend) -> None:
+        """Check the options that need single environments or processes."""
+        if self.step_timeout is not None:
+            check(backend == "async", "env.step_timeout", self.step_timeout, "None unless backend is 'async'")
+            # The system call that waits counts milliseconds in 32 bits.
+            check_number("env.step_timeout", self.step_timeout, above=0, at_most=1e6)
+        known = is_one_of(self.on_failure, get_args(OnEnvFailure))
+        check(known, "env.on_failure", self.on_failure, "raise or restart")
+        check_positive_int("env.action_repeat", self.action_repeat)
+        learned_repeat(self.learned_action_repeat)
+        for name, off, cannot in (
+            ("on_failure", "raise", "replaced"),
+            ("action_repeat", 1, "stepped"),
+            ("learned_action_repeat", None, "stepped"),
+        ):
+            value = getattr(self, name)
+            expected = f"{off!r} with backend={backend!r}, whose environments cannot be {cannot} one by one"
+            check(value == off or backend in ("sync", "async"), f"env.{name}", value, expected)
+
+    def _check_mask(self) -> None:
+        """Check the source of masks, which are found after frames are stacked and observations are flat."""
+        check_source(self.action_mask)
+        if not str(self.action_mask).startswith("observation."):
+            return
+        for name, off in (("frame_stack", None), ("flatten_observations", False)):
+            value = getattr(self, name)
+            expected = f"{off} with env.action_mask={self.action_mask!r}: only masks from info.<key> and method.<name> "
+            check(value == off, f"env.{name}", value, f"{expected}go with it")
+
+
+if TYPE_CHECKING:
+    EnvOptions = EnvConfig | Mapping[str, Any]
+else:  # the command line knows the fields of the class alone
+    EnvOptions = EnvConfig
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """Everything needed to make an environment.
+
+    Args:
+        env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
+        env: Its options.
+        backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
+            vectorised version), `torch` (one that speaks tensors) or `envpool`.
+        evaluation: Leave the environment's own rewards and episodes alone, and `env.training_wrappers` out.
+        filmed: Put a `Camera` around each environment (`sync` only).
+
+    Raises:
+        ConfigurationError: An option is out of range, does not go with another one, or names what is not trusted.
+    """
+
+    env_id: str
+    env: EnvConfig = EnvConfig()
+    backend: Backend = "sync"
+    evaluation: bool = False
+    filmed: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without making an environment."""
+        choices = get_args(Backend)
+        check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
+        self.env.check(self.backend)
+        applied = self.wrappers
+        if is_loading():
+            self._check_trusted(applied)
+
+    def _check_trusted(self, applied: Sequence[ClassSpec]) -> None:
+        """Check what loaded data names: environments are made later, when nobody knows where the spec came from."""
+        for name in self.env.imports:
+            check_module("env.imports", name, name)
+        if module := self.env_id.rpartition(":")[0]:
+            check_module("env_id", self.env_id, module)
+        for wrapper in applied:
+            import_class("env.wrappers", wrapper["class_path"], WRAPPERS)
+
+    @property
+    def wrappers(self) -> list[ClassSpec]:
+        """The user's wrappers, in the order in which they are applied: those of training alone come last."""
+        always = to_class_specs("env.wrappers", self.env.wrappers)
+        return always if self.evaluation else always + self.training_wrappers
+
+    @property
+    def training_wrappers(self) -> list[ClassSpec]:
+        """Those of the user's wrappers that evaluation leaves out."""
+        return to_class_specs("env.training_wrappers", self.env.training_wrappers)
 
     @property
     def reward_transform(self) -> RewardTransform | None:
-        """What becomes of rewards; None if nothing does."""
-        return make_reward_transform(self.reward_scale, self.reward_clip)
-
-    def check_atari(self, clips_rewards: bool) -> None:
-        """Raise where the preprocessing of Atari games does the same already.
-
-        Raises:
-            ConfigurationError: Frames would be stacked, actions repeated or rewards clipped twice.
-        """
-        stacks = self.frame_stack is not None
-        check(not stacks, "frame_stack", self.frame_stack, "None for Atari games, which have atari.frame_stack")
-        skips = self.action_repeat != 1
-        check(not skips, "action_repeat", self.action_repeat, "1 for Atari games, which have atari.frame_skip")
-        if clips_rewards:
-            expected = "with Atari games only beside atari.clip_rewards=False"
-            check(self.reward_scale == 1, "reward_scale", self.reward_scale, f"1; other values {expected}")
-            check(self.reward_clip is None, "reward_clip", self.reward_clip, f"None; other values {expected}")
+        """What becomes of rewards in training; None if nothing does."""
+        return make_reward_transform(self.env.reward_scale, self.env.reward_clip)
 
     @property
     def changes_observations(self) -> bool:
         """Whether vector wrappers change what single environments observe."""
-        names = ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask")
-        return any(getattr(self, name) for name in names)
+        return any(getattr(self.env, name) for name in _OF_OBSERVATIONS)
 
-    def wrap(self, env: gymnasium.Env[Any, Any], evaluation: bool) -> gymnasium.Env[Any, Any]:
+    def wrap(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
         """Apply what belongs into the process of one environment: options of rewards, and the reading of masks.
 
         Args:
             env: The environment, with the user's own wrappers.
-            evaluation: Leave its rewards alone.
         """
-        if self.reward_transform is not None and not evaluation:
+        if self.reward_transform is not None and not self.evaluation:
             env = wrappers.TransformReward(env, self.reward_transform)
-        return env if self.action_mask is None else ReadMasks(env, self.action_mask)
+        return env if self.env.action_mask is None else ReadMasks(env, self.env.action_mask)
 
     def wrap_vector(
-        self, env: VectorEnv[Any, Any, Any], evaluation: bool, clips: RewardTransform | None = None
+        self, env: VectorEnv[Any, Any, Any], clips: RewardTransform | None = None
     ) -> VectorEnv[Any, Any, Any]:
         """Apply the options of observations to the environments of any backend.
 
+        What observations say of the previous reward is the same in evaluation as in training.
+
         Args:
             env: The environments.
-            evaluation: Whether their rewards are left alone; what observations say of the previous one is as in
-                training.
             clips: What else becomes of rewards in training and not in evaluation.
         """
-        if self.frame_stack is not None:
-            env = FrameStack(env, self.frame_stack)
-        if self.flatten_observations:
+        given = self.env
+        if given.frame_stack is not None:
+            env = FrameStack(env, given.frame_stack)
+        if given.flatten_observations:
             env = FlatObservations(env)
-        if self.previous_action or self.previous_reward:
+        if given.previous_action or given.previous_reward:
             # Learned repeats say themselves what clipped rewards would have earned.
-            clips = clips if self.learned_action_repeat is None else None
-            shown = (self.reward_transform or clips) if evaluation else None
-            env = PreviousStep(env, self.previous_action, self.previous_reward, shown)
-        return env if self.action_mask is None else MaskedActions(env, self.action_mask)
+            clips = clips if given.learned_action_repeat is None else None
+            shown = (self.reward_transform or clips) if self.evaluation else None
+            env = PreviousStep(env, given.previous_action, given.previous_reward, shown)
+        return env if given.action_mask is None else MaskedActions(env, given.action_mask)
 
-    def wrap_rewards(self, env: VectorEnv[Any, Any, Any], evaluation: bool = False) -> VectorEnv[Any, Any, Any]:
+    def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
         """Apply the options of rewards to environments that come vectorised."""
-        transform = None if evaluation else self.reward_transform
+        transform = None if self.evaluation else self.reward_transform
         return env if transform is None else vector_wrappers.TransformReward(env, transform)
 
     def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
@@ -160,91 +273,15 @@ class WrapperOptions:
         Raises:
             ConfigurationError: Another option is set.
         """
-        for name in ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask"):
-            value = getattr(self, name)
-            check(not value, name, value, "its default for environments that speak tensors, which can do it themselves")
+        expected = "its default for environments that speak tensors, which can do it themselves"
+        for name in _OF_OBSERVATIONS:
+            value = getattr(self.env, name)
+            check(not value, f"env.{name}", value, expected)
         return self.wrap_rewards(env)
 
-
-WRAPPERS = (gymnasium.Wrapper, VectorWrapper)
-"""What wrappers are subclasses of."""
-Backend = Literal["sync", "async", "native", "torch", "envpool"]
-OnEnvFailure = Literal["raise", "restart"]
-
-
-@dataclass(frozen=True)
-class EnvironmentSpec:
-    """Everything needed to make an environment, as plain data.
-
-    Args:
-        env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
-        env_kwargs: Arguments of the environment's constructor.
-        wrappers: Applied in this order; classes of `gymnasium.Wrapper`, or of `gymnasium.vector.VectorWrapper`.
-        backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
-            vectorised version), `torch` (one that speaks tensors) or `envpool`.
-        atari: Preprocessing of Atari games; None means the defaults for Atari games and nothing for others.
-        step_timeout: Seconds a worker process may take for a step or reset (`async` only); None: 120.
-        on_env_failure: `raise`, or `restart`: replace an environment that fails (`sync` and `async` only).
-        evaluation: Leave the environment's own rewards and episodes alone.
-        options: Wrappers asked for by name, outside of `wrappers`.
-        imports: Modules to import before the id is looked up, in worker processes too.
-        filmed: Put a `Camera` around each environment (`sync` only).
-    """
-
-    env_id: str
-    env_kwargs: dict[str, Any] = field(default_factory=dict)
-    wrappers: tuple[ClassSpec, ...] = ()
-    backend: Backend = "sync"
-    atari: AtariPreprocessing | None = None
-    step_timeout: float | None = None
-    on_env_failure: OnEnvFailure = "raise"
-    evaluation: bool = False
-    options: WrapperOptions = field(default_factory=WrapperOptions)
-    imports: tuple[str, ...] = ()
-    filmed: bool = False
-
-    def __post_init__(self) -> None:
-        """Check what can be checked without making an environment."""
-        choices = get_args(Backend)
-        check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
-        if self.step_timeout is not None:
-            check(self.backend == "async", "step_timeout", self.step_timeout, "None unless backend is 'async'")
-            # The system call that waits counts milliseconds in 32 bits.
-            check_number("step_timeout", self.step_timeout, above=0, at_most=1e6)
-        known = is_one_of(self.on_env_failure, get_args(OnEnvFailure))
-        check(known, "on_env_failure", self.on_env_failure, "raise or restart")
-        check(
-            self.on_env_failure == "raise" or self.backend in ("sync", "async"),
-            "on_env_failure",
-            self.on_env_failure,
-            f"'raise' with backend={self.backend!r}, whose environments cannot be replaced one by one",
-        )
-        for name, off in (("action_repeat", 1), ("learned_action_repeat", None)):
-            repeats = getattr(self.options, name)
-            check(
-                repeats == off or self.backend in ("sync", "async"),
-                name,
-                repeats,
-                f"{off} with backend={self.backend!r}, whose environments cannot be stepped one by one",
-            )
-        check_keywords("env_kwargs", self.env_kwargs)
-        given = self.options.max_episode_steps is not None and "max_episode_steps" in self.env_kwargs
-        check(not given, "max_episode_steps", self.options.max_episode_steps, "None beside that in env_kwargs")
-        if is_loading():
-            self._check_trusted()
-
-    def _check_trusted(self) -> None:
-        """Check what loaded data names: environments are made later, when nobody knows where the spec came from."""
-        for name in self.imports:
-            check_module("imports", name, name)
-        if module := self.env_id.rpartition(":")[0]:
-            check_module("env_id", self.env_id, module)
-        for wrapper in self.wrappers:
-            import_class("wrappers", wrapper["class_path"], WRAPPERS)
-
-    def for_evaluation(self, wrappers: Iterable[ClassSpec]) -> EnvironmentSpec:
-        """Return the spec of the evaluation environments, with only the given wrappers."""
-        return replace(self, wrappers=tuple(wrappers), evaluation=True)
+    def for_evaluation(self) -> EnvironmentSpec:
+        """Return the spec of the evaluation environments."""
+        return replace(self, evaluation=True)
 
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
         """Return the spec of the same environments one by one in this process, each with a camera.
@@ -257,20 +294,29 @@ class EnvironmentSpec:
         """
         expected = "sync, async, or native where the id has single environments too; EnvPool and tensors cannot render"
         check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
-        kwargs = self.env_kwargs | (env_kwargs or {}) | {"render_mode": "rgb_array"}
+        kwargs = self.env.kwargs | (env_kwargs or {}) | {"render_mode": "rgb_array"}
         # One that failed and was replaced would have lost the frames before.
-        options: dict[str, Any] = {"backend": "sync", "step_timeout": None, "on_env_failure": "raise"}
-        return replace(self, env_kwargs=kwargs, filmed=True, **options)
+        env = replace(self.env, kwargs=kwargs, step_timeout=None, on_failure="raise")
+        return replace(self, env=env, backend="sync", filmed=True)
 
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
         """Return the preprocessing to apply, None where the environment is no Atari game.
 
         Raises:
-            ConfigurationError: Options were given for an environment that is none.
+            ConfigurationError: Options were given for an environment that is none; or frames would be stacked, actions
+                repeated or rewards clipped twice.
         """
-        if is_game:
-            atari = self.atari or AtariPreprocessing()
-            self.options.check_atari(atari.clip_rewards)
-            return atari
-        check(self.atari is None, "atari", self.atari, f"None, since {self.env_id} is no Atari game with frames")
-        return None
+        env, atari = self.env, self.env.atari
+        if not is_game:
+            expected = f"its default, since {self.env_id} is no Atari game with frames"
+            check(atari == AtariPreprocessing(), "env.atari", atari, expected)
+            return None
+        expected = "None for Atari games, which have env.atari.frame_stack"
+        check(env.frame_stack is None, "env.frame_stack", env.frame_stack, expected)
+        expected = "1 for Atari games, which have env.atari.frame_skip"
+        check(env.action_repeat == 1, "env.action_repeat", env.action_repeat, expected)
+        if atari.clip_rewards:
+            expected = "other values with Atari games only beside env.atari.clip_rewards=False"
+            check(env.reward_scale == 1, "env.reward_scale", env.reward_scale, f"1; {expected}")
+            check(env.reward_clip is None, "env.reward_clip", env.reward_clip, f"None; {expected}")
+        return atari

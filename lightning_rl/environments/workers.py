@@ -130,7 +130,7 @@ class ProcessVectorEnv(AsyncVectorEnv):
         except multiprocessing.TimeoutError as error:
             hung = [index for index, pipe in enumerate(self.parent_pipes) if not pipe.poll(0)]
             self.close(terminate=True)
-            raise WorkerFailure(hung, f"gave no answer within step_timeout={self.timeout:g} seconds") from error
+            raise WorkerFailure(hung, f"gave no answer within env.step_timeout={self.timeout:g} seconds") from error
         except (EOFError, OSError) as error:
             for process in self.processes:  # the end of a pipe is seen a little before the end of its process
                 process.join(0.1)
@@ -369,7 +369,7 @@ class RestartingProcesses(ProcessVectorEnv):
             return None
         try:
             if not self.parent_pipes[index].poll(max(0.0, deadline - time.monotonic())):
-                self._lose(index, f"gave no answer within step_timeout={self.timeout:g} seconds")
+                self._lose(index, f"gave no answer within env.step_timeout={self.timeout:g} seconds")
                 return None
             answer, success = self.parent_pipes[index].recv()
         except (EOFError, OSError):

@@ -118,7 +118,7 @@ def engine_for(model: LightningModule) -> FastEngine | None:
 def why_not(model: Any) -> str | None:  # noqa: ANN401
     """Return why backward passes and steps of a model take Lightning's way, None if they need not."""
     if not model.fast_paths:
-        return "fast_paths is false"
+        return "debug.fast_paths is false"
     # Lightning puts a compiled training step into the instance.
     if torch.compiler.is_compiling() or "training_step" in vars(model):
         return "the training step is compiled or replaced"

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
+from lightning_rl.policies.distributions.base import fill_log_exponential, fill_normal
 from lightning_rl.policies.distributions.heads import CategoricalHead, GaussianHead
-from lightning_rl.policies.distributions.noise import fill_log_exponential, fill_normal
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import MLPEncoder
 from lightning_rl.policies.networks.layers import HeadLinear

@@ -31,8 +31,12 @@ _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
 # The sum after its parts: the first term that is not finite is named in errors.
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
 _ABSOLUTE = "total_abs_loss"
-# Options of PPO that the formulas do not have.
-_OPTIONS = ("log_prob_clip", "dual_clip", "value_huber_delta")
+# Options of PPO that the formulas do not have, by attribute.
+_OPTIONS = {
+    "log_prob_clip": "clipping.log_prob",
+    "dual_clip": "clipping.dual",
+    "value_huber_delta": "clipping.value_huber_delta",
+}
 _POLICY = [name for cls in (ActorCritic, Trunk) for name, member in vars(cls).items() if callable(member)]
 
 
@@ -108,11 +112,11 @@ class PPOLoss:
             model: A `PPO` with the `loss` and the other members of `PPO` itself.
         """
         policy = model.policy
-        for name in _OPTIONS:
+        for name, option in _OPTIONS.items():
             if getattr(model, name):
-                return f"{name} is set"
+                return f"{option} is set"
         if model.steps.compiles:
-            return "compile_loss is set"
+            return "debug.compile_loss is set"
         if any(model.weight_penalty.coefficients.values()):
             return "weights are penalized"
         if model.frozen_parameters(None):

@@ -20,10 +20,10 @@ from lightning_rl.checkpointing.run_folders import RUNS, configurations, find_ch
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.evaluation import Evaluator
 from lightning_rl.data.recorded_episodes import RecordedEpisodes
-from lightning_rl.environments import AtariPreprocessing
 from lightning_rl.environments.seeding import TESTING
 from lightning_rl.files import check_intact, read_yaml
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.options import nested
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
 
@@ -187,7 +187,7 @@ def load_data(path: str | Path, config: str | Path | None = None, trust: Sequenc
     if "env_id" not in stored:
         raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
     with loading(trust):
-        return _from_plain_data(RolloutDataModule, stored, f"path={str(path)!r}")
+        return _from_plain_data(RolloutDataModule, nested(stored), f"path={str(path)!r}")
 
 
 def _data_of(config: Path) -> dict[str, Any]:
@@ -202,8 +202,6 @@ def _data_of(config: Path) -> dict[str, Any]:
 def _from_plain_data(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
     """Construct environments from loaded data; the parser of configurations would construct what is nested in it."""
     try:
-        if isinstance(atari := options.get("atari"), dict):
-            options = options | {"atari": AtariPreprocessing(**atari)}
         return kind(**options)
     except TypeError as error:
         raise ConfigurationError(f"{named}: data: {error}") from error
@@ -248,8 +246,8 @@ def play_episodes(
     check_positive_int("episodes", episodes)
     algorithm: Any = model
     watched = _Watched(algorithm.policy)
-    evaluator = Evaluator(data.eval_spec, data.num_eval_envs)
-    deterministic = data.eval_deterministic
+    evaluator = Evaluator(data.eval_spec, data.evaluation.num_envs)
+    deterministic = data.evaluation.deterministic
     parameter = next(algorithm.policy.parameters())
     try:
         played = evaluator.run_episodes(

@@ -126,10 +126,13 @@ def _check_normalizers(given: Mapping[str, Any]) -> None:
 
 
 def _check_optimizer(given: Mapping[str, Any]) -> None:
-    for group in ("optimizer", "optimizer.critic"):
-        check_keywords(f"{group}.options", given[f"{group}.options"])
+    rates = {"optimizer": "learning_rate", "optimizer.critic": "optimizer.critic.learning_rate"}
+    for group, rate in rates.items():
+        arguments = given[f"{group}.options"]
+        check_keywords(f"{group}.options", arguments)
+        check("lr" not in arguments, f"{group}.options", arguments, f"no 'lr'; set {rate} instead")
         if (name := given[f"{group}.name"]) is not None:
-            check_optimizer_class(group, {"class_path": name, "init_args": given[f"{group}.options"]})
+            check_optimizer_class(group, {"class_path": name, "init_args": arguments})
     check_keywords(f"{SCHEDULER}.options", given[f"{SCHEDULER}.options"])
     if (scheduler := scheduler_spec(given)) is not None:
         check_scheduler_class(scheduler)

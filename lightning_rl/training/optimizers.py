@@ -67,14 +67,12 @@ def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
 
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
-    """Raise unless a class is an optimizer that takes its arguments, the learning rate not among them.
+    """Raise unless a class is an optimizer that takes its arguments.
 
     Raises:
         ConfigurationError: It is none, or refuses an argument.
     """
-    rate = group.removeprefix("optimizer").removeprefix(".")
-    rate = f"optimizer.{rate}.learning_rate" if rate else "learning_rate"
-    check("lr" not in spec["init_args"], f"{group}.options", spec["init_args"], f"no 'lr'; set {rate} instead")
+    import_class(f"{group}.name", spec["class_path"], Optimizer)
     check_arguments(group, spec, Optimizer, "params", "lr")
 
 
@@ -84,7 +82,7 @@ def check_scheduler_class(spec: ClassSpec) -> None:
     Raises:
         ConfigurationError: It is none, refuses an argument, or needs a metric.
     """
-    plateau = issubclass(import_class(SCHEDULER, spec["class_path"], LRScheduler), ReduceLROnPlateau)
+    plateau = issubclass(import_class(f"{SCHEDULER}.name", spec["class_path"], LRScheduler), ReduceLROnPlateau)
     check(not plateau, f"{SCHEDULER}.name", spec["class_path"], "a scheduler that needs no metric")
     check_arguments(SCHEDULER, spec, LRScheduler, "optimizer")
 

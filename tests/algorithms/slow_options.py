@@ -8,11 +8,12 @@ from torch import Tensor
 
 from lightning_rl import Rollout
 from tests.algorithms.slow_ppo import SlowPPO, split
+from tests.helpers import merged
 
 MORE: dict[str, Any] = {
     "optimizer": {"num_value_epochs": None},
-    "clipping": {"low": None, "high": None, "dual": None, "value_huber_delta": None, "rollback": False},
     "advantages": {"recompute_advantages": False},
+    "clipping": {"low": None, "high": None, "dual": None, "value_huber_delta": None, "rollback": False},
 }
 
 
@@ -24,11 +25,11 @@ class SlowOptions(SlowPPO):
         self.num_taken_back = 0
 
     def learn(self, rollout: Rollout, generator: torch.Generator) -> None:
-        value_epochs = self.options["num_value_epochs"] or self.options["num_epochs"]
+        value_epochs = self.options["optimizer"]["num_value_epochs"] or self.options["num_epochs"]
         rows = self.rows(rollout)
         old_values = [row["value"] for row in rows]
         for epoch in range(max(self.options["num_epochs"], value_epochs)):
-            if epoch > 0 and self.options["recompute_advantages"]:
+            if epoch > 0 and self.options["advantages"]["recompute_advantages"]:
                 rows = self.rows(self.with_recomputed_values(rollout))
                 assert any(abs(float(row["value"] - old)) > 1e-6 for row, old in zip(rows, old_values, strict=True))
             acts, values = epoch < self.options["num_epochs"], epoch < value_epochs
@@ -44,7 +45,7 @@ class SlowOptions(SlowPPO):
             return False
         before = copy.deepcopy((self.parameters, self.optimizer.state_dict()))
         self.step(self.terms(part, acts, values))
-        if acts and self.options["kl_rollback"] and self.divergence(part) > limit:
+        if acts and self.options["clipping"]["rollback"] and self.divergence(part) > limit:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
                     parameter.copy_(before[0][name])
@@ -71,7 +72,7 @@ class SlowOptions(SlowPPO):
         self.optimizer.zero_grad()
         loss.backward()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if (limit := self.options["max_grad_norm"]) is not None:
+        if (limit := self.options["optimizer"]["max_grad_norm"]) is not None:
             norm = torch.sqrt(sum(g.square().sum() for g in gradients))
             for gradient in gradients:
                 gradient.mul_(min(1.0, limit / (float(norm) + 1e-6)))
@@ -79,20 +80,20 @@ class SlowOptions(SlowPPO):
         self.num_updates += 1
 
     def objective(self, ratio: Tensor, advantage: Tensor) -> Tensor:
-        low, high = (self.options[f"clip_range_{side}"] or self.options["clip_range"] for side in ("low", "high"))
+        low, high = (self.options["clipping"][side] or self.options["clip_range"] for side in ("low", "high"))
         objective = torch.min(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage)
-        if self.options["dual_clip"] is not None and advantage < 0:
-            objective = torch.max(objective, self.options["dual_clip"] * advantage)
+        if self.options["clipping"]["dual"] is not None and advantage < 0:
+            objective = torch.max(objective, self.options["clipping"]["dual"] * advantage)
         return objective
 
     def error(self, value: Tensor, row: dict[str, Any]) -> Tensor:
         candidates = [value]
-        if (limit := self.options["clip_range_value"]) is not None:
+        if (limit := self.options["clipping"]["value"]) is not None:
             candidates.append(row["value"] + (value - row["value"]).clip(-limit, limit))
         return torch.stack([self.one_error(candidate - row["return"]) for candidate in candidates]).max()
 
     def one_error(self, error: Tensor) -> Tensor:
-        delta = self.options["value_huber_delta"]
+        delta = self.options["clipping"]["value_huber_delta"]
         if delta is None or abs(float(error)) <= delta:
             return error**2 / 2
         return delta * (error.abs() - delta / 2)

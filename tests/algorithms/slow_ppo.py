@@ -18,13 +18,13 @@ DEFAULTS: dict[str, Any] = {
     "gamma": 0.97,
     "gae_lambda": 0.9,
     "clip_range": 0.2,
-    "clipping": {"value": None},
-    "advantages": {"normalize": "minibatch", "on_truncation": "bootstrap"},
-    "optimizer": {"max_grad_norm": 0.5},
-    "normalization": {"observations": False, "rewards": False},
     "value_coef": 0.5,
     "entropy_coef": 0.0,
     "target_kl": None,
+    "optimizer": {"max_grad_norm": 0.5},
+    "advantages": {"normalize": "minibatch", "on_truncation": "bootstrap"},
+    "normalization": {"observations": False, "rewards": False},
+    "clipping": {"value": None},
 }
 
 
@@ -33,7 +33,7 @@ class SlowPPO:
 
     Args:
         parameters: Initial ones, by the names of `ActorCritic` with separate MLP encoders of tanh units.
-        options: `DEFAULTS`, overridden.
+        options: What differs from `DEFAULTS`.
         make_optimizer: From the parameters; Adam if left out.
         learning_rates: Of each rollout; constant if left out.
     """
@@ -64,7 +64,7 @@ class SlowPPO:
         if self.learning_rates is not None:
             self.optimizer.param_groups[0]["lr"] = self.learning_rates[self.num_rollouts]
         rows = self.rows(rollout)
-        if self.options["normalize_advantages"] == "rollout":
+        if self.options["advantages"]["normalize"] == "rollout":
             self.normalize(rows)
         self.update(rows, generator)
         self.take_into_statistics(rollout)
@@ -88,7 +88,7 @@ class SlowPPO:
             advantage = 0.0
             for t in reversed(range(length)):
                 terminated, truncated = bool(rollout.terminated[t, b]), bool(rollout.truncated[t, b])
-                stop = terminated or (truncated and self.options["on_truncation"] == "terminal")
+                stop = terminated or (truncated and self.options["advantages"]["on_truncation"] == "terminal")
                 next_value = 0.0 if stop else float(rollout.next_values[t, b])
                 delta = self.reward(rollout.rewards[t, b]) + gamma * next_value - float(rollout.values[t, b])
                 advantage = delta + (0.0 if terminated or truncated else gamma * lambda_ * advantage)
@@ -108,7 +108,7 @@ class SlowPPO:
         return rows
 
     def reward(self, reward: Tensor) -> float:
-        if not self.options["normalize_rewards"]:
+        if not self.options["normalization"]["rewards"]:
             return float(reward)
         returns = self.seen_returns or [-1.0, 1.0]  # a variance of 1 before any data
         mean = sum(returns) / len(returns)
@@ -116,7 +116,7 @@ class SlowPPO:
         return max(-10.0, min(10.0, float(reward) / (variance + 1e-8) ** 0.5))
 
     def observation(self, observation: Tensor) -> Tensor:
-        if not self.options["normalize_observations"]:
+        if not self.options["normalization"]["observations"]:
             return observation
         seen = torch.stack(self.seen_observations or [-torch.ones(3), torch.ones(3)]).double()
         return (observation - seen.mean(0)).div((seen.var(0, correction=0) + 1e-8).sqrt()).to(observation.dtype)
@@ -143,7 +143,7 @@ class SlowPPO:
 
     def loss(self, rows: list[dict[str, Any]]) -> tuple[Tensor, float]:
         """The loss of a minibatch, and the approximate divergence from the policy that collected it."""
-        if self.options["normalize_advantages"] == "minibatch":
+        if self.options["advantages"]["normalize"] == "minibatch":
             self.normalize(rows)
         total, kl = torch.zeros(()), 0.0
         for row in rows:
@@ -153,7 +153,7 @@ class SlowPPO:
             epsilon, advantage = self.options["clip_range"], row["advantage"]
             surrogate = torch.min(ratio * advantage, ratio.clip(1 - epsilon, 1 + epsilon) * advantage)
             error = (value - row["return"]) ** 2
-            if (limit := self.options["clip_range_value"]) is not None:
+            if (limit := self.options["clipping"]["value"]) is not None:
                 clipped = row["value"] + (value - row["value"]).clip(-limit, limit)
                 error = torch.max(error, (clipped - row["return"]) ** 2)
             entropy = distribution.entropy()
@@ -180,7 +180,7 @@ class SlowPPO:
     def step(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
         loss.backward()
-        if (limit := self.options["max_grad_norm"]) is not None:
+        if (limit := self.options["optimizer"]["max_grad_norm"]) is not None:
             gradients = [p.grad for p in self.parameters.values()]
             norm = torch.sqrt(sum(g.square().sum() for g in gradients))
             for gradient in gradients:

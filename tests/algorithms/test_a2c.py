@@ -38,14 +38,8 @@ def learn(model: PPO | A2C, num_rollouts: int = 3, **trainer: Any) -> dict[str, 
 
 def test_one_step_by_hand():
     torch.manual_seed(0)
-    model = A2C(
-        VECTOR,
-        DISCRETE,
-        gae_lambda=0.9,
-        value_coef=0.25,
-        entropy_coef=0.1,
-        **merged(SMALL, {"optimizer": {"max_grad_norm": None}}),
-    )
+    options = merged(SMALL, {"optimizer": {"max_grad_norm": None}})
+    model = A2C(VECTOR, DISCRETE, gae_lambda=0.9, value_coef=0.25, entropy_coef=0.1, **options)
     rollout = random_rollout(model.policy, off_policy=0.0)
     advantages = model.estimator.gae(rollout, 0.9)
     distribution, values = model.policy(rollout.observations[:-1])
@@ -69,27 +63,17 @@ def test_one_step_by_hand():
     assert recorder.column("first_ratio_error")[0] < 1e-6
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("normalize", ["none", "minibatch", "rollout"])
 @pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS])
 def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, normalize):
     """At a ratio of 1 the surrogate has the gradient of the log-probability: for the first step from each policy."""
-    optimizer = {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
+    options = {"advantages": {"normalize": normalize}, "entropy_coef": 0.01, "gae_lambda": 0.95, **SMALL}
+    rmsprop = {"optimizer": {"name": "torch.optim.RMSprop", "options": {"alpha": 0.99, "eps": 1e-5}}}
+    whole = {"num_epochs": 1, "num_minibatches": 1, "clip_range": None}
     torch.manual_seed(0)
-    a2c = A2C(
-        VECTOR,
-        action_space,
-        gae_lambda=0.95,
-        entropy_coef=0.01,
-        **merged({"advantages": {"normalize": normalize}}, SMALL),
-    )
+    a2c = A2C(VECTOR, action_space, **options)
     torch.manual_seed(0)
-    how = "minibatch" if normalize else "none"
-    ppo = PPO(
-        *(VECTOR, action_space),
-        advantages={"normalize": how},
-        **SMALL,
-        **{"num_epochs": 1, "num_minibatches": 1, "clip_range": None, "entropy_coef": 0.01, "optimizer": optimizer},
-    )
+    ppo = PPO(VECTOR, action_space, **whole, **merged(options, rmsprop))
     one, other = learn(a2c, 1, precision="64-true"), learn(ppo, 1, precision="64-true")
     for name, parameter in one.items():
         torch.testing.assert_close(parameter, other[name], rtol=0, atol=1e-12)
@@ -112,9 +96,8 @@ def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, no
 )
 def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
     """Every rollout is collected by the parameters that it changes, so that every ratio is 1."""
-    options: dict[str, Any] = merged(
-        SMALL, {"optimizer": "torch.optim.SGD", "entropy_coef": 0.01, "gae_lambda": 0.9}, shared
-    )
+    common = {"optimizer": {"name": "torch.optim.SGD"}, "entropy_coef": 0.01, "gae_lambda": 0.9}
+    options = merged(SMALL, common, shared)
     ends = []
     for cls, own in (
         (A2C, {}),
@@ -122,7 +105,7 @@ def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
     ):
         data = make_data(rollout_length=8, rollouts_per_epoch=5)
         torch.manual_seed(0)
-        model = cls(data.observation_space, data.action_space, **options | own)
+        model = cls(data.observation_space, data.action_space, **merged(options, own))
         before = parameters_of(model)
         make_trainer(precision="64-true").fit(model, data)
         ends.append(parameters_of(model))
@@ -137,7 +120,7 @@ def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
         ("gae_lambda", 0.5),
         ("value_coef", 2.0),
         ("entropy_coef", 0.5),
-        ("normalize_advantages", True),
+        ("advantages", {"normalize": "rollout"}),
         ("learning_rate", 1e-3),
     ],
 )
@@ -154,9 +137,8 @@ def test_the_optimizer_of_the_paper_is_the_default():
     made = model.configure_optimizers()
     assert isinstance(made, torch.optim.RMSprop)
     assert (made.defaults["lr"], made.defaults["alpha"], made.defaults["eps"]) == (7e-4, 0.99, 1e-5)
-    assert isinstance(
-        A2C(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam"}).configure_optimizers(), torch.optim.Adam
-    )
+    model = A2C(VECTOR, DISCRETE, optimizer={"name": "torch.optim.Adam"})
+    assert isinstance(model.configure_optimizers(), torch.optim.Adam)
 
 
 def test_a_run_makes_one_update_for_each_rollout_on_policy():
@@ -171,9 +153,14 @@ def test_a_run_makes_one_update_for_each_rollout_on_policy():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("gae_lambda", 1.5), ("value_coef", -1), ("entropy_coef", "x"), ("normalize_advantages", "yes")],
+    ("options", "message"),
+    [
+        ({"gae_lambda": 1.5}, "gae_lambda=1.5"),
+        ({"value_coef": -1}, "value_coef=-1"),
+        ({"entropy_coef": "x"}, "entropy_coef='x'"),
+        ({"advantages": {"normalize": True}}, "advantages.normalize=True"),
+    ],
 )
-def test_nonsense_is_refused(option, value):
-    with pytest.raises(ConfigurationError, match=f"{option}=.* is not valid: expected"):
-        A2C(VECTOR, DISCRETE, **{option: value})
+def test_nonsense_is_refused(options, message):
+    with pytest.raises(ConfigurationError, match=f"{message} is not valid: expected"):
+        A2C(VECTOR, DISCRETE, **options)

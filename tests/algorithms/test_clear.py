@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` 
 
 
 def test_the_first_rollout_is_learned_from_as_by_impala():
-    models = [make(algorithm, optimizer={"name": SGD}) for algorithm in (CLEAR, IMPALA)]
+    models = [make(algorithm, optimizer=SGD) for algorithm in (CLEAR, IMPALA)]
     rollout = random_rollout(models[0].policy, off_policy=0.0)
     rows = [learn(model, [rollout]).rows[0] for model in models]
     assert "policy_cloning_loss" not in rows[0] and rows[0]["replay_unrolls"] == 4

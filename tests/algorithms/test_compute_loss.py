@@ -161,14 +161,8 @@ def test_losses_are_logged_as_means_over_the_minibatches_of_all_epochs():
             return loss
 
     torch.manual_seed(0)
-    options = {
-        "num_epochs": 3,
-        "num_minibatches": 4,
-        "entropy_coef": 0.1,
-        "optimizer": {"l2": {"policy": 0.01}},
-        "learning_rate": 1e-2,
-    }
-    model = Watched(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}}, options))
+    options = {"num_epochs": 3, "num_minibatches": 4, "entropy_coef": 0.1, "learning_rate": 1e-2}
+    model = Watched(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, optimizer={"l2": {"policy": 0.01}}, **options)
     logger = MemoryLogger()
     rollouts = FixedRollouts([random_rollout(model.policy)], model)
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, rollouts)

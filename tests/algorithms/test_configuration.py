@@ -15,7 +15,7 @@ from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, parameters_of
 
-SGD = {"class_path": "torch.optim.SGD"}
+STEP_LR = "torch.optim.lr_scheduler.StepLR"
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,33 @@ SGD = {"class_path": "torch.optim.SGD"}
         ({"optimizer": {"max_grad_norm": 0}}, r"optimizer.max_grad_norm=0 .* above 0"),
         ({"optimizer": {"max_grad_value": -1}}, r"optimizer.max_grad_value=-1 .* above 0"),
         ({"target_kl": 0.0}, r"target_kl=0\.0 .* above 0"),
-        ({"advantages": {"normalize": "batch"}}, r"advantages.normalize='batch' .* \('minibatch', 'rollout', 'none'\)"),
-        ({"advantages": {"on_truncation": "ignore"}}, r"advantages.on_truncation='ignore' .* bootstrap or terminal"),
+        ({"advantages": {"normalize": "batch"}}, r"advantages\.normalize='batch' .* one of minibatch, rollout, none"),
+        (
+            {"advantages": {"on_truncation": "ignore"}},
+            r"advantages\.on_truncation='ignore' .* one of bootstrap, terminal",
+        ),
         ({"policy": {"network": "transformer"}}, r"policy.network='transformer' .* auto, mlp, nature, impala"),
         ({"policy": {"activation": "sine"}}, r"policy.activation='sine' .* one of tanh, relu"),
         ({"policy": {"hidden_sizes": (64, -1)}}, r"policy.hidden_sizes=-1 .* an integer of at least 1"),
-        ({"optimizer": lambda parameters, lr: None}, r"optimizer=<function .* a class, functools\.partial"),
-        ({"optimizer": {"options": {}}}, r"optimizer=.* a dict with 'class_path'"),
-        ({"optimizer": SGD | {"lr": 1}}, r"optimizer=.* no keys besides 'class_path' and 'init_args', got \['lr'\]"),
-        ({"lr_scheduler": "torch.optim.lr_scheduler.ReduceLROnPlateau"}, r"lr_scheduler=.* needs no metric"),
         (
-            {"lr_scheduler": "torch.optim.lr_scheduler.Cosine"},
-            r"lr_scheduler: class_path=.*Cosine.* cannot be imported",
+            {"optimizer": "torch.optim.SGD"},
+            r"optimizer='torch\.optim\.SGD' .* OptimizerConfig or a dict of its options",
+        ),
+        (
+            {"optimizer": {"name": lambda parameters, lr: None}},
+            r"optimizer\.name=<function .* its arguments belong into",
+        ),
+        (
+            {"optimizer": {"name": functools.partial(torch.optim.SGD, momentum=0.5)}},
+            r"optimizer\.name=functools\.partial\(.* a class that can be imported, or its path",
+        ),
+        (
+            {"optimizer": {"scheduler": {"name": "torch.optim.lr_scheduler.ReduceLROnPlateau"}}},
+            r"optimizer\.scheduler\.name=.* needs no metric",
+        ),
+        (
+            {"optimizer": {"scheduler": {"name": "torch.optim.lr_scheduler.Cosine"}}},
+            r"optimizer\.scheduler\.name=.*Cosine.* cannot be imported",
         ),
         ({"policy": {"hidden_sizes": 64}}, r"policy.hidden_sizes=64 .* a list of integers"),
         (
@@ -56,33 +71,46 @@ SGD = {"class_path": "torch.optim.SGD"}
                     "scheduler": {
                         "name": "torch.optim.lr_scheduler.LambdaLR",
                         "options": {"lr_lambda": lambda step: 1.0},
-                    }
+                    },
                 }
             },
-            r"lr_scheduler\.init_args\.lr_lambda=<function .* cannot be stored in a checkpoint: expected numbers",
+            r"optimizer\.scheduler\.options\.lr_lambda=<function .* cannot be stored in a checkpoint: expected numbers",
         ),
         (
-            {"optimizer": {"anneal": True}, "lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
-            r"optimizer.anneal=True .* False, since lr_scheduler is given",
-        ),
-        ({"optimizer": "torch.optim.Adamant"}, r"optimizer: class_path='torch\.optim\.Adamant' cannot be imported"),
-        (
-            {"optimizer": "torch.optim.lr_scheduler"},
-            r"optimizer: class_path='torch\.optim\.lr_scheduler' .* the path of a class",
+            {"optimizer": {"anneal": True, "scheduler": {"name": STEP_LR, "options": {"step_size": 1}}}},
+            r"optimizer\.anneal=True .* false, since optimizer\.scheduler is given",
         ),
         (
-            {"optimizer": SGD | {"init_args": {"lr": 1}}},
-            r"optimizer: init_args=\{'lr': 1\} .* set learning_rate instead",
+            {"optimizer": {"name": "torch.optim.Adamant"}},
+            r"optimizer\.name='torch\.optim\.Adamant' cannot be imported",
         ),
         (
-            {"optimizer": SGD | {"init_args": {"speed": 1}}},
-            r"optimizer: torch\.optim\.SGD refused init_args=\{'speed': 1\}",
+            {"optimizer": {"name": "torch.optim.lr_scheduler"}},
+            r"optimizer\.name='torch\.optim\.lr_scheduler' .* the path of a class",
         ),
-        ({"optimizer": functools.partial(torch.optim.SGD, lr=1)}, r"optimizer: init_args=\{'lr': 1\}"),
-        ({"optimizer": "torch.nn.Linear"}, r"optimizer: class_path='torch\.nn\.Linear' .* a subclass of Optimizer"),
         (
-            {"lr_scheduler": "torch.optim.lr_scheduler.StepLR"},
-            r"lr_scheduler: .*StepLR refused init_args=\{\}: missing a required argument: 'step_size'",
+            {"optimizer": {"name": "torch.optim.SGD", "options": {"lr": 1}}},
+            r"optimizer\.options=\{'lr': 1\} .* set learning_rate instead",
+        ),
+        (
+            {"optimizer": {"options": {"lr": 1}}},
+            r"optimizer\.options=\{'lr': 1\} .* set learning_rate instead",
+        ),
+        (
+            {"optimizer": {"critic": {"name": "torch.optim.SGD", "options": {"lr": 1}}}},
+            r"optimizer\.critic\.options=\{'lr': 1\} .* set optimizer\.critic\.learning_rate instead",
+        ),
+        (
+            {"optimizer": {"name": "torch.optim.SGD", "options": {"speed": 1}}},
+            r"optimizer: torch\.optim\.SGD refused the arguments \{'speed': 1\}",
+        ),
+        (
+            {"optimizer": {"name": "torch.nn.Linear"}},
+            r"optimizer\.name='torch\.nn\.Linear' .* a subclass of Optimizer",
+        ),
+        (
+            {"optimizer": {"scheduler": {"name": STEP_LR}}},
+            r"optimizer\.scheduler: .*StepLR refused the arguments \{\}: missing a required argument: 'step_size'",
         ),
         ({"optimizer": {"anneal": 1}}, r"optimizer.anneal=1 is not valid: expected true or false"),
         ({"policy": {"shared_encoder": "x"}}, r"policy.shared_encoder='x' is not valid: expected true or false"),
@@ -97,12 +125,12 @@ SGD = {"class_path": "torch.optim.SGD"}
         ({"learning_rate": {"kind": []}}, r"learning_rate: kind=\[\] is not valid: expected one of constant, linear"),
         (
             {"policy": {"network": {"class_path": 5}}},
-            r"network: class_path=5 is not valid: expected the path of a class",
+            r"policy\.network: class_path=5 is not valid: expected the path of a class",
         ),
-        ({"optimizer": {"name": 5}}, r"optimizer: class_path=5 is not valid: expected the path of a class"),
+        ({"optimizer": {"name": 5}}, r"optimizer\.name=5 is not valid: expected a class that can be imported"),
         (
             {"optimizer": {"name": "torch.optim.SGD", "options": 5}},
-            r"optimizer: init_args=5 is not valid: expected a dict of arguments",
+            r"optimizer\.options=5 is not valid: expected a dict of arguments",
         ),
         ({"gamma": 10**400}, r"gamma=10+ is not valid: expected a number at least 0 and at most 1"),
         ({"entropy_coef": 10**400}, r"entropy_coef=10+ is not valid: expected a number of at most 3\.4e\+38"),
@@ -196,9 +224,9 @@ def test_an_algorithm_of_ones_own_takes_options_out_of_those_that_it_hands_on():
     class Own(PPO):
         def __init__(self, *args: Any, width: int = 8, **kwargs: Any) -> None:
             self.depth = kwargs.pop("depth", 1)
-            super().__init__(*args, hidden_sizes=(width,) * self.depth, **kwargs)
+            super().__init__(*args, policy={"hidden_sizes": (width,) * self.depth}, **kwargs)
 
-    assert Own(VECTOR, DISCRETE, width=4, depth=2).hparams["policy"]["hidden_sizes"] == [4, 4]
+    assert Own(VECTOR, DISCRETE, width=4, depth=2).options["policy.hidden_sizes"] == [4, 4]
     with pytest.raises(ConfigurationError, match="widht=4 is no option of Own; did you mean width"):
         Own(VECTOR, DISCRETE, widht=4)
 
@@ -232,23 +260,16 @@ def test_checkpoint_of_other_spaces_is_refused(other, message):
     stored.on_load_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        torch.optim.SGD,
-        "torch.optim.SGD",
-        functools.partial(torch.optim.SGD, momentum=0.5),
-        {"class_path": "torch.optim.SGD", "init_args": {"momentum": 0.5}},
-    ],
-    ids=["class", "path", "partial", "spec"],
-)
-def test_optimiser_given_in_any_way_is_stored_as_plain_data_and_made(optimizer):
-    model = PPO(VECTOR, DISCRETE, optimizer=optimizer, learning_rate=0.25)
+@pytest.mark.parametrize("name", [torch.optim.SGD, "torch.optim.SGD"], ids=["class", "path"])
+@pytest.mark.parametrize("arguments", [{}, {"momentum": 0.5}])
+def test_optimiser_given_in_any_way_is_stored_as_plain_data_and_made(name, arguments):
+    model = PPO(VECTOR, DISCRETE, optimizer={"name": name, "options": arguments}, learning_rate=0.25)
     made = model.configure_optimizers()
     assert type(made) is torch.optim.SGD
     assert made.defaults["lr"] == 0.25
-    assert made.defaults["momentum"] == (0.5 if not isinstance(optimizer, str | type) else 0)
-    assert model.hparams["optimizer"]["class_path"] in ("torch.optim.SGD", "torch.optim.sgd.SGD")
+    assert made.defaults["momentum"] == arguments.get("momentum", 0)
+    assert model.hparams["optimizer"]["name"] in ("torch.optim.SGD", "torch.optim.sgd.SGD")
+    assert model.hparams["optimizer"]["options"] == arguments
 
 
 def test_hyper_parameters_are_plain_data():
@@ -259,7 +280,7 @@ def test_hyper_parameters_are_plain_data():
         optimizer={"name": torch.optim.Adam, "options": {"betas": (0.9, np.float32(0.5))}},
         policy={"hidden_sizes": (8,), "network": "mlp"},
     )
-    assert model.hparams["optimizer"]["init_args"] == {"betas": [0.9, 0.5]}
+    assert model.hparams["optimizer"]["options"] == {"betas": [0.9, 0.5]}
     assert model.hparams["observation_space"] == space_to_dict(VECTOR)
     assert model.hparams["policy"]["hidden_sizes"] == [8]
 

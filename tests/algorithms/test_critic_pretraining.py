@@ -132,7 +132,7 @@ def test_options_that_make_no_sense_are_refused():
     ):
         with pytest.raises(ConfigurationError, match=message):
             make(CriticPretraining, **options)
-    with pytest.raises(ConfigurationError, match="optimizer.critic_warmup_steps=-1"):
+    with pytest.raises(ConfigurationError, match=r"optimizer\.critic_warmup_steps=-1"):
         make(PPO, optimizer={"critic_warmup_steps": -1})
 
 
@@ -165,15 +165,16 @@ def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
 def test_while_the_critic_warms_up_there_are_the_passes_of_its_loss(passes, expected):
     data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=2)
     options = {
-        "num_epochs": 3,
+        "policy": {"hidden_sizes": (8,)},
         "optimizer": {"num_value_epochs": passes, "critic_warmup_steps": 1},
+        "num_epochs": 3,
         "num_minibatches": 2,
     }
     counts: list[int] = []
     callback = LambdaCallback(
         on_train_batch_end=lambda _, module, *args: counts.append(int(module.steps.record.num_updates))
     )
-    model = PPO(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
+    model = PPO(data.observation_space, data.action_space, **options)
     make_trainer(callbacks=[callback]).fit(model, data)
     assert counts == expected
 
@@ -219,7 +220,7 @@ def test_a_critic_whose_parameters_have_other_names_is_refused(
 ) -> None:
     class Own(algorithm):  # type: ignore[misc]
         def make_policy(self) -> ActorCritic:
-            return OtherNames(self.observation_space, self.action_space, policy={"hidden_sizes": (4,)})
+            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
 
     expected = r".* names begin with critic_ or value_, .* OtherNames with .*baseline\.weight"
     with pytest.raises(ConfigurationError, match=f"^{message}: {expected}"):
@@ -230,6 +231,6 @@ def test_a_critic_whose_parameters_have_other_names_is_refused(
 def test_a_warm_up_needs_no_critic_where_there_is_none() -> None:
     class Own(PPO):
         def make_policy(self) -> ActorCritic:
-            return OtherNames(self.observation_space, self.action_space, policy={"hidden_sizes": (4,)})
+            return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
 
     assert Own(VECTOR, DISCRETE).steps.critic_warmup_steps == 0

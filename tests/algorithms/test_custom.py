@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rl import PPO, ActorCritic, PolicyOutput
 from lightning_rl.policies.distributions import Categorical
-from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, parameters_of
+from tests.helpers import Recorder, assert_equal_parameters, make_data, make_trainer, merged, parameters_of
 
 
 class Residual(nn.Module):
@@ -86,8 +86,7 @@ def test_own_network_learns_on_policy_and_loads_from_its_checkpoint(algorithm, o
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     loaded = algorithm.load_from_checkpoint(tmp_path / "model.ckpt")
     assert_equal_parameters(loaded, parameters_of(model))
-    for name, value in options.items():
-        assert loaded.hparams[name] == value
+    assert merged(loaded.hparams, options) == loaded.hparams
     (validated,) = trainer.validate(loaded, data, verbose=False)
     assert validated["val/episode_return"] == trainer.callback_metrics["val/episode_return"]
 

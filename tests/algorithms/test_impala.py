@@ -29,7 +29,7 @@ from tests.helpers import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-SGD = {"class_path": "torch.optim.SGD"}
+SGD = {"name": "torch.optim.SGD"}
 
 
 class Lagging:
@@ -49,9 +49,8 @@ class Lagging:
 
 def make(algorithm: Any = IMPALA, **options: Any) -> Any:
     torch.manual_seed(0)
-    return algorithm(
-        VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (8,)}, "learning_rate": 1e-2}, options)
-    ).double()
+    small = {"policy": {"hidden_sizes": (8,)}, "learning_rate": 1e-2}
+    return algorithm(VECTOR, DISCRETE, **merged(small, options)).double()
 
 
 def learn(model: Any, rollouts: list[Rollout], lag: int = 0, **trainer: Any) -> Recorder:
@@ -164,7 +163,7 @@ def test_a_ratio_is_only_called_an_error_where_there_is_no_lag():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_sum_takes_the_steps_of_a_mean_at_a_rate_that_many_times_as_large(lag):
-    sums, means = (make(reduction=r, optimizer={"name": SGD, "max_grad_norm": None}) for r in ("sum", "mean"))
+    sums, means = (make(reduction=r, optimizer={**SGD, "max_grad_norm": None}) for r in ("sum", "mean"))
     rollout = random_rollout(sums.policy, off_policy=0.0, valid=True)
     sums.learning_rate = 1e-2 / rollout.num_steps
     rows = [learn(model, [rollout], lag=lag).rows[0] for model in (sums, means)]
@@ -198,7 +197,7 @@ def test_steps_may_count_differently():
         def step_weights(self, rollout: Rollout) -> Tensor:
             return (rollout.observations[:-1, ..., 0] > 0).to(rollout.rewards)
 
-    model, plain = make(Weighing, optimizer={"name": SGD}), make(optimizer={"name": SGD})
+    model, plain = make(Weighing, optimizer=SGD), make(optimizer=SGD)
     rollout = random_rollout(model.policy, off_policy=0.0)
     kept = rollout.observations[:-1, ..., 0] > 0
     expected = estimated(plain, rollout)
@@ -250,7 +249,7 @@ def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):
     logger: Any = TensorBoardLogger(tmp_path)
     recorder = learn(model, [rollout], lag=1, logger=logger, log_every_n_steps=1)
     logger.experiment.flush()
-    tags = EventAccumulator(logger.log_dir, {"debug": {"histograms": 0}}).Reload().Tags()["histograms"]
+    tags = EventAccumulator(logger.log_dir, {"histograms": 0}).Reload().Tags()["histograms"]
     assert {"update/actions/move", "update/actions/turn", "update/advantages"} <= {*tags}
     row = recorder.rows[0]
     assert row["entropy"] == pytest.approx(row["entropy.move"] + row["entropy.turn"])
@@ -305,10 +304,9 @@ def test_it_learns(algorithm, env_id, memory):
     model = algorithm(
         data.observation_space,
         data.action_space,
-        policy={"hidden_sizes": (16,)},
+        policy={"hidden_sizes": (16,), "memory": memory and {"kind": memory, "hidden_size": 16}},
         optimizer={"name": "torch.optim.Adam"},
         learning_rate=1e-2,
-        memory=memory and {"kind": memory, "hidden_size": 16},
         gamma=0.9,
     )
     trainer = make_trainer(limit_val_batches=1)

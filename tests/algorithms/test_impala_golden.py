@@ -17,7 +17,7 @@ from lightning_rl import CLEAR, IMPALA, OnPolicyAlgorithm, Rollout
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
 from lightning_rl.policies.distributions.joint import Joint
-from tests.helpers import Recorder, make_trainer, merged
+from tests.helpers import Recorder, make_trainer
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -104,16 +104,12 @@ def make(case: dict[str, Any], kind: type[OnPolicyAlgorithm], **options: Any) ->
         learning_rate=given["learning_rate"],
         reward_scale=given["reward_scaling"],
         reward_clip=None if clip == "default" else clip,
-        **merged(
-            {
-                "optimizer": {
-                    "name": "torch.optim.Adam",
-                    "options": {"eps": 1e-8},
-                    "max_grad_norm": given["clip_grad_norm"] if given["clip_grad_norm"] > 0 else None,
-                }
-            },
-            options,
-        ),
+        optimizer={
+            "name": "torch.optim.Adam",
+            "options": {"eps": 1e-8},
+            "max_grad_norm": given["clip_grad_norm"] if given["clip_grad_norm"] > 0 else None,
+        },
+        **options,
     )
     return model.double()
 

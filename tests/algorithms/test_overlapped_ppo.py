@@ -62,9 +62,8 @@ def collected(memory=None):
     """Rollouts of the policy that `make` begins with."""
     data = make_data("CartPole-v1", rollout_length=24, num_envs=3, max_episode_steps=9, rollouts_per_epoch=1)
     torch.manual_seed(0)
-    model = OverlappedPPO(
-        data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,), "memory": memory}}, SGD)
-    )
+    policy = {"hidden_sizes": (8,), "memory": memory}
+    model = OverlappedPPO(data.observation_space, data.action_space, policy=policy, **SGD)
     trainer = make_trainer(precision="64-true")
     trainer.strategy.connect(model.double())
     data.trainer = model.trainer = trainer
@@ -145,7 +144,7 @@ def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
     [
         (
             {"advantages": {"estimator": "monte_carlo"}},
-            "advantages.estimator='monte_carlo'.*'gae': targets are those of V-trace",
+            "advantages.estimator='monte_carlo'.*'gae': V-trace computes advantages",
         ),
         ({"advantages": {"value_target": "empirical"}}, "advantages.value_target='empirical'"),
         ({"advantages": {"recompute_values": True}}, "advantages.recompute_values=True"),

@@ -44,13 +44,9 @@ def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bo
     options = merged(options, {"optimizer": {"name": "torch.optim.Adam", "options": {"eps": 1e-5, "fused": True}}})
     model = make(num_policy_iterations=9, architecture="shared" if shared else "dual", num_epochs=2, **options)
     torch.manual_seed(0)
-    kept = {n: model.hparams[n] for n in ("gamma", "value_coef", "entropy_coef", "normalize_advantages")}
-    ppo = PPO(
-        VECTOR,
-        DISCRETE,
-        num_epochs=2,
-        **merged({"policy": {"shared_encoder": shared}, "optimizer": {"max_grad_norm": None}}, SMALL | kept | options),
-    )
+    kept = {name: model.hparams[name] for name in ("gamma", "value_coef", "entropy_coef", "advantages")}
+    own = {"policy": {"shared_encoder": shared}, "optimizer": {"max_grad_norm": None}, "num_epochs": 2}
+    ppo = PPO(VECTOR, DISCRETE, **merged(SMALL, kept, own, options))
     before = parameters_of(model)
     for one in (model, ppo):
         fit(one, 3)
@@ -150,15 +146,14 @@ def test_every_option_makes_a_difference(options: dict[str, Any]) -> None:
 
 
 def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> None:
-    recorder = fit(
-        make(aux_learning_rate_scale=0.25, optimizer={"scheduler": {"name": STEP}}, separate_aux_optimizer=False), 4
-    )
+    model = make(aux_learning_rate_scale=0.25, optimizer={"scheduler": STEP}, separate_aux_optimizer=False)
+    recorder = fit(model, 4)
     assert recorder.column("learning_rate") == pytest.approx([3e-4, 3e-5, 3e-6, 3e-7])  # after each rollout
     assert recorder.rows[1]["aux_learning_rate"] == pytest.approx(0.25 * 3e-4)
     assert recorder.rows[3]["aux_learning_rate"] == pytest.approx(0.25 * 3e-6)
 
 
-STEP = {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}}
+STEP = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1}}
 
 
 def test_the_rate_of_each_phase_is_logged_and_no_critic_has_one() -> None:
@@ -229,8 +224,8 @@ def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
 
     memory = {"kind": "gru", "hidden_size": 4, "sequence_length": 8}
     options = {"num_policy_iterations": 2, "num_aux_epochs": 2, "num_aux_minibatches": 4, "num_minibatches": 1}
-    options = merged(options, {"policy": {"memory": memory, "action_distribution": "beta"}})
-    model = LastAlone(data.observation_space, data.action_space, **merged({"policy": {"hidden_sizes": (8,)}}, options))
+    policy = {"hidden_sizes": (8,), "memory": memory, "action_distribution": "beta"}
+    model = LastAlone(data.observation_space, data.action_space, policy=policy, **options)
     sizes: list[int] = []
     evaluated = model.auxiliary_loss
     model.auxiliary_loss = lambda batch: sizes.append(int((batch.weights != 0).sum())) or evaluated(batch)

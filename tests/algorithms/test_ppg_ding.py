@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.distributions.discrete import Categorical
 from lightning_rl.training.minibatches import BatchPair
-from tests.helpers import FixedRollouts, Recorder, make_trainer, merged, parameters_of
+from tests.helpers import FixedRollouts, Recorder, make_trainer, parameters_of
 from tests.vectors.load import load
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
@@ -192,14 +192,10 @@ def run(algorithm: type[Scripted], name: str, **options: Any) -> tuple[Scripted,
         entropy_coef=cfg["entropy_weight"],
         separate_aux_optimizer=False,
         num_minibatches=1,
-        **merged(
-            {
-                "clipping": {"value": cfg["clip_ratio"]},
-                "advantages": {"normalize": "minibatch"},
-                "optimizer": {"name": "torch.optim.Adam"},
-            },
-            options,
-        ),
+        clipping={"value": cfg["clip_ratio"]},
+        advantages={"normalize": "minibatch"},
+        optimizer={"name": "torch.optim.Adam"},
+        **options,
     )
     model.case = case
     weights = {own(theirs): double(numbers) for theirs, numbers in case["weights_init"].items()}

@@ -61,13 +61,8 @@ def own(name: str) -> str:
 
 def make(algorithm: type[PPG], arch: str, **options: Any) -> PPG:
     encoder = {"class_path": f"{__name__}.Encoder"}
-    adam = {"class_path": "torch.optim.Adam"}
-    return algorithm(
-        OBSERVATIONS,
-        ACTIONS,
-        architecture=ARCHITECTURES[arch],
-        **merged({"policy": {"network": encoder}, "optimizer": {"name": adam}}, options),
-    )
+    given = {"policy": {"network": encoder}, "optimizer": {"name": "torch.optim.Adam"}}
+    return algorithm(OBSERVATIONS, ACTIONS, architecture=ARCHITECTURES[arch], **merged(given, options))
 
 
 @pytest.mark.parametrize("case", OPENAI["aux_phase"], ids=lambda case: case["arch"])

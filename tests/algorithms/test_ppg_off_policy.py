@@ -129,7 +129,7 @@ def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
         ({"policy": {"memory": "lstm"}}, r"policy.memory='lstm' .* None: steps are drawn one by one"),
         (
             {"advantages": {"recompute_advantages": True}},
-            r"advantages.recompute_advantages=True .* False: those of a step are made once",
+            r"advantages.recompute_advantages=True .* False: advantages are computed once",
         ),
         ({"aux_sequences": True}, r"aux_sequences=True .* False: auxiliary phases learn from steps"),
     ],

@@ -78,9 +78,10 @@ def test_masked_distributions_are_cloned_with_their_masks(
     defaults = REUSED if algorithm is OffPolicyPPG else PHASE
     for scale in (1e-30, 1.0):
         torch.manual_seed(0)
-        options = defaults | {"aux_learning_rate_scale": scale, "num_policy_iterations": 1}
-        options["action_distribution"] = "autoregressive" if more else None
-        model, recorder = algorithm(data.observation_space, data.action_space, **options), Recorder()
+        policy = {"action_distribution": "autoregressive" if more else None}
+        options = {"policy": policy, "aux_learning_rate_scale": scale, "num_policy_iterations": 1}
+        recorder = Recorder()
+        model = algorithm(data.observation_space, data.action_space, **merged(defaults, options))
         make_trainer(precision="64-true", callbacks=[recorder]).fit(model, data)
         divergences = [row["aux_kl"] for row in recorder.rows if "aux_kl" in row]
         assert len(divergences) >= 2
@@ -101,15 +102,8 @@ def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any
     memory = {"kind": memory} | shared if isinstance(memory, str) else memory | shared
     for options in ({"cloning_coef": 0.0, "aux_value_coef": 0.0, "aux_learning_rate_scale": 1e-30}, {}):
         torch.manual_seed(0)
-        arguments: dict[str, Any] = merged(
-            PHASE,
-            {
-                "policy": {"memory": memory},
-                "architecture": architecture,
-                "num_minibatches": 1,
-            },
-        )
-        model = PPG(data.observation_space, data.action_space, **merged(arguments, options))
+        own = {"policy": {"memory": memory}, "architecture": architecture, "num_minibatches": 1}
+        model = PPG(data.observation_space, data.action_space, **merged(PHASE, own, options))
         before = parameters_of(model)
         recorder = Recorder()
         make_trainer(precision="64-true", callbacks=[recorder]).fit(model, data)

@@ -34,24 +34,22 @@ ROWS = 48  # of each of the two rollouts
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "clip_range": ({"clip_range": 0.1}, {}),
-    "clipping": {"value": ({"clipping": {"value": 0.1}}, {})},
-    "advantages": {"on_truncation": ({"advantages": {"on_truncation": "terminal"}}, {})},
-    "normalization": {
-        "observations": ({"normalization": {"observations": True}}, {}),
-        "rewards": ({"normalization": {"rewards": True}}, {}),
-    },
-    "optimizer": {"anneal": ({"optimizer": {"anneal": True}}, {"learning_rates": [1e-3, 1e-3 * 2 / 3]})},
+    "value_clipping": ({"clipping": {"value": 0.1}}, {}),
     "value_coef": ({"value_coef": 2.0}, {}),
     "entropy_coef": ({"entropy_coef": 0.1}, {}),
     "advantages_of_rollout": ({"advantages": {"normalize": "rollout"}}, {}),
     "advantages_as_they_are": ({"advantages": {"normalize": "none"}}, {}),
     "no_gradient_clipping": ({"optimizer": {"max_grad_norm": None}}, {}),
     "target_kl": ({"target_kl": 0.04}, {}),
+    "on_truncation": ({"advantages": {"on_truncation": "terminal"}}, {}),
     "gae_lambda": ({"gae_lambda": 0.0}, {}),
     "gamma": ({"gamma": 0.5}, {}),
     "num_epochs": ({"num_epochs": 1}, {}),
     "num_minibatches": ({"num_minibatches": 1}, {}),
-    "lr_scheduler": (
+    "normalized_observations": ({"normalization": {"observations": True}}, {}),
+    "normalized_rewards": ({"normalization": {"rewards": True}}, {}),
+    "anneal": ({"optimizer": {"anneal": True}}, {"learning_rates": [1e-3, 1e-3 * 2 / 3]}),
+    "scheduler": (
         {"optimizer": {"scheduler": {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1}}}},
         {"learning_rates": [1e-3, 1e-4]},
     ),
@@ -74,8 +72,7 @@ class GeneratorStates(Callback):
 
 def make(space: str, dtype: torch.dtype, **options: Any) -> PPO:
     torch.manual_seed(0)
-    kept = {k: v for k, v in DEFAULTS.items() if not (k == "learning_rate" and k in options)}
-    model = PPO(VECTOR, SPACES[space], **merged({"policy": {"hidden_sizes": (8, 8)}}, kept | options)).to(dtype)
+    model = PPO(VECTOR, SPACES[space], policy={"hidden_sizes": (8, 8)}, **merged(DEFAULTS, options)).to(dtype)
     with torch.no_grad():  # away from the uniform policy, where too much is symmetric
         for parameter in model.policy.action_head.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))

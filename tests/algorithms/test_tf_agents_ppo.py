@@ -37,43 +37,45 @@ def in_our_terms(config: dict[str, Any]) -> dict[str, Any]:
         "importance_ratio_clipping": "clip_range",
         "lambda_value": "gae_lambda",
         "discount_factor": "gamma",
-        "entropy_regularization": "entropy_coef",
-        "policy_l2_reg": "policy_l2",
-        "value_function_l2_reg": "value_l2",
-        "shared_vars_l2_reg": "shared_l2",
-        "reward_norm_clipping": "normalized_reward_clip",
-        "log_prob_clipping": "log_prob_clip",
         "initial_adaptive_kl_beta": "initial_kl_coef",
-        "gradient_clipping": "max_grad_norm",
-        "value_clipping": "clip_range_value",
-        "compute_value_and_advantage_in_train": "recompute_values",
     }
     same = ("num_epochs", "adaptive_kl_target", "adaptive_kl_tolerance", "kl_cutoff_factor", "kl_cutoff_coef")
     options = {renamed.get(name, name): x for name, x in config.items() if name in same or name in renamed}
-    for name in ("clip_range", "log_prob_clip", "normalized_reward_clip"):
-        options[name] = options.get(name) or (
-            10.0 if name == "normalized_reward_clip" and name not in options else None
-        )
-    options["entropy_coef"] = max(options.get("entropy_coef", 0), 0)
+    options["clip_range"] = options.get("clip_range") or None
+    options["entropy_coef"] = max(config.get("entropy_regularization", 0), 0)
     options["value_coef"] = 2 * config.get("value_pred_loss_coef", 0.5)
-    options["advantage_estimator"] = "gae" if config.get("use_gae") else "monte_carlo"
-    options["value_target"] = "td_lambda" if config.get("use_td_lambda_return") else "empirical"
-    options["normalize_rewards"] = "reward_std" if config.get("normalize_rewards", True) else False
-    if not config.get("normalize_observations", True):
-        options["normalize_observations"] = False
-    options["update_normalizers"] = "after" if config.get("update_normalizers_in_train", True) else "before"
     options["sum_losses_over_ranks"] = not config.get("aggregate_losses_across_replicas", True)
+    options["optimizer"] = {"max_grad_norm": config.get("gradient_clipping"), "l2": penalties(config)}
+    options["advantages"] = {
+        "estimator": "gae" if config.get("use_gae") else "monte_carlo",
+        "value_target": "td_lambda" if config.get("use_td_lambda_return") else "empirical",
+        "recompute_values": config.get("compute_value_and_advantage_in_train", False),
+    }
+    options["normalization"] = {
+        "rewards": "reward_std" if config.get("normalize_rewards", True) else False,
+        "reward_clip": config.get("reward_norm_clipping", 10.0) or None,
+        "update": "after" if config.get("update_normalizers_in_train", True) else "before",
+    }
+    if not config.get("normalize_observations", True):
+        options["normalization"]["observations"] = False
+    options["clipping"] = {"log_prob": config.get("log_prob_clipping") or None, "value": config.get("value_clipping")}
     return options
+
+
+def penalties(config: dict[str, Any]) -> dict[str, float]:
+    """The coefficients of an agent's penalties on weights."""
+    theirs = {"policy": "policy_l2_reg", "value": "value_function_l2_reg", "shared": "shared_vars_l2_reg"}
+    return {part: config.get(name, 0.0) for part, name in theirs.items()}
 
 
 # What the three agents have for options that are not given.
 AGENTS: dict[str, dict[str, Any]] = {
     "PPOAgent": {},
     "PPOClipAgent": {"initial_adaptive_kl_beta": 0, "kl_cutoff_factor": 0},
-    "PPOKLPenaltyAgent": merged(
-        {"use_gae": True, "use_td_lambda_return": True, "normalization": {"observations": False}},
-        {"reward_norm_clipping": 0, "kl_cutoff_coef": 0},
-    ),
+    "PPOKLPenaltyAgent": {
+        **{"use_gae": True, "use_td_lambda_return": True, "normalize_observations": False},
+        **{"reward_norm_clipping": 0, "kl_cutoff_coef": 0},
+    },
 }
 
 
@@ -118,21 +120,16 @@ def make_model(scenario: dict[str, Any]) -> FromFrames:
     action_space: spaces.Space[Any] = spaces.Discrete(3)
     if spec and spec["dtype"] == "float32":
         action_space = spaces.Box(spec["minimum"].numpy(), spec["maximum"].numpy())
-    adam = {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-7}}
     options = in_our_terms(AGENTS[scenario["agent"]] | scenario["config"])
+    options["optimizer"] |= {"name": "torch.optim.Adam", "options": {"eps": 1e-7}}
+    options["learning_rate"] = scenario["optimizer"]["lr"]
     if "epochs" in scenario:
         options |= {"num_epochs": scenario["epochs"], "num_minibatches": 40 // scenario["minibatch_size"]}
-    common: dict[str, Any] = {
-        "policy": {
-            "activation": activation,
-            "action_distribution": None if isinstance(action_space, spaces.Discrete) else "tf_agents_normal",
-        },
-        "optimizer": adam,
-        "learning_rate": scenario["optimizer"]["lr"],
-    }
+    distribution = None if isinstance(action_space, spaces.Discrete) else "tf_agents_normal"
+    policy = {"activation": activation, "action_distribution": distribution}
     observation_space = spaces.Box(-torch.inf, torch.inf, (4,))
-    model = FromFrames(observation_space, action_space, policy={"hidden_sizes": (6, 5)}, **common, **options)
-    smaller = FromFrames(observation_space, action_space, policy={"hidden_sizes": (5,)}, **common, **options)
+    model = FromFrames(observation_space, action_space, policy={"hidden_sizes": (6, 5), **policy}, **options)
+    smaller = FromFrames(observation_space, action_space, policy={"hidden_sizes": (5,), **policy}, **options)
     model.policy.critic_encoder = smaller.policy.critic_encoder
     model.epsilon = scenario["optimizer"]["eps"]
     with torch.no_grad():
@@ -322,7 +319,7 @@ def loss_of(
     old = build(kind, {name: x.flatten(0, 1) for name, x in case["old_params"].items()})
     action = map_leaves(lambda x: x.flatten(0, 1), case["action"])
     options = merged(in_our_terms(config), {"advantages": {"normalize": "none"}})
-    model = TFAgentsPPO(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (2,)}}, options))
+    model = TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (2,)}, **options)
     model.policy = Given(new, values)
     batch = Batch(
         {
@@ -391,12 +388,12 @@ def test_penalties_on_weights(name):
     kernels = {part: [w["value"].T for w in case[part] if "kernel" in w["name"]] for part in ("actor", "value")}
     (hidden, inputs), (outputs, _) = (kernel.shape for kernel in kernels["actor"])
     for options in case["cases"]:
-        coefficients = {k: v for k, v in in_our_terms(options).items() if k.endswith("_l2")}
+        coefficients = penalties(options)
         if name == "unshared":
-            coefficients["shared_l2"] = 0.0  # which theirs ignores
+            coefficients["shared"] = 0.0  # which theirs ignores
+        sizes = {"hidden_sizes": (hidden,), "shared_encoder": name == "shared"}
         space = spaces.Box(-1, 1, (inputs,))
-        sizes: dict[str, Any] = {"policy": {"hidden_sizes": (hidden,), "shared_encoder": name == "shared"}}
-        model = PPO(space, spaces.Discrete(outputs), **sizes, **coefficients)
+        model = PPO(space, spaces.Discrete(outputs), policy=sizes, optimizer={"l2": coefficients})
         encoder, policy = model.policy.actor_encoder.layers[0].weight, model.policy
         critic = encoder if policy.critic_encoder is None else policy.critic_encoder.layers[0].weight
         ours = [encoder, policy.action_head.logits.weight, critic, policy.value_head.weight]
@@ -532,7 +529,9 @@ def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
 
 
 def test_time_limits_that_bootstrap_are_refused():
-    with pytest.raises(ConfigurationError, match=r"advantages.on_truncation='bootstrap' .* expected terminal"):
+    with pytest.raises(
+        ConfigurationError, match=r"advantages.on_truncation='bootstrap' .* expected 'terminal': TF-Agents takes"
+    ):
         small(advantages={"on_truncation": "bootstrap"})
 
 
@@ -548,7 +547,7 @@ def test_returns_advantages_and_masks(case):
     x = map_leaves(lambda x: x.T, inputs)
     over, rewards = x["next_step_type"] == 2, x["reward"]
     terminated = over & (x["discount"] == 0)
-    model = TFAgentsPPO(VECTOR, DISCRETE, **merged({"policy": {"hidden_sizes": (2,)}}, in_our_terms(config)))
+    model = TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (2,)}, **in_our_terms(config))
     rollout = Rollout(
         observations=torch.zeros(len(rewards) + 1, rewards.shape[1], 3),
         actions=torch.zeros_like(rewards).long(),

@@ -213,5 +213,5 @@ def test_bad_options_are_refused(options):
 
 def test_rollouts_of_older_policies_are_refused():
     data = make_data(num_actors=1)
-    with pytest.raises(ConfigurationError, match="num_actors"):
+    with pytest.raises(ConfigurationError, match=r"actors\.count"):
         make_trainer().fit(VMPO(data.observation_space, data.action_space), data)

@@ -87,7 +87,7 @@ def test_ctrl_c_while_the_command_line_imports_ends_without_a_traceback():
 
 
 def test_while_environments_are_made_a_run_cleans_up_and_ends_with_the_status_of_an_interrupt():
-    arguments = ["fit", *SMALL, "--data.wrappers=[slow.Slow]", "--data.backend=async"]
+    arguments = ["fit", *SMALL, "--data.env.wrappers=[slow.Slow]", "--data.backend=async"]
     assert interrupted(python("-m", "lightning_rl", *arguments)) == (130, "", "Seed set to 0\n")
     assert not list(Path("runs").rglob("version_*"))
 
@@ -101,7 +101,7 @@ def test_until_training_takes_the_signal_over_the_status_is_that_of_an_interrupt
 
 
 # The second one is there after the model summary, before Lightning and this package handle signals.
-@pytest.mark.parametrize("slow", ["--data.wrappers=[slow.Slow]", "--trainer.callbacks=slow.SlowFitStart"])
+@pytest.mark.parametrize("slow", ["--data.env.wrappers=[slow.Slow]", "--trainer.callbacks=slow.SlowFitStart"])
 def test_sigterm_before_training_ends_the_command_line_with_its_message_and_status(slow):
     command = ["fit", *SMALL, slow]
     status, out, err = interrupted(lambda: Program("-m", "lightning_rl", *command), signal.SIGTERM)

@@ -42,7 +42,7 @@ from tests import programs
 ROOT = Path(__file__).parents[2]
 CARTPOLE = str(ROOT / "configs/ppo/cartpole.yaml")
 SMALL = ["--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16", "--data.rollouts_per_epoch=2"]
-SMALL += ["--data.eval_episodes=1", "--model=PPO", "--model.num_minibatches=2", "--trainer.accelerator=cpu"]
+SMALL += ["--data.evaluation.episodes=1", "--model=PPO", "--model.num_minibatches=2", "--trainer.accelerator=cpu"]
 SMALL += ["--model.policy.hidden_sizes=[8]", "--trainer.enable_model_summary=false"]
 
 
@@ -161,12 +161,13 @@ def test_all_options_of_data_and_run_are_listed_with_their_texts(capsys):
 
 def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
     text = " ".join(printed(capsys, "fit", "--model.help", "PPO").split())
-    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]; None does not" in text
+    assert "--model.clip_range CLIP_RANGE ε: the importance ratio is clipped to [1 - ε, 1 + ε]. None disables" in text
+    assert "--model.optimizer.max_grad_norm MAX_GRAD_NORM Maximum global gradient norm, per optimizer." in text
     assert "--model.gamma GAMMA Discount factor. (type: float, default: 0.99)" in text
 
 
 def test_help_of_atari_preprocessing(capsys):
-    text = " ".join(printed(capsys, "fit", "--data.atari.help").split())
+    text = " ".join(printed(capsys, "fit", "--data.env.atari.help").split())
     assert "A lost life ends the learning episode; the game goes on with the next one." in text
 
 
@@ -284,8 +285,13 @@ def test_spaces_of_the_environment_are_linked_into_the_model():
 
 def test_atari_options_are_nested():
     pytest.importorskip("ale_py")
-    atari = ["--data.atari.episodic_life=false", "--data.atari.frame_stack=3"]
-    small = ["--data.num_envs=2", "--data.rollout_length=4", "--data.eval_episodes=1", "--trainer.limit_val_batches=0"]
+    atari = ["--data.env.atari.episodic_life=false", "--data.env.atari.frame_stack=3"]
+    small = [
+        "--data.num_envs=2",
+        "--data.rollout_length=4",
+        "--data.evaluation.episodes=1",
+        "--trainer.limit_val_batches=0",
+    ]
     cli = main(["fit", *SMALL, *small, "--data.env_id=ALE/Pong-v5", "--trainer.fast_dev_run=true", *atari])
     assert cli.datamodule.spec.atari == AtariPreprocessing(episodic_life=False, frame_stack=3)
     assert cli.model.observation_space.shape == (3, 84, 84)
@@ -316,11 +322,11 @@ model:
   init_args:
     learning_rate: 0.01
     optimizer:
-      class_path: torch.optim.SGD
-      init_args: {momentum: 0.5}
-    lr_scheduler:
-      class_path: torch.optim.lr_scheduler.StepLR
-      init_args: {step_size: 1, gamma: 0.5}
+      name: torch.optim.SGD
+      options: {momentum: 0.5}
+      scheduler:
+        name: torch.optim.lr_scheduler.StepLR
+        options: {step_size: 1, gamma: 0.5}
 """
     )
     cli = main(["fit", *SMALL, "--config", "optimizer.yaml", "--max_env_steps=96"])
@@ -356,7 +362,7 @@ def test_distribution_of_the_action_comes_from_the_command_line_and_survives_loa
 def test_distributions_of_parts_come_from_a_configuration():
     space = spaces.Dict(move=spaces.Discrete(3), arm=spaces.Tuple([spaces.Box(-1, 1, (2,))]))
     content = {
-        "data": {"env_id": "tests.probes:Probe/Aim-v0", "env_kwargs": {"action_space": space_to_dict(space)}},
+        "data": {"env_id": "tests.probes:Probe/Aim-v0", "env": {"kwargs": {"action_space": space_to_dict(space)}}},
         "model": {
             "init_args": {
                 "policy": {"action_distribution": {"arm.0": {"kind": "squashed_gaussian", "initial_std": 0.5}}}
@@ -368,14 +374,17 @@ def test_distributions_of_parts_come_from_a_configuration():
     distribution = cli.model.policy(torch.zeros(1, 1))[0]
     assert isinstance(distribution.parts["arm"][0], SquashedGaussian)
     again = main(["validate", "--config", str(cli.run_dir / "config.yaml"), "--ckpt_path", "last"])
-    assert again.model.hparams["policy"]["action_distribution"] == content["model"]["init_args"]["action_distribution"]
+    assert (
+        again.model.hparams["policy"]["action_distribution"]
+        == content["model"]["init_args"]["policy"]["action_distribution"]
+    )
 
 
 # ---------------------------------------------------------------------- what a run leaves and says
 
 
 def test_a_run_says_where_it_is_and_the_next_command_works():
-    done = run_process("fit", "--config", CARTPOLE, "--max_env_steps=4000", "--data.eval_episodes=2")
+    done = run_process("fit", "--config", CARTPOLE, "--max_env_steps=4000", "--data.evaluation.episodes=2")
     assert done.returncode == 0, done.stderr
     assert unexpected(done.stderr) == []
     assert not re.search("warn|deprecat|tip:|litlogger|litmodels", done.stdout, re.IGNORECASE)
@@ -391,7 +400,7 @@ def test_a_run_says_where_it_is_and_the_next_command_works():
     assert list(Path(run).glob("events.out.tfevents.*"))
 
     saved = Path(run, "config.yaml").read_bytes()
-    tested = run_process(*shlex.split(lines[3].partition("lightning-rl ")[2]), "--data.eval_episodes=3")
+    tested = run_process(*shlex.split(lines[3].partition("lightning-rl ")[2]), "--data.evaluation.episodes=3")
     assert tested.returncode == 0, tested.stderr
     assert "test/episode_return" in tested.stdout
     assert re.search(r"test/episodes\W+3\.0", tested.stdout)
@@ -478,12 +487,12 @@ def test_validate_test_and_predict_play_the_policy_of_a_checkpoint(capsys):
     capsys.readouterr()
     small = [argument for argument in SMALL if "eval_episodes" not in argument]
     for command in ("validate", "test"):
-        done = main([command, *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+        done = main([command, *small, "--ckpt_path=last", "--data.evaluation.episodes=3"])
         assert done.model.env_steps == 64
         for name, parameter in cli.model.named_parameters():
             assert torch.equal(parameter, done.model.get_parameter(name))
         assert "episodes" in capsys.readouterr().out
-    main(["predict", *small, "--ckpt_path=last", "--data.eval_episodes=3"])
+    main(["predict", *small, "--ckpt_path=last", "--data.evaluation.episodes=3"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
     assert len(lines) == 3
     assert all(re.fullmatch(r"episode \d: return (\d+), \1 steps, (terminated|truncated)", line) for line in lines)
@@ -530,16 +539,16 @@ def test_a_missing_info_key_is_one_warning():
         (["--data.env_id=CartPol-v1"], "env_id='CartPol-v1' is unknown: .* did you mean CartPole-v1"),
         (["--data.num_envs=0"], "num_envs=0 is not valid: expected an integer of at least 1"),
         (["--data.rollout_length=-1"], "rollout_length=-1 is not valid"),
-        (["--data.eval_episodes=0"], "eval_episodes=0 is not valid"),
+        (["--data.evaluation.episodes=0"], "evaluation.episodes=0 is not valid"),
         (["--model.gamma=1.5"], "gamma=1.5 is not valid: expected a number at least 0 and at most 1"),
         (["--model.clip_range=-1"], "clip_range=-1.0 is not valid: expected a number above 0"),
         (["--model.learning_rate=0"], "learning_rate=0.0 is not valid: expected a number above 0"),
         (["--model.num_minibatches=5"], "num_minibatches=5 does not divide the 32 steps of a rollout"),
         (["--model.policy.network=resnet"], "policy.network='resnet' is not valid: expected auto, mlp, nature, impala"),
-        (["--model.optimizer.name=torch.optim.Nope"], r"optimizer: class_path='torch.optim.Nope' cannot be"),
-        (["--data.wrappers=[no.such.Wrapper]"], "wrappers: class_path='no.such.Wrapper' cannot be imported"),
-        (["--data.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
-        (["--data.atari.frame_skip=2"], "atari=.* expected None, since CartPole-v1 is no Atari game"),
+        (["--model.optimizer.name=torch.optim.Nope"], "optimizer.name='torch.optim.Nope' cannot be"),
+        (["--data.env.wrappers=[no.such.Wrapper]"], "env.wrappers='no.such.Wrapper' cannot be imported"),
+        (["--data.env.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
+        (["--data.env.atari.frame_skip=2"], "env.atari=.* expected None, since CartPole-v1 is no Atari game"),
         (["--max_env_steps=1.5"], "max_env_steps=1.5 is not valid: expected a whole number such as 100000 or 1e5"),
         (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
         (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
@@ -554,7 +563,7 @@ def test_a_missing_info_key_is_one_warning():
             "optimizer.anneal=True is not valid: .* with an end",
         ),
         (["--trainer.callbacks+=LearningRateFinder"], "trainer.callbacks: LearningRateFinder cannot be used"),
-        (["--model=A2C", "--data.num_actors=2"], "num_actors=2 is not valid: expected 0: A2C learns from"),
+        (["--model=A2C", "--data.actors.count=2"], "actors.count=2 is not valid: expected 0: A2C learns from"),
         (["--trainer.precision=16-true"], "precision='16-true' is not valid: expected one of 32-true, bf16-mixed"),
         (["--model.optimizer.name=torch.optim.LBFGS"], r"optimizer=.*LBFGS'.* is not valid \(a step fails.* a closure"),
         (
@@ -566,13 +575,16 @@ def test_a_missing_info_key_is_one_warning():
                 "--model.optimizer.scheduler.name=torch.optim.lr_scheduler.CosineAnnealingLR",
                 "--model.optimizer.scheduler.options.T_max=0",
             ],
-            "lr_scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
+            "optimizer.scheduler=.*'T_max': 0.* is not valid .*ZeroDivisionError",
         ),
         (
-            ["--model.optimizer.name={class_path: 5}"],
-            "optimizer: class_path=5 is not valid: expected the path of a class",
+            ["--model.optimizer.options.momentum=0.9"],
+            r"optimizer: .*FlatAdam refused the arguments .*'momentum': 0.9",
         ),
-        (["--data.wrappers=[{class_path: 5}]"], "wrappers: class_path=5 is not valid: expected the path of a class"),
+        (
+            ["--data.env.wrappers=[{class_path: 5}]"],
+            "wrappers: class_path=5 is not valid: expected the path of a class",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -625,10 +637,9 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
             )
             for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
         ),
-        (["fit", *SMALL, "--model.policy.activation=[0]"], r"\"activation\":.*Expected .*str.* Got value: \[0\]"),
         (["fit", *SMALL, "--data.info_keys=1"], '"data.info_keys":.*Expected .*Sequence.* Got value: 1'),
-        (["fit", *SMALL, "--data.wrappers=1"], '"data.wrappers":.*Expected .*list.*Given value: 1'),
-        (["fit", *SMALL, "--data.env_kwargs=x"], '"data.env_kwargs":.*Expected .*dict.*Given value: x'),
+        (["fit", *SMALL, "--data.env.wrappers=1"], '"data.env.wrappers":.*Expected .*list.*Given value: 1'),
+        (["fit", *SMALL, "--data.env.kwargs=x"], '"data.env.kwargs":.*Expected .*dict.*Given value: x'),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "arguments: --max_env=3\n--max_env: did you mean --max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "--data.num_env=3\n--data.num_env: did you mean --data.num_envs"),

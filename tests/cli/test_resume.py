@@ -46,7 +46,12 @@ def files(folder: Path) -> dict[Path, bytes]:
 def test_a_shipped_configuration_goes_on_in_a_new_process():
     def fit(*arguments: str) -> str:
         small = ["--data.num_envs=8", "--data.rollout_length=32", "--data.rollouts_per_epoch=5"]
-        small += ["--data.eval_episodes=2", "--model.num_minibatches=1", "--model.num_epochs=20", "--num_threads=1"]
+        small += [
+            "--data.evaluation.episodes=2",
+            "--model.num_minibatches=1",
+            "--model.num_epochs=20",
+            "--num_threads=1",
+        ]
         small += ["--model.learning_rate=1e-3", "--model.optimizer.anneal=true", "--trainer.log_every_n_steps=1"]
         done = programs.run("-m", "lightning_rl", "fit", "--config", CARTPOLE, *small, *arguments)
         assert done.returncode == 0, done.stderr

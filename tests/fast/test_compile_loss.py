@@ -56,7 +56,7 @@ def test_schedules_compile_at_most_twice(monkeypatch):
 
 
 def test_it_is_refused_where_it_cannot_work():
-    with pytest.raises(ConfigurationError, match="debug.compile_loss='yes' is not valid: expected true or false"):
+    with pytest.raises(ConfigurationError, match=r"debug\.compile_loss='yes' is not valid: expected true or false"):
         PPO(VECTOR, DISCRETE, debug={"compile_loss": "yes"})
     model, trainer = PPO(VECTOR, DISCRETE, debug={"compile_loss": True}), make_trainer()
     on_xla: Any = SimpleNamespace(
@@ -67,10 +67,10 @@ def test_it_is_refused_where_it_cannot_work():
         max_epochs=1,
     )
     model.check_run(trainer, None)
-    with pytest.raises(ConfigurationError, match="debug.compile_loss=True is not valid: expected false on XLA"):
+    with pytest.raises(ConfigurationError, match=r"debug\.compile_loss=True is not valid: expected false on XLA"):
         model.check_run(on_xla, None)
     recurrent = PPO(VECTOR, DISCRETE, debug={"compile_loss": True}, policy={"memory": "gru"})
-    with pytest.raises(ConfigurationError, match="debug.compile_loss=True is not valid: expected false with memory"):
+    with pytest.raises(ConfigurationError, match=r"debug\.compile_loss=True is not valid: expected false with memory"):
         recurrent.check_run(trainer, None)
 
 

@@ -19,7 +19,7 @@ import lightning_rl
 from lightning_rl import A2C, IMPALA, PPG, PPO, PPOKLPenalty, fast
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.training.gradient_steps import EagerEngine
-from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer, merged
+from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 PACKAGE = Path(lightning_rl.__file__).parent
 DOOR = re.compile(r"^.*\b(import fast|fast\.(engine_for|actor|default_optimizer|closed_form))\b.*\n", re.MULTILINE)
@@ -77,14 +77,12 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 FAST = "{} updates by the fast engine, with "
 LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "defaults": (PPO, {}, FAST + "the closed form of its loss"),
-    "an option": (PPO, {"clipping": {"dual": 3.0}}, FAST + "autograd: dual_clip is set"),
-    "policy": {
-        "activation": (
-            PPO,
-            {"policy": {"activation": "relu"}},
-            FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
-        )
-    },
+    "an option": (PPO, {"clipping": {"dual": 3.0}}, FAST + "autograd: clipping.dual is set"),
+    "activation": (
+        PPO,
+        {"policy": {"activation": "relu"}},
+        FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
+    ),
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
     "A2C": (A2C, {}, FAST + "autograd: no closed form of its loss is known"),
@@ -92,7 +90,7 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "switched off": (
         PPO,
         {"debug": {"fast_paths": False}},
-        "{} updates by plain PyTorch and Lightning: fast_paths is false",
+        "{} updates by plain PyTorch and Lightning: debug.fast_paths is false",
     ),
 }
 
@@ -158,7 +156,9 @@ def test_runs_without_fast_paths_learn_the_same(case):
         fitted(
             cls,
             {"precision": "64-true"},
-            **merged({"debug": {"fast_paths": fast_paths}, "policy": {"hidden_sizes": (16,)}}, options),
+            policy={"hidden_sizes": (16,)},
+            debug={"fast_paths": fast_paths},
+            **options,
         )
         for fast_paths in (True, False)
     ]

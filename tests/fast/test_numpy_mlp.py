@@ -102,14 +102,14 @@ class NoisyEncoder(MLPEncoder):
 
 ACTING: dict[str, tuple[type[ActorCritic], dict[str, Any], bool]] = {
     "plain": (ActorCritic, {}, True),
-    "normalized": (ActorCritic, {"normalization": {"observations": True}}, True),
+    "normalized": (ActorCritic, {"normalize_observations": True}, True),
     "PPG": (AuxiliaryActorCritic, {}, True),
     "own features": (OwnFeatures, {}, False),
     "noisy": (NoisyActor, {}, False),
-    "memory": (ActorCritic, {"policy": {"memory": "lstm"}}, False),
-    "one encoder for both": (ActorCritic, {"policy": {"shared_encoder": True}}, False),
-    "another activation": (ActorCritic, {"policy": {"activation": "relu"}}, False),
-    "no layers": (ActorCritic, {"policy": {"hidden_sizes": ()}}, False),
+    "memory": (ActorCritic, {"memory": "lstm"}, False),
+    "one encoder for both": (ActorCritic, {"shared_encoder": True}, False),
+    "another activation": (ActorCritic, {"activation": "relu"}, False),
+    "no layers": (ActorCritic, {"hidden_sizes": ()}, False),
 }
 
 

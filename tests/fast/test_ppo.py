@@ -116,7 +116,7 @@ def test_numbers_of_numpy_are_numbers():
 def test_a_range_that_a_schedule_has_closed_is_a_range():
     model = make(clipping={"value": 0.5}, clip_range=0.2)
     batch = make_batch(model)
-    model.clipping.value = 0.0
+    model.clip_range_value = 0.0
     expected = torch.autograd.grad(model.loss(batch).total, list(model.parameters()))
     known = fast_loss(model, batch)
     assert known is not None
@@ -133,7 +133,7 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
         values, returns, old_values = (x.to(dtype) for x in quarters)
         limit = float(torch.randint(0, 5, (), generator=generator)) / 4
         model = make(dtype=dtype)
-        model.clipping.value = limit
+        model.clip_range_value = limit
         fast = closed_form(model)
         changes = values - old_values
         clipped = old_values + changes.clamp(-limit, limit)
@@ -182,7 +182,7 @@ def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dt
         advantages = torch.randn(200, generator=generator, dtype=torch.float64).to(dtype)
         advantages[::5] = 0.0
         model = make(dtype=dtype)
-        model.clipping.low, model.clipping.high = low, high
+        model.clip_range_low, model.clip_range_high = low, high
         fast = closed_form(model)
         x = log_ratios.clone().requires_grad_()
         losses = rl.dual_clipped_surrogate_loss(x, advantages, low, high)

@@ -16,7 +16,7 @@ from lightning_rl.cli.commands import run_command
 from lightning_rl.tools.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
 from lightning_rl.tools.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_data, make_model, make_trainer
+from tests.helpers import make_data, make_model, make_trainer, merged
 
 SHARING = Path(__file__).parents[2] / "docs/sharing.md"
 PARTIAL = {"class_path": "lightning_rl.environments.PartialObservation", "init_args": {"indices": [0, 2]}}
@@ -34,7 +34,7 @@ class OwnData(RolloutDataModule):
 def run(tmp_path_factory) -> Path:
     """A run folder with a checkpoint of a policy with a memory."""
     folder = tmp_path_factory.mktemp("run")
-    data = make_data(wrappers=[PARTIAL])
+    data = make_data(env={"wrappers": [PARTIAL]})
     model = make_model(data, policy={"memory": "gru"})
     trainer = make_trainer(limit_train_batches=1)
     trainer.fit(model, data)
@@ -48,7 +48,7 @@ def checkpoint(run) -> Path:
 
 
 def with_config(run: Path, **data: object) -> Path:
-    options = {"env_id": "CartPole-v1", "wrappers": [PARTIAL], "eval_episodes": 3} | data
+    options = merged({"env_id": "CartPole-v1", "env": {"wrappers": [PARTIAL]}, "evaluation": {"episodes": 3}}, data)
     path = run / "config.yaml"
     path.write_text(yaml.safe_dump({"data": options, "model": {"class_path": "PPO"}}))
     return path
@@ -96,7 +96,7 @@ def test_last_and_best_are_the_newest_under_runs_or_of_a_configuration(checkpoin
 
 
 def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
-    path = with_config(run, eval_deterministic=False, atari={"frame_skip": 4})
+    path = with_config(run, evaluation={"deterministic": False}, env={"atari": {"frame_skip": 4}})
     try:
         assert config_of(checkpoint) == path
         assert load_data(checkpoint).eval_deterministic is False
@@ -121,7 +121,7 @@ def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, 
     content["RecordedEpisodes"] = content.pop("RolloutDataModule")
     torch.save(content, tmp_path / "cloned.ckpt")
     assert load_data(tmp_path / "cloned.ckpt").spec.env_id == "CartPole-v1"
-    options = {"env_id": "CartPole-v1", "wrappers": [PARTIAL], "eval_episodes": 3}
+    options = {"env_id": "CartPole-v1", "env": {"wrappers": [PARTIAL]}, "evaluation": {"episodes": 3}}
     config = tmp_path / "config.yaml"
     for name, given in (
         ("lightning_rl.RecordedEpisodes", {"episodes": "gone.pt"}),
@@ -129,9 +129,9 @@ def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, 
         ("lightning_rl.RolloutDataModule", {}),
         (f"{OwnData.__module__}.{OwnData.__qualname__}", {"own": 4}),
     ):
-        config.write_text(yaml.safe_dump({"data": {"class_path": name, "init_args": options | given}}))
+        config.write_text(yaml.safe_dump({"data": {"class_path": name, "init_args": merged(options, given)}}))
         data = load_data(checkpoint, config)
-        assert (data.spec.env_id, data.eval_episodes) == ("CartPole-v1", 3)
+        assert (data.spec.env_id, data.evaluation.episodes) == ("CartPole-v1", 3)
         assert isinstance(data, OwnData) == ("own" in given)
         assert play_episodes(load_algorithm(checkpoint), data, 1)[0].episodes == 1
     config.write_text(yaml.safe_dump({"data": {"class_path": "nowhere.Data", "init_args": options}}))

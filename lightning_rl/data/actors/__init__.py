@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from lightning_rl.data.actors.base import ActorBackend, ActorOptions, ActorSetup, BoundedLag, RolloutSource, StartMethod
+from lightning_rl.data.actors.base import ActorConfig, ActorOptions, ActorSetup, BoundedLag, RolloutSource
 from lightning_rl.data.actors.processes import ProcessActors
 from lightning_rl.data.actors.ray import RayActors
 
 __all__ = [
-    "ActorBackend",
+    "ActorConfig",
     "ActorOptions",
     "ActorSetup",
     "BoundedLag",
     "ProcessActors",
     "RayActors",
     "RolloutSource",
-    "StartMethod",
 ]

@@ -6,15 +6,15 @@ import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.data.collector import Sampler
-from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec
+from lightning_rl.environments import Backend, EnvironmentFailure, EnvironmentSpec
 from lightning_rl.environments.seeding import ACTORS, derive_seed
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.validation import (
@@ -32,18 +32,25 @@ ActorBackend = Literal["processes", "ray"]
 
 
 @dataclass(frozen=True)
-class ActorOptions:
+class ActorConfig:
     """Options of asynchronous actors.
 
     Args:
-        count: Number of actors on each rank; 0: the learner collects itself, in step.
-        prefetch: Rollouts that each actor may be ahead; None: two of several processes, one of others.
-        start_method: How their processes are started; None: as Python does by default.
-        timeout: Seconds that an actor may take for a rollout, its start included.
-        max_policy_lag: Versions of the policy that a rollout may be behind the learner; None: any number.
-        backend: What they are: processes of this machine, or actors of Ray on any machine of its cluster.
-        resources: What Ray sets aside for each of them, by its names; None: one CPU.
-        ray_address: Of Ray's cluster; None: the one that `ray.init` finds, or one of this machine alone.
+        count: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy each,
+            which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
+            algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
+        prefetch: Rollouts that each of them may have ready or under way before the learner takes them; None: 2 of
+            several processes, so that none waits while the learner is at a rollout of another's, and 1 of others.
+        start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
+        timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
+        max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and
+            counted as `rollout/dropped`. None: any number.
+        backend: What actors are: `processes` of this machine, or `ray`: actors of Ray, on any machine of its cluster,
+            which join when there is room for them and are replaced when they die (counted as `rollout/actors_lost`).
+        resources: What Ray sets aside for each of them, by its names: `{CPU: 1}`, which None is too. Networks have as
+            many threads as CPUs.
+        ray_address: Of Ray's cluster, as `ray.init` has it; None joins the one that it finds, or starts one on this
+            machine. A session that is connected already is used as it is.
     """
 
     count: int = 0
@@ -52,49 +59,59 @@ class ActorOptions:
     timeout: float = 300.0
     max_policy_lag: int | None = None
     backend: ActorBackend = "processes"
-    resources: Mapping[str, float] | None = None
+    resources: dict[str, float] | None = None
     ray_address: str | None = None
 
-    def __post_init__(self) -> None:
-        """Check ranges."""
+    def check(self, environments: Backend) -> None:
+        """Raise where an option is out of range or does not go with another one.
+
+        Args:
+            environments: Backend of the environments.
+
+        Raises:
+            ConfigurationError: Names the option as `actors.count`; or the environments have worker processes of their
+                own, or live on the learner's device.
+        """
         count, methods = self.count, get_args(StartMethod)
-        check(is_int(count) and count >= 0, "num_actors", count, "an integer of at least 0")
+        check(is_int(count) and count >= 0, "actors.count", count, "an integer of at least 0")
         if self.prefetch is not None:
-            check_positive_int("actor_prefetch", self.prefetch)
+            check_positive_int("actors.prefetch", self.prefetch)
         known = self.start_method is None or is_one_of(self.start_method, methods)
-        check(known, "actor_start_method", self.start_method, f"None or one of {', '.join(methods)}")
-        check_number("actor_timeout", self.timeout, above=0)
-        lag = self.max_policy_lag
-        check(lag is None or (is_int(lag) and lag >= 0), "max_policy_lag", lag, "None, or an integer of at least 0")
+        check(known, "actors.start_method", self.start_method, f"None or one of {', '.join(methods)}")
+        check_number("actors.timeout", self.timeout, above=0)
+        lag, expected = self.max_policy_lag, "None, or an integer of at least 0"
+        check(lag is None or (is_int(lag) and lag >= 0), "actors.max_policy_lag", lag, expected)
         backends = get_args(ActorBackend)
-        check(is_one_of(self.backend, backends), "actor_backend", self.backend, f"one of {', '.join(backends)}")
-        for name, given, default in (
-            ("actor_prefetch", self.prefetch, None),
-            ("actor_start_method", self.start_method, None),
-            ("actor_timeout", self.timeout, 300.0),
-            ("max_policy_lag", lag, None),
-            ("actor_backend", self.backend, "processes"),
-        ):
-            check(count > 0 or given == default, name, given, f"{default} where num_actors is 0")
+        check(is_one_of(self.backend, backends), "actors.backend", self.backend, f"one of {', '.join(backends)}")
         self._check_ray()
+        if not count:
+            for default in fields(self):
+                given = getattr(self, default.name)
+                expected = f"{default.default} where actors.count is 0"
+                check(given == default.default, f"actors.{default.name}", given, expected)
+            return
+        expected = "sync, native or envpool beside actors.count: an actor is a process that steps its own environments"
+        check(environments not in ("async", "torch"), "backend", environments, expected)
 
     def _check_ray(self) -> None:
         """Raise where what is Ray's is asked of processes, or the other way round."""
         if self.backend != "ray":
-            check(self.resources is None, "actor_resources", self.resources, "None, but with actor_backend='ray'")
-            check(self.ray_address is None, "ray_address", self.ray_address, "None, but with actor_backend='ray'")
+            for name in ("resources", "ray_address"):
+                value = getattr(self, name)
+                check(value is None, f"actors.{name}", value, "None, but with actors.backend='ray'")
             return
         installed = importlib.util.find_spec("ray") is not None
-        check(installed, "actor_backend", "ray", f"the package ray to be installed: {how_to_install('ray')}")
-        expected = "None with actor_backend='ray', which starts processes in its own way"
-        check(self.start_method is None, "actor_start_method", self.start_method, expected)
+        check(installed, "actors.backend", "ray", f"the package ray to be installed: {how_to_install('ray')}")
+        expected = "None with actors.backend='ray', which starts processes in its own way"
+        check(self.start_method is None, "actors.start_method", self.start_method, expected)
         address = self.ray_address
-        check(address is None or isinstance(address, str), "ray_address", address, "an address, or None")
+        check(address is None or isinstance(address, str), "actors.ray_address", address, "an address, or None")
         if self.resources is not None:
             names = isinstance(self.resources, Mapping) and all(isinstance(name, str) for name in self.resources)
-            check(names and len(self.resources) > 0, "actor_resources", self.resources, "names with amounts, {CPU: 1}")
+            expected = "names with amounts, {CPU: 1}"
+            check(names and len(self.resources) > 0, "actors.resources", self.resources, expected)
             for name, amount in self.resources.items():
-                check_number(f"actor_resources[{name!r}]", amount, at_least=0)
+                check_number(f"actors.resources[{name!r}]", amount, at_least=0)
 
     @property
     def rollouts_ahead(self) -> int:
@@ -105,14 +122,11 @@ class ActorOptions:
         """
         return self.prefetch or (2 if self.count > 1 and self.backend == "processes" else 1)
 
-    def check_environments(self, spec: EnvironmentSpec) -> None:
-        """Raise unless actors can step such environments.
 
-        Raises:
-            ConfigurationError: They have worker processes of their own, or live on the learner's device.
-        """
-        expected = "sync, native or envpool beside num_actors: an actor is a process that steps its environments itself"
-        check(not self.count or spec.backend not in ("async", "torch"), "backend", spec.backend, expected)
+if TYPE_CHECKING:
+    ActorOptions = ActorConfig | Mapping[str, Any]
+else:  # the command line knows the fields of the class alone
+    ActorOptions = ActorConfig
 
 
 class RolloutSource(Protocol):

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from numpy.typing import NDArray
 from torch import nn
 
-from lightning_rl.data.actors.base import ActorOptions, ActorSetup, Failure
+from lightning_rl.data.actors.base import ActorConfig, ActorSetup, Failure
 from lightning_rl.data.actors.transport import PackedRollout, WeightsCopy, move_into_one_block, pack, unpack
 from lightning_rl.data.collector import Sampler
 from lightning_rl.environments import EnvironmentFailure
@@ -48,7 +48,7 @@ def connect(ray: ModuleType, address: str | None) -> bool:
         ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"ray_address={address!r} leads to no cluster of Ray ({error}): expected its address, or None"
+            f"actors.ray_address={address!r} leads to no cluster of Ray ({error}): expected its address, or None"
         ) from error
     finally:
         # Ray would have the signal end this process at once, where a run has a checkpoint to write.
@@ -77,7 +77,7 @@ def report_resources(ray: ModuleType, num_actors: int, resources: Mapping[str, f
     room = [there.get(name, 0) // amount for name, amount in resources.items() if amount]
     if room and min(room) < num_actors:
         rank_zero_warn(
-            f"num_actors={num_actors}: the cluster of Ray has room for {math.floor(min(room))} of them, with "
+            f"actors.count={num_actors}: the cluster of Ray has room for {math.floor(min(room))} of them, with "
             f"{dict(resources)} each; the others join when machines do"
         )
 
@@ -194,7 +194,7 @@ class RayActors:
         ConfigurationError: There is no such cluster, or the policy cannot be sent.
     """
 
-    def __init__(self, options: ActorOptions, setup: ActorSetup, policy: nn.Module, version: int) -> None:
+    def __init__(self, options: ActorConfig, setup: ActorSetup, policy: nn.Module, version: int) -> None:
         import ray
 
         self._ray: Any = ray
@@ -221,7 +221,7 @@ class RayActors:
             return self._ray.put(policy)
         except Exception as error:  # whatever its parts raise
             raise ConfigurationError(
-                f"actor_backend='ray' cannot send the policy to another process ({error}): expected one that can be "
+                f"actors.backend='ray' cannot send the policy to another process ({error}): expected one that can be "
                 "pickled"
             ) from error
 
@@ -332,14 +332,14 @@ class RayActors:
         there = [index for index, member in enumerate(self._members) if member.where]
         if not there and now - self._nobody_since > limit:
             raise EnvironmentFailure(
-                f"no actor was started within actor_timeout={limit:g} seconds: each needs {self._resources}, and the "
+                f"no actor was started within actors.timeout={limit:g} seconds: each needs {self._resources}, and the "
                 f"cluster of Ray has {self._ray.cluster_resources()}"
             )
         for index in there:
             member = self._members[index]
             if now - member.since > limit and not self._has_answered(index):
                 raise EnvironmentFailure(
-                    f"{self._setup.describe(index)} gave no rollout within actor_timeout={limit:g} seconds: its "
+                    f"{self._setup.describe(index)} gave no rollout within actors.timeout={limit:g} seconds: its "
                     f"{member.where} was ended"
                 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from multiprocessing.context import BaseContext
@@ -101,6 +103,8 @@ def _view(flat: Tensor, place: _Place) -> Tensor:
 _WEIGHT_ALIGNMENT = 64
 # Seconds for which an actor may keep the learner from publishing: it copies one block of memory meanwhile.
 _PATIENCE = 30.0
+# Seconds after which a learner that waits for the lock checks its actors again.
+_LOOK_EVERY = 0.5
 
 
 class WeightsLocked(RuntimeError):
@@ -128,12 +132,13 @@ class SharedWeights:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_gathered": None}
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
         """Make a policy, on any device, the one that actors act with from their next rollout on.
 
         Args:
             policy: Like the one that this was made for.
             version: Number of updates it has seen.
+            while_locked: Called about twice a second while an actor holds the lock; what it raises ends the wait.
 
         Raises:
             WeightsLocked: An actor died while it was reading.
@@ -141,8 +146,11 @@ class SharedWeights:
         if self._gathered is None:
             self._gathered = WeightsCopy(policy)
         block = self._gathered.take(policy)
-        if not self._lock.acquire(timeout=_PATIENCE):
-            raise WeightsLocked(f"the policy could not be published within {_PATIENCE:g} seconds")
+        deadline = time.monotonic() + _PATIENCE
+        while not self._lock.acquire(timeout=min(_LOOK_EVERY, _PATIENCE)):
+            while_locked()
+            if time.monotonic() > deadline:
+                raise WeightsLocked(f"the policy could not be published within {_PATIENCE:g} seconds")
         try:
             self._block.copy_(block)
             self._version.fill_(version)
@@ -195,7 +203,8 @@ class WeightsCopy:
     def take(self, policy: nn.Module) -> Tensor:
         """Copy the weights of such a policy, on any device, and return the block: bytes, the same ones each time."""
         with torch.no_grad():
-            torch._foreach_copy_(self._views, _tensors(policy))
+            for view, x in zip(self._views, _tensors(policy), strict=True):
+                view.copy_(x)
         return self._block
 
 

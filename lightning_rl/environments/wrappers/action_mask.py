@@ -161,7 +161,7 @@ class MaskSource:
             found = part_at(self.space, self.name)
         except (LookupError, TypeError, ValueError):
             raise ConfigurationError(
-                f"action_mask={self.source!r} is not valid: expected the path of a part of {self.space}"
+                f"env.action_mask={self.source!r} is not valid: expected the path of a part of {self.space}"
             ) from None
 
         def mask(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
@@ -273,7 +273,7 @@ def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> Configu
     """Return the error for an environment that does not say its masks."""
     known = ", ".join(info) or "nothing"
     return ConfigurationError(
-        f"action_mask={source!r} is not valid: {type(error).__name__}: {error}; the info of a reset has {known}"
+        f"env.action_mask={source!r} is not valid: {type(error).__name__}: {error}; the info of a reset has {known}"
     )
 
 

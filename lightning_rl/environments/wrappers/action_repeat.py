@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
+import numpy as np
 from gymnasium import spaces
 
 from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import check, check_number, check_positive_int, is_int
 
-FRAMES = "lightning_rl/frames"
-"""Key of the `info` of a step that took more or fewer than one step of the environment: how many."""
-REPEATS = "lightning_rl/repeats"
-"""Key of the `info` of a step whose action the policy had repeated: how often it was taken, so many times γ counts."""
-EARNED = "lightning_rl/earned"
-"""Key of the `info` of a step of evaluation: what it would have earned in training, where its reward is another."""
+Array = np.ndarray[Any, Any]
+REPEATED = "lightning_rl/repeated"
+"""Key of the `info` of a step that repeated its action. The value is written and read in this file alone: a dict of
+`frames`, the steps of the environment; if the policy chose the number, `repeats`, the times the action was taken, which
+is how often γ counts; and in evaluation `earned`, the reward that the step would have had in training."""
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -31,13 +32,13 @@ class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], times: int) -> None:
         super().__init__(env)
-        check_positive_int("action_repeat", times)
+        check_positive_int("env.action_repeat", times)
         self.times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Take the action until it was repeated or the episode is over."""
         (observation, rewards, *ends), infos = _repeat(self.env, action, self.times)
-        return observation, sum(rewards), *ends, infos[-1] | {FRAMES: len(infos)}
+        return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": len(infos)}}
 
 
 class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -78,10 +79,51 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         (observation, rewards, *ends), infos = _repeat(self.env, action["action"], int(action["repeat"]))
         clipped = rewards if self._clips is None else [float(self._clips(reward)) for reward in rewards]
         earned = sum(self.gamma**place * reward for place, reward in enumerate(clipped))
-        info = infos[-1] | {FRAMES: sum(info.get(FRAMES, self.frames_per_step) for info in infos), REPEATS: len(infos)}
-        if self.evaluation:
-            return observation, sum(rewards), *ends, info | {EARNED: earned}
-        return observation, earned, *ends, info
+        frames = sum(info[REPEATED]["frames"] if REPEATED in info else self.frames_per_step for info in infos)
+        told = {"frames": frames, "repeats": len(infos)} | ({"earned": earned} if self.evaluation else {})
+        return observation, sum(rewards) if self.evaluation else earned, *ends, infos[-1] | {REPEATED: told}
+
+
+@dataclass(frozen=True)
+class RepeatCounter:
+    """Reads how often the steps of a batch of environments took their actions.
+
+    Args:
+        frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
+        learned: Whether the policy chooses how often its actions are taken.
+    """
+
+    frames_per_step: int
+    learned: bool
+
+    def read(self, infos: dict[str, Any], real: Array) -> tuple[int, Array | None]:
+        """Return the steps of the simulation, and how often each environment took its action.
+
+        Args:
+            infos: Of one step of the batch, as Gymnasium joins them.
+            real: Environments that took a step, `[B]`.
+
+        Returns:
+            The sum over all environments; and integers `[B]`, 1 where no action was taken, None unless the policy
+            chooses them.
+        """
+        frames = _read(infos, "frames", np.full(len(real), self.frames_per_step))
+        repeats = _read(infos, "repeats", np.ones(len(real), np.int64)) if self.learned else None
+        return int(frames.sum(where=real)), repeats
+
+
+def as_earned_in_training(infos: dict[str, Any], rewards: Array) -> Array:
+    """Return the rewards `[B]` that steps of evaluation would have had in training with their repeated actions."""
+    return _read(infos, "earned", rewards)
+
+
+def _read(infos: dict[str, Any], name: str, default: Array) -> Array:
+    """Return numbers that wrappers wrote under a name, `[B]`; the default for environments without one."""
+    for part in (infos, infos.get("final_info", {})):
+        written = part.get(REPEATED, {})
+        if name in written:
+            default = np.where(written[f"_{name}"], written[name], default)
+    return default
 
 
 def _repeat(
@@ -102,14 +144,14 @@ def _repeat(
 
 
 def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
-    """Return the most repeats, and the discount factor within a step, of the option `learned_action_repeat`.
+    """Return the most repeats, and the discount factor within a step, of the option `env.learned_action_repeat`.
 
     Raises:
         ConfigurationError: It is neither a number above 1 nor a dict with `max` and, if needed, `gamma`.
     """
     if option is None:
         return None
-    name, given = "learned_action_repeat", option if isinstance(option, dict) else {"max": option}
+    name, given = "env.learned_action_repeat", option if isinstance(option, dict) else {"max": option}
     fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
     check(fits, name, option, "an integer above 1, or a dict with that as max and a gamma")
     check_positive_int(f"{name}: max", given["max"])

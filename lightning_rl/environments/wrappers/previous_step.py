@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from lightning_rl.environments.contract import LIFE_LOST
-from lightning_rl.environments.wrappers.action_repeat import EARNED
+from lightning_rl.environments.wrappers.action_repeat import as_earned_in_training
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory, told
 from lightning_rl.masks import MAX_INTEGER_CHOICES, num_choices
@@ -114,9 +114,7 @@ class PreviousStep(VectorHistory):
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
         """Keep what was done."""
-        for which, earned in told(infos, EARNED):
-            rewards = np.where(which, earned, rewards)
-        self.memory = self._fields.of_step(actions, rewards)
+        self.memory = self._fields.of_step(actions, as_earned_in_training(infos, rewards))
         # In evaluation the lives of a game are one episode; the policy learned from them as episodes of their own.
         for which, _ in told(infos, LIFE_LOST):
             self.start_episodes(which, observations, infos)

@@ -18,17 +18,22 @@ RewardTransform = Callable[[Any], Any]
 _NAMED = get_args(get_args(RewardClip)[0])
 
 
-def check_reward_options(scale: float, clip: RewardClip | None) -> None:
+def check_reward_options(scale: float, clip: RewardClip | None, prefix: str = "") -> None:
     """Raise unless both options can be applied.
+
+    Args:
+        scale: Factor of rewards.
+        clip: Bounds of rewards after that.
+        prefix: Of the options' names: `env.`.
 
     Raises:
         ConfigurationError: The factor is not positive, or the bound is neither that nor a name.
     """
-    check_number("reward_scale", scale, above=0)
+    check_number(f"{prefix}reward_scale", scale, above=0)
     if isinstance(clip, str):
-        check(clip in _NAMED, "reward_clip", clip, f"{', '.join(_NAMED)}, a positive number or None")
+        check(clip in _NAMED, f"{prefix}reward_clip", clip, f"{', '.join(_NAMED)}, a positive number or None")
     elif clip is not None:
-        check_number("reward_clip", clip, above=0)
+        check_number(f"{prefix}reward_clip", clip, above=0)
 
 
 def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) -> RewardTransform | None:

@@ -1,4 +1,4 @@
-"""What a policy gradient needs of an action distribution."""
+"""The interface of action distributions, and the precision and noise that they share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ from lightning_rl.nested import Nested
 def at_least_float32(x: Tensor) -> Tensor:
     """Return half-precision parameters in float32: log-probabilities need more digits than networks do."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def fill_log_exponential(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fill `x` with log E, E ~ Exp(1): the negative of Gumbel's distribution."""
+    return x.exponential_(generator=generator).log_()
+
+
+def fill_normal(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fill `x` with standard normal numbers."""
+    return x.normal_(generator=generator)
+
+
+def fill_uniform(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Fill `x` with numbers between 0 and 1, 1 excluded."""
+    return x.uniform_(generator=generator)
 
 
 class Distribution(ABC):

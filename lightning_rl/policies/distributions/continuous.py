@@ -12,8 +12,7 @@ from gymnasium import spaces
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rl.policies.distributions.base import Distribution, at_least_float32
-from lightning_rl.policies.distributions.noise import fill_normal
+from lightning_rl.policies.distributions.base import Distribution, at_least_float32, fill_normal
 
 
 class Bounds:

@@ -9,8 +9,12 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from lightning_rl.nested import Nested, leaves, map_leaves
-from lightning_rl.policies.distributions.base import Distribution, at_least_float32
-from lightning_rl.policies.distributions.noise import fill_log_exponential, fill_uniform
+from lightning_rl.policies.distributions.base import (
+    Distribution,
+    at_least_float32,
+    fill_log_exponential,
+    fill_uniform,
+)
 
 # More components than this are reported as one.
 _MAX_NAMED_COMPONENTS = 16

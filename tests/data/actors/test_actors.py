@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import dataloader
 
 from lightning_rl import CLEAR, IMPALA, PPO, LastCheckpoint, OverlappedPPO
 from lightning_rl.data.actors import processes
@@ -354,15 +353,15 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
 def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkeypatch):
     """Or it would wait for them at exit, for ever, since they do not hear that they should end."""
     begun, data = [], make_actors(num_actors=2)
-    reset = dataloader._MultiProcessingDataLoaderIter._reset
+    start = processes.ProcessActors._start
 
-    def interrupted(iterator, *args, **kwargs):
-        reset(iterator, *args, **kwargs)
-        begun.extend(process.pid for process in iterator._workers)
+    def interrupted(actors, *args):
+        start(actors, *args)
+        begun.extend(process.pid for process in actors._processes)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # which waits
         raise OSError("no more processes")
 
-    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_reset", interrupted)
+    monkeypatch.setattr(processes.ProcessActors, "_start", interrupted)
     # A handler of the program's own, which is left as it is, and raises KeyboardInterrupt.
     before = signal.signal(signal.SIGINT, lambda signum, frame: signal.default_int_handler(signum, frame))
     try:
@@ -376,11 +375,11 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
     assert len(begun) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in begun)
 
 
-def hold_locks(event) -> None:
-    """End like an actor that is killed while it looks whether it should end."""
-    for name in ("_cond", "_lock"):
-        if (lock := getattr(event, name, None)) is not None:
-            lock.acquire()
+def take_lock(lock):
+    """Leave a lock as an actor does that is killed while it reads the weights."""
+    dead = multiprocessing.get_context("fork").Process(target=lock.acquire)
+    dead.start()
+    dead.join()
 
 
 def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
@@ -388,14 +387,52 @@ def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
 
     class Take(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            event = data._source.source._iterator._workers_done_event
-            dead = multiprocessing.get_context("fork").Process(target=hold_locks, args=(event,))
-            dead.start()
-            dead.join()
+            take_lock(data._source.source._weights._lock)
 
     begin = time.monotonic()
     make_trainer(callbacks=[Take()]).fit(make(data), data)
     assert time.monotonic() - begin < 20
+
+
+def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
+    data, killed = make_actors(num_actors=2), []
+
+    class Kill(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            source = data._source.source
+            take_lock(source._weights._lock)
+            source._processes[1].kill()
+            killed.append(time.monotonic())
+
+    with pytest.raises(EnvironmentFailure, match=r"actor 1, .* is gone: its process \d+ was killed by SIGKILL"):
+        make_trainer(callbacks=[Kill()]).fit(make(data), data)
+    assert len(killed) == 1 and time.monotonic() - killed[0] < 10
+
+
+def test_a_faster_actor_does_not_starve_the_other():
+    """Both always have rollouts ready here, and the learner takes them by turns."""
+    data, seen = make_actors(num_actors=2, actor_prefetch=3, rollouts_per_epoch=12), Versions()
+
+    class Slow(Callback):
+        def on_train_batch_start(self, *_):
+            time.sleep(0.1)
+
+    make_trainer(callbacks=[Slow(), seen]).fit(make(data), data)
+    assert sorted(rollout.actor for rollout in seen.rollouts[2:]) == [0] * 5 + [1] * 5
+
+
+def test_an_actor_collects_ahead_although_the_learner_reads_nothing():
+    """Rollouts larger than the buffer of a pipe do not keep it from the next ones."""
+    data = make_actors(actor_prefetch=3, rollout_length=2000, num_envs=2, rollouts_per_epoch=4)
+
+    class SlowOnce(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                time.sleep(2)
+
+    seen = Versions()
+    make_trainer(callbacks=[SlowOnce(), seen]).fit(make(data), data)
+    assert [rollout.policy_version for rollout in seen.rollouts] == [0, 0, 0, 0]
 
 
 def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
 from lightning_rl.environments.atari import sign
 from lightning_rl.environments.spec import WrapperOptions
-from lightning_rl.environments.wrappers.action_repeat import FRAMES, REPEATS, LearnedActionRepeat
+from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedActionRepeat
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
@@ -37,11 +37,15 @@ class Repeating(Told):
         return torch.zeros(observations.shape[:-1])
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
-def test_rewards_repeats_discounts_and_frames_by_hand(mode):
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [(AutoresetMode.SAME_STEP, "sync"), (AutoresetMode.DISABLED, "sync"), (AutoresetMode.SAME_STEP, "async")],
+)
+def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
     """Episodes of 5 and 4 steps: steps of 2 and 3 frames, then of 1, 2 and the 1 that is left of 3."""
     scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
-    environments = make_batch(COUNTER, mode=mode, learned_action_repeat={"max": 3, "gamma": 0.5}, **scripted)
+    options = {"backend": backend, "learned_action_repeat": {"max": 3, "gamma": 0.5}} | scripted
+    environments = make_batch(COUNTER, mode=mode, **options)
     rollout = make_collector(environments, 6).collect(Repeating())
     environments.close()
     # Of the first episode 1 to 5, of the second 101 to 104, of the third 201 and so on.
@@ -80,10 +84,10 @@ def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_si
     action = {"action": np.array([1]), "repeat": np.array([4])}
     observation, reward, terminated, _, info = env.step(action)
     # The third step loses a life, and the no-op after it scores unseen.
-    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (3, False, 0)
+    assert (info[REPEATED]["repeats"], terminated, observation["previous_reward"].item()) == (3, False, 0)
     assert reward == 3 + 0 + 5 + 9
     observation, reward, terminated, _, info = env.step(action)
-    assert (info[REPEATS], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
+    assert (info[REPEATED]["repeats"], terminated, observation["previous_reward"].item()) == (2, True, -1 + 0.5)
     assert reward == -2 + 7
 
 
@@ -92,9 +96,20 @@ def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
     assert env.action_space == spaces.Dict({"action": spaces.Discrete(3), "repeat": spaces.Discrete(4, start=1)})
     env.reset()
     _, reward, _, truncated, info = env.step({"action": 0, "repeat": 4})
-    assert (reward, truncated, info[FRAMES], info[REPEATS]) == (4.0, False, 4, 4)
+    assert (reward, truncated, info[REPEATED]) == (4.0, False, {"frames": 4, "repeats": 4})
     _, reward, _, truncated, info = env.step({"action": 0, "repeat": 4})
-    assert (reward, truncated, info[FRAMES], info[REPEATS]) == (1.0, True, 1, 1)
+    assert (reward, truncated, info[REPEATED]) == (1.0, True, {"frames": 1, "repeats": 1})
+
+
+def test_repeats_and_frames_of_environments_that_end_in_other_steps():
+    """One of the two ends an episode in each of these steps, where Gymnasium keeps its `info` apart."""
+    environments = make_batch(COUNTER, 2, learned_action_repeat=3, lengths=(3,), reward=1.0)
+    environments.reset()
+    given = [(3, 1), (1, 3), (2, 1)]
+    steps = [environments.step({"action": np.ones(2, np.int64), "repeat": np.array(times)}) for times in given]
+    environments.close()
+    assert [step.repeats.tolist() for step in steps] == [[3, 1], [1, 2], [2, 1]]
+    assert [step.frames for step in steps] == [4, 3, 3]
 
 
 def test_frames_of_repeated_repeats_are_multiplied():
