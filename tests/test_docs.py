@@ -106,7 +106,7 @@ def test_every_public_name_is_in_the_reference(site):
     reference = "".join(text for page, text in site.items() if page.startswith("reference/"))
     anchors = set(re.findall(r'id="?(lightning_rl\.[\w.]+)', reference))
     modules = [importlib.import_module(f"lightning_rl{part}") for part in PUBLIC]
-    aliases = {"Backend", "OnEnvFailure", "RewardClip"}  # of types: without a docstring
+    aliases = {"Backend", "EnvOptions", "OnEnvFailure", "RewardClip"}  # of types: without a docstring
     for module in modules:
         for shown in set(module.__all__) - {"__version__", "functional"} - aliases:
             places = [*(public.__name__ for public in modules), getattr(getattr(module, shown), "__module__", "")]
