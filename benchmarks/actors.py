@@ -54,8 +54,7 @@ def run(num_actors: int, args: argparse.Namespace) -> dict[str, float]:
         args.rollout_length,
         args.rollouts,
         seed=0,
-        num_actors=num_actors,
-        actor_prefetch=args.prefetch if num_actors else None,
+        actors={"count": num_actors, "prefetch": args.prefetch if num_actors else None},
     )
     torch.manual_seed(0)
     model, timer = IMPALA(data.observation_space, data.action_space), Timer()

@@ -24,7 +24,6 @@ import torch
 from record import RESULTS, hardware, source, versions, write_json
 
 from lightning_rl import fast
-from tests.helpers import merged
 
 
 def without_closed_form() -> None:
@@ -76,7 +75,7 @@ VARIANTS: dict[str, Callable[[], None] | None] = {
 def run_here(args: argparse.Namespace) -> None:
     """Run one variant, and print its microseconds per step."""
     torch.set_num_threads(measure.THREADS)
-    workload = merged(measure.workload(args), {"debug": {"fast_paths": args.only != "fast_paths: false"}})
+    workload = measure.workload(args) | {"fast_paths": args.only != "fast_paths: false"}
     if (change := VARIANTS[args.only]) is not None:
         change()
     clock = measure.Clock()

@@ -111,7 +111,7 @@ def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> 
         args.rollout_length,
         args.rollouts + _WARM_UP,
         backend="torch",
-        env_kwargs={"device": str(device)},
+        env={"kwargs": {"device": str(device)}},
         seed=0,
     )
     torch.manual_seed(0)

@@ -100,7 +100,9 @@ def images(num_envs: int, length: int) -> dict[str, Any]:
     """Collect a rollout of Pong and learn from it in one pass of minibatches of 512; return what that took."""
     torch.manual_seed(0)
     # Training rewards are those of the game: nothing here depends on them.
-    data = RolloutDataModule("ALE/Pong-v5", num_envs, length, 1, backend="native", atari=AtariPreprocessing(), seed=0)
+    data = RolloutDataModule(
+        "ALE/Pong-v5", num_envs, length, 1, backend="native", env={"atari": AtariPreprocessing()}, seed=0
+    )
     minibatches = max(1, num_envs * length // 512)
     model = PPO(data.observation_space, data.action_space, num_epochs=1, num_minibatches=minibatches)
     before = resident()

@@ -34,7 +34,7 @@ class Recipe:
 
 _RECORDED = (
     "lightning-rl fit --config ppo/cartpole",
-    "lightning-rl predict --config ppo/cartpole --ckpt_path last --data.eval_episodes 20 --record expert"
+    "lightning-rl predict --config ppo/cartpole --ckpt_path last --data.evaluation.episodes 20 --record expert"
     " --record_as minari",
 )
 RECIPES = {

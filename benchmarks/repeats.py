@@ -22,7 +22,7 @@ from lightning_rl import PPO, RolloutDataModule
 
 ENV_ID, GOAL = "MountainCar-v0", -120.0
 EPOCHS, MAX_REPEATS = 60, 16
-DATA: dict[str, Any] = {"num_envs": 16, "rollout_length": 64, "rollouts_per_epoch": 4, "eval_episodes": 20}
+DATA: dict[str, Any] = {"num_envs": 16, "rollout_length": 64, "rollouts_per_epoch": 4, "evaluation": {"episodes": 20}}
 EVERY = DATA["num_envs"] * DATA["rollout_length"] * DATA["rollouts_per_epoch"]
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 def run(seed: int, repeats: int | None) -> dict[str, Any]:
     """Return what it took to reach the goal, or the limit, and what the policy scores then in how many decisions."""
     seed_everything(seed)
-    data = RolloutDataModule(ENV_ID, learned_action_repeat=repeats, seed=seed, **DATA)
+    data = RolloutDataModule(ENV_ID, env={"learned_action_repeat": repeats}, seed=seed, **DATA)
     model = PPO(data.observation_space, data.action_space, **SETTINGS)
     kept = Scores()
     at_goal = EarlyStopping("val/episode_return", mode="max", stopping_threshold=GOAL, patience=EPOCHS)

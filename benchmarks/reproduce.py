@@ -28,6 +28,7 @@ import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def reproduce(
 def evaluate(cli: OnPolicyCLI, checkpoint: Path, episodes: int) -> PlayedEpisodes:
     """Save the final checkpoint, and play it from there."""
     cli.trainer.save_checkpoint(checkpoint)
-    cli.datamodule.eval_episodes, cli.datamodule.eval_deterministic = episodes, True
+    cli.datamodule.evaluation = replace(cli.datamodule.evaluation, episodes=episodes, deterministic=True)
     played = PlayedEpisodes()
     cli.trainer.callbacks.append(played)  # type: ignore[attr-defined]
     cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path=str(checkpoint), verbose=False)

@@ -28,11 +28,16 @@ STEPS = 30_000
 EPISODES = 50
 SETTINGS: dict[str, Any] = {
     "learning_rate": 5e-3,
-    "optimizer": {"name": "torch.optim.Adam", "options": {}},
+    "optimizer": {"name": "torch.optim.Adam"},
     "gamma": 0.9,
     "entropy_coef": 0.02,
 }
-DATA: dict[str, Any] = {"num_envs": 8, "rollout_length": LENGTH, "rollouts_per_epoch": 100, "eval_episodes": EPISODES}
+DATA: dict[str, Any] = {
+    "num_envs": 8,
+    "rollout_length": LENGTH,
+    "rollouts_per_epoch": 100,
+    "evaluation": {"episodes": EPISODES},
+}
 
 
 class Mapping(gymnasium.Env[np.ndarray, int]):

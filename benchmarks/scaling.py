@@ -74,7 +74,7 @@ def train_cartpole(num_envs: int, backend: Backend, rollouts: int) -> tuple[int,
     env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
     threads = {"num_threads": measure.THREADS} if backend == "envpool" else None
     length, total = ROWS // num_envs, rollouts + measure.WARM_UP
-    data = RolloutDataModule(env_id, num_envs, length, total, backend=backend, env_kwargs=threads, seed=0)
+    data = RolloutDataModule(env_id, num_envs, length, total, backend=backend, env={"kwargs": threads}, seed=0)
     torch.manual_seed(0)
     return train(PPO(data.observation_space, data.action_space), data)
 

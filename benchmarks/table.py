@@ -245,7 +245,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fast paths": fast_paths,
     "workers": workers,
     "start-up": start_up,
-    "policy": {"memory": memory},
+    "memory": memory,
     "scaling": scaling,
     "gpu": gpu,
 }

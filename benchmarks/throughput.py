@@ -33,7 +33,6 @@ from workload_models import BareLoop, make_data, make_model  # noqa: E402
 import lightning_rl  # noqa: E402
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar  # noqa: E402
 from lightning_rl.rollouts.rollout import Rollout  # noqa: E402
-from tests.helpers import merged
 
 clock.imported()
 
@@ -187,13 +186,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     arguments = parse()
     torch.set_num_threads(measure.THREADS)
-    chosen = merged(
-        measure.workload(arguments),
-        {
-            "compiled": arguments.compiled,
-            "debug": {"fast_paths": not arguments.plain},
-        },
-    )
+    chosen = measure.workload(arguments) | {"compiled": arguments.compiled, "fast_paths": not arguments.plain}
     if arguments.share:
         kind = "full" if arguments.full else "shown"
         result = share(arguments, chosen, kind)

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 python benchmarks/warm_up.py [--seeds 3]
 
 A policy is cloned from episodes of a controller of MountainCar, which pushes the way the car goes, and PPO goes on
-from there: at once, or after `critic_warmup_steps` in which the values alone are learned. To a fresh critic every step
-on the way to the hill is as bad as the steps that are left are many, whatever is done. The policy that learns, and
-not its mode, is evaluated after each of its first updates. Needs the extra `envpool`. The result goes to
-`benchmarks/results/warm_up/mountain_car.json`.
+from there: at once, or after `optimizer.critic_warmup_steps` in which the values alone are learned. To a fresh
+critic every step on the way to the hill is as bad as the steps that are left are many, whatever is done. The policy
+that learns, and not its mode, is evaluated after each of its first updates. Needs the extra `envpool`. The result
+goes to `benchmarks/results/warm_up/mountain_car.json`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,12 @@ DATA: dict[str, Any] = {
     "num_envs": 32,
     "rollout_length": 128,
     "backend": "envpool",
-    "eval_episodes": 40,
-    "eval_deterministic": False,
+    "evaluation": {"episodes": 40, "deterministic": False},
 }
 CLONING: dict[str, Any] = {"learning_rate": 3e-3}
 CLONING_BATCHES = 600
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
-    "optimizer": {"critic": {"learning_rate": 1e-3}},
-    "num_minibatches": 16,
-}
+CRITIC: dict[str, Any] = {"critic": {"learning_rate": 1e-3}}
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "optimizer": CRITIC, "num_minibatches": 16}
 
 
 def controlled(episodes: int = 40) -> list[Episode]:
@@ -88,8 +84,9 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
     """
     data = RolloutDataModule(ENV_ID, rollouts_per_epoch=1, seed=seed, **DATA)
 
-    def make_model(**options: Any) -> PPO:  # noqa: ANN401
-        model = PPO(data.observation_space, data.action_space, **SETTINGS, **options)
+    def make_model(critic_warmup_steps: int = 0) -> PPO:
+        options = SETTINGS | {"optimizer": CRITIC | {"critic_warmup_steps": critic_warmup_steps}}
+        model = PPO(data.observation_space, data.action_space, **options)
         model.init_from(folder / "cloned.ckpt")
         return model
 
@@ -97,9 +94,7 @@ def first_updates(folder: Path, rollouts: int, seed: int) -> list[float]:
     if rollouts:
         warming = quiet_trainer(max_epochs=rollouts, limit_val_batches=0)
         # Steps that environments spend on being reset do not count: the warm-up ends with the rollouts, not before.
-        warming.fit(
-            make_model(optimizer={"critic_warmup_steps": 2 * rollouts * data.rollout_length * data.num_envs}), data
-        )
+        warming.fit(make_model(critic_warmup_steps=2 * rollouts * data.rollout_length * data.num_envs), data)
         warming.save_checkpoint(warm := folder / "warm.ckpt")
     model = make_model()
     kept = Scores()

@@ -23,7 +23,6 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.gradient_steps import GradientSteps
 from lightning_rl.training.metrics import RolloutMetrics
 from lightning_rl.validation import ClassSpec
-from tests.helpers import merged
 
 # The other backends want the newer name; no sticky actions makes it the same game.
 _ATARI_ID = "ALE/Pong-v5"
@@ -33,33 +32,31 @@ _IN_TORCH = {"CartPole-v1": torch_cartpole.ID}
 def make_data(workload: dict[str, Any], backend: Backend, seed: int) -> RolloutDataModule:
     """Return the environments of a workload."""
     env_id: str = workload["env_id"]
-    atari = None
+    env: dict[str, Any] = {
+        "wrappers": _wrappers(workload),
+        "reward_clip": workload.get("reward_clip"),
+        "previous_action": workload.get("previous", False),
+        "previous_reward": workload.get("previous", False),
+    }
     if backend == "torch":
         env_id = _IN_TORCH[env_id]
     if "NoFrameskip" in env_id:
         env_id = env_id if backend == "sync" else _ATARI_ID
-        atari = AtariPreprocessing(
+        env["atari"] = AtariPreprocessing(
             episodic_life=False, clip_rewards=False, fire_on_reset=False, repeat_action_probability=0.0
         )
+    if backend == "envpool":
+        env["kwargs"] = {"num_threads": measure.THREADS}
     return RolloutDataModule(
         env_id,
         workload["num_envs"],
         workload["num_steps"],
         workload["rollouts"],
         backend=backend,
-        env_kwargs={"num_threads": measure.THREADS} if backend == "envpool" else None,
-        wrappers=_wrappers(workload),
-        atari=atari,
-        reward_clip=workload.get("reward_clip"),
-        previous_action=workload.get("previous", False),
-        previous_reward=workload.get("previous", False),
-        **_actors(workload),
+        env=env,
+        actors={"count": workload["actors"], "prefetch": 2} if "actors" in workload else {},
         seed=seed,
     )
-
-
-def _actors(workload: dict[str, Any]) -> dict[str, Any]:
-    return {"num_actors": workload["actors"], "actor_prefetch": 2} if "actors" in workload else {}
 
 
 def _wrappers(workload: dict[str, Any]) -> list[str | ClassSpec] | None:
@@ -81,34 +78,37 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
     return (kind or {"ppo": PPO, "ppg": PPG, "impala": IMPALA}[algorithm])(
         data.observation_space,
         data.action_space,
-        **merged(
-            {
-                "optimizer": {"max_grad_norm": workload["max_grad_norm"]},
-                "policy": {"activation": workload["activation"]},
-                "normalization": {"observations": workload["normalize"], "rewards": workload["normalize"]},
-            },
-            made,
-        ),
+        **made,
         learning_rate=workload["lr"],
         gamma=workload["gamma"],
         entropy_coef=workload["ent_coef"],
         value_coef=workload["vf_coef"],
-        memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
+        policy=_policy(workload),
+        normalization={"observations": workload["normalize"], "rewards": workload["normalize"]},
     )
 
 
+def _policy(workload: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of the policy. Without hidden layers, the heads of IMPALA follow the encoder directly."""
+    hidden = workload["hidden"] or (() if workload.get("algorithm") == "impala" else (64, 64))
+    memory = {"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None
+    return {"activation": workload["activation"], "hidden_sizes": hidden, "memory": memory}
+
+
 def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
-    """Return what PPO and PPG alone are told."""
+    """Return the options of PPO and PPG."""
     fast_paths = workload.get("fast_paths", True)
-    adam = {"class_path": "lightning_rl.fast.FlatAdam" if fast_paths else "torch.optim.Adam"}
     return {
         "num_epochs": workload["epochs"],
         "num_minibatches": workload["minibatches"],
-        "optimizer": adam | {"init_args": {"eps": workload["adam_eps"], "fused": True}},
+        "optimizer": {
+            "name": "lightning_rl.fast.FlatAdam" if fast_paths else "torch.optim.Adam",
+            "options": {"eps": workload["adam_eps"], "fused": True},
+            "max_grad_norm": workload["max_grad_norm"],
+        },
         "gae_lambda": workload["gae_lambda"],
         "clip_range": workload["clip"],
         "advantages": {"normalize": "minibatch" if workload["norm_adv"] else "none"},
-        "policy": {"hidden_sizes": workload["hidden"] or (64, 64)},
         "debug": {"compile_loss": workload.get("compiled", False), "fast_paths": fast_paths},
     }
 
@@ -119,11 +119,14 @@ def _ppg(workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _impala(workload: dict[str, Any]) -> dict[str, Any]:
-    """Return what IMPALA alone is told: its heads come right after what is seen, and rewards are clipped before."""
-    rms = {"alpha": workload["rms_alpha"], "eps": workload["rms_eps"]}
+    """Return the options of IMPALA; the data module clips its rewards."""
     return {
-        "optimizer": {"name": "torch.optim.RMSprop", "options": rms, "anneal": workload["anneal_lr"]},
-        "policy": {"hidden_sizes": workload["hidden"]},
+        "optimizer": {
+            "name": "torch.optim.RMSprop",
+            "options": {"alpha": workload["rms_alpha"], "eps": workload["rms_eps"]},
+            "anneal": workload["anneal_lr"],
+            "max_grad_norm": workload["max_grad_norm"],
+        },
         "reduction": workload["reduction"],
     }
 

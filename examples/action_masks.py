@@ -2,8 +2,8 @@
 
     python examples/action_masks.py
 
-The environment says with `action_masks()` which fields are free. `action_mask="method.action_masks"` makes that a part
-of the observation, and the policy never draws another field, in training and evaluation.
+The environment says with `action_masks()` which fields are free. `env={"action_mask": "method.action_masks"}` makes
+that a part of the observation, and the policy never draws another field, in training and evaluation.
 """
 
 from typing import Any
@@ -55,7 +55,8 @@ def main(max_env_steps: int = 100_000) -> float:
     """Train, and return the mean result of 200 games."""
     torch.set_num_threads(1)
     seed_everything(0)
-    data = RolloutDataModule("TicTacToe-v0", 16, 64, action_mask="method.action_masks", eval_episodes=200)
+    masks = {"action_mask": "method.action_masks"}
+    data = RolloutDataModule("TicTacToe-v0", 16, 64, env=masks, evaluation={"episodes": 200})
     model = PPO(data.observation_space, data.action_space, learning_rate=3e-3)
     callbacks = [EnvStepLimit(max_env_steps), EnvStepProgressBar()]
     trainer = Trainer(max_epochs=-1, callbacks=callbacks, accelerator="cpu", logger=False, enable_checkpointing=False)

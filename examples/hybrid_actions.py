@@ -58,9 +58,8 @@ def main(max_env_steps: int = 100_000) -> float:
     """Train, and return the mean number of strokes."""
     torch.set_num_threads(1)  # the fastest for a network as small as this one
     seed_everything(0)
-    data = RolloutDataModule(
-        "Golf-v0", action_mask="method.action_masks", num_envs=16, rollout_length=64, eval_episodes=200
-    )
+    masks = {"action_mask": "method.action_masks"}
+    data = RolloutDataModule("Golf-v0", 16, 64, env=masks, evaluation={"episodes": 200})
     model = PPO(
         data.observation_space,
         data.action_space,

@@ -6,6 +6,8 @@ Lightning's Trainer does everything that is not reinforcement learning: add `acc
 `precision`, `logger` or more callbacks as for any other LightningModule.
 """
 
+from dataclasses import replace
+
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -31,7 +33,7 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> flo
     )
     trainer.fit(model, data)  # validates and saves after each epoch of 50 rollouts
 
-    data.eval_episodes = 100
+    data.evaluation = replace(data.evaluation, episodes=100)
     (metrics,) = trainer.test(model, data, ckpt_path=best.best_model_path)
     print(f"log: {trainer.log_dir}\ncheckpoint: {best.best_model_path}")
     return metrics["test/episode_return"]

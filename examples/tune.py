@@ -18,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 
 from lightning_rl import PPO, EnvStepLimit, EnvStepValidation, RolloutDataModule
 
-DATA = {"env_id": "CartPole-v1", "num_envs": 8, "rollout_length": 32, "eval_episodes": 20}
+DATA = {"env_id": "CartPole-v1", "num_envs": 8, "rollout_length": 32, "evaluation": {"episodes": 20}}
 RETURN = "val/episode_return"
 
 

@@ -90,7 +90,7 @@ def test_mujoco_tasks_share_one_set_of_hyper_parameters():
     shared = {}
     for path in CONFIGS.glob("ppo/mujoco_*.yaml"):
         config = yaml.safe_load(path.read_text())
-        gamma = config["model"]["init_args"].pop("gamma")
+        gamma = config["model"]["init_args"].pop("gamma", 0.99)
         assert gamma == (0.9999 if config["data"].pop("env_id") == "Swimmer-v4" else 0.99)
         shared[json.dumps(config)] = path
     assert len(shared) == 1
@@ -104,7 +104,7 @@ def test_configuration_is_consistent_as_it_stands(path):
     assert path.parent.name == FOLDERS.get(name, name.lower())  # configs/<algorithm>/<environment>.yaml
     assert path.read_text().startswith("# ")  # says what it is
     num_steps, options = data["num_envs"] * data["rollout_length"], model["init_args"]
-    memory = MemoryOptions.parse(options.get("memory"))
+    memory = MemoryOptions.parse(options["policy"]["memory"])
     num_sequences = None if memory is None else memory.num_sequences((data["rollout_length"], data["num_envs"]))
     check_minibatches(num_steps, options.get("num_minibatches", 1), num_sequences)
     # It ends, is validated more than once on the way, and begins the same each time.
@@ -136,7 +136,7 @@ def test_configuration_runs_for_two_rollouts(path):
     if "episodes" in data:
         record_cartpole(Path("episodes.pt"))
         small += ["--data.episodes=episodes.pt"]
-    memory = given["model"]["init_args"].get("memory")
+    memory = given["model"].get("init_args", {}).get("policy", {}).get("memory")
     if isinstance(memory, dict) and "sequence_length" in memory:
         small += [f"--model.policy.memory={json.dumps(memory | {'sequence_length': 4})}"]
     small += ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]

@@ -1,7 +1,6 @@
 """The guide as a site: it builds without a warning, is complete, and all code on it is run."""
 
 import importlib
-import inspect
 import json
 import os
 import re
@@ -15,7 +14,8 @@ import torch
 from lightning.pytorch import Trainer
 
 import lightning_rl
-from lightning_rl import PPO, OnPolicyAlgorithm, RolloutDataModule
+from lightning_rl import PPO, RolloutDataModule
+from lightning_rl.options import default_groups, defaults_of, flat
 from tests.checkpointing.test_failed_update import OPTIONS, BrokenRollouts, fail
 from tests.helpers import DISCRETE, VECTOR
 from tests.test_readme import PAGES, ROOT, TRAIN, commands, name
@@ -106,7 +106,7 @@ def test_every_public_name_is_in_the_reference(site):
     reference = "".join(text for page, text in site.items() if page.startswith("reference/"))
     anchors = set(re.findall(r'id="?(lightning_rl\.[\w.]+)', reference))
     modules = [importlib.import_module(f"lightning_rl{part}") for part in PUBLIC]
-    aliases = {"Backend", "OnEnvFailure", "RewardClip"}  # of types: without a docstring
+    aliases = {"Backend", "EnvOptions", "OnEnvFailure", "RewardClip"}  # of types: without a docstring
     for module in modules:
         for shown in set(module.__all__) - {"__version__", "functional"} - aliases:
             places = [*(public.__name__ for public in modules), getattr(getattr(module, shown), "__module__", "")]
@@ -190,11 +190,11 @@ def test_every_script_runs(page, as_in_a_script):
         assert len(others) == 4 and all((ROOT / "lightning_rl" / other).exists() for other in others)
 
 
-def signature_default(option, algorithm):
-    for cls in algorithm.__mro__:
-        if issubclass(cls, OnPolicyAlgorithm) and option in (given := inspect.signature(cls).parameters):
-            return given[option].default
-    return inspect.signature(RolloutDataModule).parameters[option].default
+def default_of(option, algorithm):
+    for cls in (algorithm, RolloutDataModule):
+        if option in (defaults := flat(defaults_of(cls), default_groups(cls))):
+            return defaults[option]
+    raise KeyError(option)
 
 
 @pytest.mark.parametrize("page", COMING_FROM)
@@ -206,8 +206,8 @@ def test_what_other_libraries_options_are_called_here_is_there_with_its_default(
         compared = [row[2:] for row in rows if len(row) == 4 and row[3] != "-"]
         assert len(compared) >= 4
         for here, written in compared:
-            option = re.search(r"`(\w+)`", here)[1]
-            assert written == str(signature_default(option, getattr(lightning_rl, algorithm))), (heading, option)
+            option = re.search(r"`([\w.]+)`", here)[1]
+            assert written == str(default_of(option, getattr(lightning_rl, algorithm))), (heading, option)
 
 
 def test_the_notebook_trains_and_shows_an_episode(monkeypatch, tmp_path):

@@ -157,7 +157,7 @@ def test_exported_policies_play_the_same_episodes_without_pytorch(in_tmp_path, c
 def test_tuning_prunes_keeps_trials_and_writes_a_configuration_that_fit_runs(in_tmp_path, monkeypatch, caplog):
     module = example("tune")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    monkeypatch.setattr(module, "DATA", merged(module.DATA, {"evaluation": {"episodes": 2}}))
+    monkeypatch.setattr(module, "DATA", module.DATA | {"evaluation": {"episodes": 2}})
     with caplog.at_level(logging.INFO, "lightning.pytorch"):  # also puts back what the example sets
         study = module.main(num_trials=2, seeds=(0, 1), max_env_steps=512)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("lightning")] == []

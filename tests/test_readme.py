@@ -30,6 +30,7 @@ from lightning_rl import (
 from lightning_rl.cli import TRAINER_COMMANDS
 from lightning_rl.cli.commands import make_parser
 from lightning_rl.cli.main import main
+from lightning_rl.options import default_groups, defaults_of, flat
 from tests import programs
 from tests.helpers import (
     DISCRETE,
@@ -220,7 +221,12 @@ def test_own_algorithm_takes_the_steps_of_a2c_which_has_the_same_loss():
         data = make_data("Pendulum-v1")
         torch.manual_seed(0)
         options = merged(
-            options, {"optimizer": torch.optim.Adam, "learning_rate": 0.01, "normalization": {"values": "running_std"}}
+            options,
+            {
+                "optimizer": {"name": torch.optim.Adam},
+                "learning_rate": 0.01,
+                "normalization": {"values": "running_std"},
+            },
         )
         model = algorithm(data.observation_space, data.action_space, **options)
         make_trainer(max_epochs=2).fit(model, data)
@@ -299,9 +305,18 @@ def test_every_link_leads_somewhere(page):
 def test_every_option_of_an_algorithm_is_in_its_page(page, algorithm, more):
     """That of PPO has those that all of them share."""
     text = (ROOT / f"docs/algorithms/{page}.md").read_text()
-    described = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
-    options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters}
-    assert described == options - {"observation_space", "action_space", "kwargs", "unknown"}
+    described = set(re.findall(r"`([\w.]+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE))))
+    groups = default_groups(algorithm)
+    of_groups = {name for name in described if "." in name}
+    assert of_groups <= set(flat(groups, groups))
+    options = {*inspect.signature(algorithm).parameters, *inspect.signature(more).parameters} - set(groups)
+    assert described - of_groups == options - {"observation_space", "action_space", "kwargs", "unknown"}
+
+
+def test_every_group_of_options_is_in_the_page_on_options():
+    text = (ROOT / "docs/options.md").read_text()
+    described = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    assert sorted(described) == sorted([*default_groups(PPO), *default_groups(RolloutDataModule)])
 
 
 def test_every_option_of_the_data_is_described_somewhere_in_the_guide():
@@ -327,11 +342,8 @@ def test_every_option_of_tf_agents_has_its_place_and_its_defaults():
         if own == "-":
             continue
         for written, algorithm in zip(own.split("; "), (PPO, PPOKLPenalty, TFAgentsPPO), strict=True):
-            option = re.findall(r"`(\w+)`", here)[0]
-            signatures = [
-                inspect.signature(cls).parameters for cls in algorithm.__mro__ if issubclass(cls, OnPolicyAlgorithm)
-            ]
-            default = next((s[option].default for s in signatures if option in s), "-")
+            option = re.findall(r"`([\w.]+)`", here)[0]
+            default = flat(defaults_of(algorithm), default_groups(algorithm)).get(option, "-")
             assert written == str(default), (name, algorithm.__name__)
 
 

@@ -94,7 +94,7 @@ settings = {
             "encoder_hidden_size_list": workload["hidden"],
             "actor_head_hidden_size": workload["hidden"][-1],
             "critic_head_hidden_size": workload["hidden"][-1],
-            "policy": {"activation": torch.nn.Tanh()},
+            "activation": torch.nn.Tanh(),
         },
         "learn": {
             "actor_epoch_per_collect": workload["epochs"],

@@ -82,7 +82,7 @@ def network() -> dict[str, Any]:
     wanted: dict[str, Any] = {
         "name": "actor_critic",
         "separate": bool(workload["hidden"]),
-        "mlp": {"units": hidden, "policy": {"activation": workload["activation"]}, "initializer": orthogonal(2**0.5)},
+        "mlp": {"units": hidden, "activation": workload["activation"], "initializer": orthogonal(2**0.5)},
         "space": {"discrete": None},
     }
     if workload["normalize"]:
@@ -94,7 +94,7 @@ def network() -> dict[str, Any]:
         wanted["cnn"] = {
             "type": "conv2d",
             "permute_input": False,
-            "policy": {"activation": "relu"},
+            "activation": "relu",
             "initializer": orthogonal(2**0.5),
             "convs": [{"filters": n, "kernel_size": size, "strides": step, "padding": 0} for n, size, step in layers],
         }
@@ -109,7 +109,7 @@ params = {
     "torch_threads": measure.THREADS,
     "algo": {"name": f"a2c_{kind}"},
     "model": {"name": "continuous_a2c_logstd" if kind == "continuous" else "discrete_a2c"},
-    "policy": {"network": network()},
+    "network": network(),
     "config": {
         "name": "benchmark",
         "env_name": "workload",

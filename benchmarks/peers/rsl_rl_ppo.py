@@ -65,16 +65,14 @@ class Environments(VecEnv):  # type: ignore[misc]
 model = {
     "class_name": "MLPModel",
     "hidden_dims": workload["hidden"],
-    "policy": {"activation": workload["activation"]},
+    "activation": workload["activation"],
     "obs_normalization": False,
 }
 settings = {
     "num_steps_per_env": workload["num_steps"],
     "save_interval": 10**9,
     "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
-    "actor": merged(
-        model, {"distribution_cfg": {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "log"}}
-    ),
+    "actor": model | {"distribution_cfg": {"class_name": "GaussianDistribution", "init_std": 1.0, "std_type": "log"}},
     "critic": model,
     "algorithm": {
         "class_name": "PPO",
@@ -83,10 +81,11 @@ settings = {
         "clip_param": workload["clip"],
         "gamma": workload["gamma"],
         "lam": workload["gae_lambda"],
+        # Its value loss lacks the factor ½ that the workloads mean.
         "value_loss_coef": workload["vf_coef"] / 2,
         "entropy_coef": workload["ent_coef"],
         "learning_rate": workload["lr"],
-        "optimizer": {"max_grad_norm": workload["max_grad_norm"]},
+        "max_grad_norm": workload["max_grad_norm"],
         "use_clipped_value_loss": False,
         "schedule": "fixed",
         "normalize_advantage_per_mini_batch": workload["norm_adv"],

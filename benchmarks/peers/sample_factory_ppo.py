@@ -70,9 +70,10 @@ settings = {
     "gae_lambda": workload["gae_lambda"],
     "ppo_clip_ratio": workload["clip"],
     "ppo_clip_value": never,
+    # Its value loss lacks the factor ½ that the workloads mean.
     "value_loss_coeff": workload["vf_coef"] / 2,
     "exploration_loss_coeff": workload["ent_coef"],
-    "optimizer": {"max_grad_norm": workload["max_grad_norm"]},
+    "max_grad_norm": workload["max_grad_norm"],
     "with_vtrace": False,
     "normalize_input": False,
     "normalize_returns": False,

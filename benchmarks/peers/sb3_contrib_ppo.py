@@ -35,7 +35,7 @@ RecurrentPPO(
     ent_coef=workload["ent_coef"],
     # Its value loss lacks the factor ½ that the workloads mean.
     vf_coef=workload["vf_coef"] / 2,
-    optimizer={"max_grad_norm": workload["max_grad_norm"]},
+    max_grad_norm=workload["max_grad_norm"],
     policy_kwargs={"net_arch": layers, "activation_fn": torch.nn.Tanh, "lstm_hidden_size": workload["lstm"]},
     device="cpu",
     seed=run.args.seed,

@@ -42,7 +42,7 @@ PPO(
     ent_coef=workload["ent_coef"],
     # SB3's value loss lacks the factor ½ that the workloads mean.
     vf_coef=workload["vf_coef"] / 2,
-    optimizer={"max_grad_norm": workload["max_grad_norm"]},
+    max_grad_norm=workload["max_grad_norm"],
     policy_kwargs=policy_options,
     device="cpu",
     seed=run.args.seed,

@@ -42,7 +42,7 @@ environments.seed(run.args.seed)
 
 
 def network() -> Net:
-    return Net(state_shape=space.shape, policy={"hidden_sizes": workload["hidden"], "activation": nn.Tanh})
+    return Net(state_shape=space.shape, hidden_sizes=workload["hidden"], activation=nn.Tanh)
 
 
 def gaussian(mean_and_deviation: tuple[Tensor, Tensor]) -> Distribution:
@@ -79,7 +79,7 @@ algorithm = PPO(
     # Its value loss lacks the factor ½ that the workloads mean.
     vf_coef=workload["vf_coef"] / 2,
     ent_coef=workload["ent_coef"],
-    optimizer={"max_grad_norm": workload["max_grad_norm"]},
+    max_grad_norm=workload["max_grad_norm"],
     gae_lambda=workload["gae_lambda"],
     gamma=workload["gamma"],
     max_batchsize=workload["rows"],
