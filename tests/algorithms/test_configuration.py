@@ -46,7 +46,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"policy": {"hidden_sizes": (64, -1)}}, r"policy.hidden_sizes=-1 .* an integer of at least 1"),
         (
             {"optimizer": "torch.optim.SGD"},
-            r"optimizer='torch\.optim\.SGD' .* OptimizerConfig or a dict of its options",
+            r"optimizer='torch\.optim\.SGD' .* OptimizerConfig\(\.\.\.\) or a dict of its options",
         ),
         (
             {"optimizer": {"name": lambda parameters, lr: None}},

@@ -73,7 +73,7 @@ def test_masked_distributions_are_cloned_with_their_masks(
 ) -> None:
     """Where nothing is to be learned the divergence is 0, and finite where something is."""
     kwargs = kwargs_of(name, where="info", **more)
-    probe = {"env": {"kwargs": kwargs}, "action_mask": source_of("info"), "num_envs": 4, "rollouts_per_epoch": 3}
+    probe = {"env": {"kwargs": kwargs, "action_mask": source_of("info")}, "num_envs": 4, "rollouts_per_epoch": 3}
     data = make_data("tests.mask_probes:Probe/Invalid-v0", **probe)
     defaults = REUSED if algorithm is OffPolicyPPG else PHASE
     for scale in (1e-30, 1.0):

@@ -199,7 +199,7 @@ import sys
 from lightning.pytorch import Trainer
 from lightning_rl import PPO, RolloutDataModule
 assert "lightning_rl.fast" not in sys.modules and not hasattr(PPO.loss, "closed_form")
-data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=64, rollouts_per_epoch=24, evaluation.episodes=5, seed=0)
+data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=64, rollouts_per_epoch=24, seed=0)
 model = PPO(data.observation_space, data.action_space, learning_rate=2e-3, num_minibatches=4)
 trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
 trainer.fit(model, data)

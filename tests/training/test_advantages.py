@@ -167,7 +167,7 @@ def test_an_override_of_how_advantages_are_normalized_counts_in_minibatches_too(
 
 
 def test_rewards_are_divided_by_their_own_deviation():
-    model, usual = make(normalization={"rewards": "reward_std", "env": {"reward_clip": 1.5}}), make()
+    model, usual = make(normalization={"rewards": "reward_std", "reward_clip": 1.5}), make()
     first, second = (random_rollout(model.policy, seed=seed) for seed in (1, 2))
     first.rewards *= 5
     fit(model, first)
@@ -183,7 +183,7 @@ def test_rewards_are_divided_by_their_own_deviation():
 
 def test_reward_clip_bounds_and_none_does_not():
     for clip, expected in ((2.0, 2.0), (None, 50.0)):
-        model = make(normalization={"rewards": True, "env": {"reward_clip": clip}})
+        model = make(normalization={"rewards": True, "reward_clip": clip})
         rollout = random_rollout(model.policy)
         rollout.rewards[:] = 50
         torch.testing.assert_close(model.normalizers.rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
@@ -388,7 +388,7 @@ def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
         ({"advantages": {"value_target": "td"}}, r"advantages.value_target='td' .* one of td_lambda, empirical"),
         ({"normalization": {"update": True}}, r"normalization.update=True .* one of after, before"),
         ({"advantages": {"recompute_values": "no"}}, r"advantages.recompute_values='no' .* true or false"),
-        ({"normalization": {"env": {"reward_clip": 0}}}, r"normalization.reward_clip=0 .* above 0"),
+        ({"normalization": {"reward_clip": 0}}, r"normalization.reward_clip=0 .* above 0"),
         ({"normalization": {"observations": {"clip": 0}}}, r"normalization\.observations\.clip=0 .* above 0"),
         (
             {"normalization": {"observations": {"mean": 0}}},
