@@ -186,7 +186,7 @@ class OnPolicyCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Set the number of threads before anything is computed."""
-        if (num_threads := self._get(self.config, "num_threads")) is not None:
+        if (num_threads := self.config[self.subcommand].get("num_threads")) is not None:
             check_positive_int("num_threads", num_threads)
             torch.set_num_threads(num_threads)
 
@@ -206,19 +206,24 @@ class OnPolicyCLI(LightningCLI):
             if self.subcommand == "fit":
                 self._check_changes()
             self.checkpoint = None  # and with it the file, which a checkpoint of this run may replace
-        elif self.subcommand == "fit" and (path := self._get(self.config_init, "init_from")) is not None:
-            parts = self._get(self.config_init, "init_parts")
+        elif self.subcommand == "fit" and (path := self._option("init_from")) is not None:
+            parts = self._option("init_parts")
             self.model.init_from(path, None if parts is None else as_list(parts))
 
     def _check_changes(self) -> None:
         """Refuse to resume with other settings than those of the run's last start, unless they are confirmed."""
         last = self._run_configurations
-        if not last or self._get(self.config, "resume_changes") == "allow":
+        if not last or self._option("resume_changes") == "allow":
             return
-        now = yaml.safe_load(configuration(self._parser("fit"), self.config.fit))
-        if changed := changes(read_yaml(last[-1], "config") or {}, now):
+        saved = [callback for callback in self.trainer.callbacks if isinstance(callback, SaveConfig)]  # type: ignore[attr-defined]
+        now = [yaml.safe_load(configuration(callback.parser, callback.config)) for callback in saved]
+        if now and (changed := changes(read_yaml(last[-1], "config") or {}, now[0])):
             expected = "\n  ".join(["expected the same, or --resume_changes allow", *changed])
             raise ConfigurationError(f"ckpt_path: the settings differ from {relative(last[-1])}: {expected}")
+
+    def _option(self, name: str) -> Any:  # noqa: ANN401
+        """Return an option of the command, with its classes instantiated."""
+        return self.config_init[self.subcommand].get(name)
 
     @contextlib.contextmanager
     def _no_empty_run_dir(self) -> Iterator[None]:
@@ -233,7 +238,7 @@ class OnPolicyCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
-        config = self._get(self.config_init, "trainer")
+        config = self._option("trainer")
         clip = config.gradient_clip_val
         check(clip is None, "trainer.gradient_clip_val", clip, "null; set model.optimizer.max_grad_norm instead")
         given: list[Callback] = config.get("callbacks") or []
@@ -243,7 +248,7 @@ class OnPolicyCLI(LightningCLI):
             check_strategy(config.strategy)
         fitting = self.subcommand == "fit"
         if fitting:
-            limit = _whole(self._get(self.config_init, "max_env_steps"))
+            limit = _whole(self._option("max_env_steps"))
             if limit is None and not (config.fast_dev_run or _has_end(config) or has_any(given, EnvStepLimit)):
                 limit = DEFAULT_ENV_STEPS
             if limit is not None:
@@ -256,8 +261,8 @@ class OnPolicyCLI(LightningCLI):
             added.append(PolicySummary())
             kwargs["enable_model_summary"] = False  # of Lightning's own
         if self.subcommand == "predict":
-            if (folder := self._get(self.config_init, "record")) is not None:
-                formats = self._get(self.config_init, "record_as")
+            if (folder := self._option("record")) is not None:
+                formats = self._option("record_as")
                 added.append(EpisodeRecorder(folder, None if formats is None else as_list(formats)))
             added.append(EpisodeLines())  # after the bar, which has been closed by then
         if fitting and self.run_dir is None and not config.fast_dev_run:
@@ -285,7 +290,7 @@ class OnPolicyCLI(LightningCLI):
     def fit(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Train; say where and how long before, and how to resume if training is interrupted."""
         where = "" if self.run_dir is None else f" in {relative(self.run_dir)}"
-        end = _end_of(self.trainer, self._get(self.config_init, "trainer").max_time)
+        end = _end_of(self.trainer, self._option("trainer").max_time)
         say(f"Training {type(self.model).__name__} on {self.datamodule.spec.env_id}{where} {end}")
         try:
             self.trainer.fit(**kwargs)

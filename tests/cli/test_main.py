@@ -167,7 +167,7 @@ def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
 
 
 def test_help_of_atari_preprocessing(capsys):
-    text = " ".join(printed(capsys, "fit", "--data.env.atari.help").split())
+    text = " ".join(printed(capsys, "fit", "--help_all").split())
     assert "A lost life ends the learning episode; the game goes on with the next one." in text
 
 
@@ -293,7 +293,7 @@ def test_atari_options_are_nested():
         "--trainer.limit_val_batches=0",
     ]
     cli = main(["fit", *SMALL, *small, "--data.env_id=ALE/Pong-v5", "--trainer.fast_dev_run=true", *atari])
-    assert cli.datamodule.spec.atari == AtariPreprocessing(episodic_life=False, frame_stack=3)
+    assert cli.datamodule.spec.env.atari == AtariPreprocessing(episodic_life=False, frame_stack=3)
     assert cli.model.observation_space.shape == (3, 84, 84)
 
 
@@ -547,8 +547,8 @@ def test_a_missing_info_key_is_one_warning():
         (["--model.policy.network=resnet"], "policy.network='resnet' is not valid: expected auto, mlp, nature, impala"),
         (["--model.optimizer.name=torch.optim.Nope"], "optimizer.name='torch.optim.Nope' cannot be"),
         (["--data.env.wrappers=[no.such.Wrapper]"], "env.wrappers='no.such.Wrapper' cannot be imported"),
-        (["--data.env.atari.frame_skip=0"], "atari.frame_skip=0 is not valid: expected an integer of at least 1"),
-        (["--data.env.atari.frame_skip=2"], "env.atari=.* expected None, since CartPole-v1 is no Atari game"),
+        (["--data.env.atari.frame_skip=0"], "env.atari.frame_skip=0 is not valid: expected an integer of at least 1"),
+        (["--data.env.atari.frame_skip=2"], "env.atari=.* expected its default, since CartPole-v1 is no Atari game"),
         (["--max_env_steps=1.5"], "max_env_steps=1.5 is not valid: expected a whole number such as 100000 or 1e5"),
         (["--max_env_steps=0"], "max_env_steps=0 is not valid: expected an integer of at least 1"),
         (["--num_threads=0"], "num_threads=0 is not valid: expected an integer of at least 1"),
@@ -583,7 +583,7 @@ def test_a_missing_info_key_is_one_warning():
         ),
         (
             ["--data.env.wrappers=[{class_path: 5}]"],
-            "wrappers: class_path=5 is not valid: expected the path of a class",
+            "env.wrappers: class_path=5 is not valid: expected the path of a class",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -639,7 +639,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         ),
         (["fit", *SMALL, "--data.info_keys=1"], '"data.info_keys":.*Expected .*Sequence.* Got value: 1'),
         (["fit", *SMALL, "--data.env.wrappers=1"], '"data.env.wrappers":.*Expected .*list.*Given value: 1'),
-        (["fit", *SMALL, "--data.env.kwargs=x"], '"data.env.kwargs":.*Expected .*dict.*Given value: x'),
+        (["fit", *SMALL, "--data.env.kwargs=x"], '"data.env.kwargs":.*Expected .*dict.*Got value: x'),
         (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
         (["fit", *SMALL, "--max_env=3"], "arguments: --max_env=3\n--max_env: did you mean --max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "--data.num_env=3\n--data.num_env: did you mean --data.num_envs"),
