@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,10 @@ class ScheduledOptions:
             if name in values:
                 set_learning_rate(optimizer, values[name])
         return values
+
+    def attributes(self, module: LightningModule) -> Iterator[tuple[object, str]]:
+        """Yield owner and name of each attribute that changes over the run, but for learning rates."""
+        yield from ((self._owners.get(name, module), name) for name in self._schedules if name not in RATES)
 
     def check_end(self, module: LightningModule, has_end: bool, expected: str) -> None:
         """Raise unless there is an end for the schedules that go to the end.
