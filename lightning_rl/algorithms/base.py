@@ -69,9 +69,12 @@ from lightning_rl.validation import (
     constructor_options,
     import_class,
     instantiate,
+    is_one_of,
     loading,
     refuse_unknown_options,
 )
+
+FAST_PATHS = ("auto", "compiled", "off")
 
 
 def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
@@ -148,8 +151,10 @@ class OnPolicyAlgorithm(LightningModule):
         max_skipped_updates: How many rollouts in a row may give a loss or gradient that is not finite: the updates from
             there on are left out, and the rollout from the normalisers. One more ends the run with an error, which
             names a file that `FailedUpdate.load` reads.
-        fast_paths: Act and learn by faster code where it gives the same numbers up to rounding; see
-            docs/algorithms/ppo.md.
+        fast_paths: Faster code for acting and learning with the same numbers up to rounding. `auto`: a closed form of
+            PPO's loss for small networks on the CPU, without a compiler. `compiled`: one program of `torch.compile` for
+            the update, which takes seconds to compile and pays from some million environment steps on. `off`: none.
+            See docs/algorithms/ppo.md.
         **unknown: Refused: options that neither this class nor the algorithm has.
 
     Attributes:
@@ -215,7 +220,7 @@ class OnPolicyAlgorithm(LightningModule):
         histograms: bool = False,
         check_numerics: bool = False,
         max_skipped_updates: int = 0,
-        fast_paths: bool = True,
+        fast_paths: Literal["auto", "compiled", "off"] = "auto",
         **unknown: Any,  # noqa: ANN401 - what no class between this one and that of the algorithm has taken
     ) -> None:
         super().__init__()
@@ -228,6 +233,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.action_space = space_from_dict(plain["action_space"])
         self.gamma = gamma
         self.histograms = histograms
+        check(is_one_of(fast_paths, FAST_PATHS), "fast_paths", fast_paths, f"one of {FAST_PATHS}")
         self.fast_paths = fast_paths
         self.max_skipped_updates = max_skipped_updates
         self.clock, self.metrics, self.schedules = RunClock(), RolloutMetrics(), ScheduledOptions()
@@ -248,7 +254,7 @@ class OnPolicyAlgorithm(LightningModule):
                 self.schedules.anneal(name, getattr(self, name))
         self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
-        self.policy.fast_paths = fast_paths  # type: ignore[assignment]
+        self.policy.fast_paths = fast_paths != "off"  # type: ignore[assignment]
         check_optimizers(self.policy, self._optimizer_specs(), plain["parameter_groups"] or {})
         self.try_optimizers(on_any_device=True)
         self.weight_penalty = WeightPenalty(policy_l2, value_l2, shared_l2)
@@ -373,7 +379,7 @@ class OnPolicyAlgorithm(LightningModule):
         """
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
-        cut = self.estimator.minibatches(batch, order, num_minibatches)
+        cut = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if world_size() > 1 else ([part] for part in cut):
             set_global_weights(parts)
@@ -725,6 +731,9 @@ class OnPolicyAlgorithm(LightningModule):
         on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        problem = None
+        problem = fast.compiler_problem(trainer.strategy.root_device)
+        check(self.fast_paths != "compiled" or problem is None, "fast_paths", self.fast_paths, f"auto, since {problem}")
         check_modes_agree(self.policy)
         if (memory := getattr(self.policy, "memory", None)) is not None:
             expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"

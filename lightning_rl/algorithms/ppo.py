@@ -67,8 +67,6 @@ class PPO(OnPolicyAlgorithm):
         adaptive_learning_rate: `{"target_kl": d}`: after each rollout, divide the learning rate by `factor` (1.5) if
             the mean approximate KL divergence is above 2d, multiply it by that if it is below d/2, and keep it between
             `minimum` (1e-6) and `maximum` (1e-2). Of two optimisers it is that of the actor.
-        compile_loss: Compile `loss`, the network included, by `torch.compile`; not with `memory`. The first update then
-            waits for the compiler; see docs/algorithms/ppo.md.
         critic_warmup_steps: In rollouts that begin before this many environment steps only the value is learned, by
             what is the critic's alone, so that the policy stays what it was loaded as; in `num_value_epochs` passes.
         **kwargs: Those of `OnPolicyAlgorithm`.
@@ -100,7 +98,6 @@ class PPO(OnPolicyAlgorithm):
         target_kl: Scheduled | None = None,
         kl_rollback: bool = False,
         adaptive_learning_rate: dict[str, float] | None = None,
-        compile_loss: bool = False,
         critic_warmup_steps: int = 0,
         **kwargs: Any,  # noqa: ANN401 - those of the base class
     ) -> None:
@@ -122,7 +119,7 @@ class PPO(OnPolicyAlgorithm):
         if critic_warmup_steps:
             check_critic(self.policy, "critic_warmup_steps", critic_warmup_steps)
         self.steps.num_value_epochs, self.steps.critic_warmup_steps = num_value_epochs, critic_warmup_steps
-        self.steps.takes_back, self.steps.compiles = kl_rollback, compile_loss
+        self.steps.takes_back = kl_rollback
         if adaptive_learning_rate is not None:
             self.steps.adaptive_learning_rate = AdaptiveLearningRate(**adaptive_learning_rate)
 
@@ -136,8 +133,8 @@ class PPO(OnPolicyAlgorithm):
     def loss(self, batch: Batch) -> Loss:
         """Return the loss of equation 9 over a minibatch.
 
-        With `fast_paths`, as by default, two small networks on a CPU are learned by the closed form instead: set it to
-        false to step through these lines. A subclass that overrides them, or what they call, is never passed over.
+        With `fast_paths: auto`, the default, the closed form computes two small networks on a CPU instead: set it to
+        `off` to step through these lines. A subclass that overrides them, or what they call, is never passed over.
         """
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)
@@ -184,15 +181,11 @@ class PPO(OnPolicyAlgorithm):
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
         memory = getattr(self.policy, "memory", None)
-        expected = "false with memory, whose sequences have other lengths in each rollout"
-        check(not (self.steps.compiles and memory is not None), "compile_loss", True, expected)
         if rollout_shape is not None:
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             num_rows = rollout_shape[0] * rollout_shape[1]
             check_minibatches(num_rows, self.num_minibatches, num_sequences)
             self.check_rows(num_rows * trainer.world_size)
-        on_xla = trainer.strategy.root_device.type == "xla"
-        check(not (self.steps.compiles and on_xla), "compile_loss", True, "false on XLA, which compiles by itself")
 
     def check_rows(self, num_rows: int) -> None:
         """Raise where minibatches of so many rows of all ranks have nothing to learn.
@@ -227,7 +220,7 @@ def check_settings(given: Mapping[str, Any]) -> None:
             check_number(name, given[name], above=bound)
     choices, choice = ("minibatch", "rollout", "none"), given["normalize_advantages"]
     check(is_one_of(choice, choices), "normalize_advantages", choice, f"one of {choices}")
-    for name in ("recompute_advantages", "kl_rollback", "compile_loss"):
+    for name in ("recompute_advantages", "kl_rollback"):
         check_bool(name, given[name])
     check(not given["kl_rollback"] or given["target_kl"] is not None, "kl_rollback", True, "a target_kl beside it")
     if (adaptive := given["adaptive_learning_rate"]) is not None:

@@ -111,8 +111,6 @@ class PPOLoss:
         for name in _OPTIONS:
             if getattr(model, name):
                 return f"{name} is set"
-        if model.steps.compiles:
-            return "compile_loss is set"
         if any(model.weight_penalty.coefficients.values()):
             return "weights are penalized"
         if model.frozen_parameters(None):

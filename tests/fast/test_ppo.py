@@ -330,7 +330,6 @@ UNSUITED_OPTIONS: list[dict[str, Any]] = [
     {"log_prob_clip": 5.0},
     {"dual_clip": 3.0},
     {"value_huber_delta": 1.0},
-    {"compile_loss": True},
     {"policy_l2": 0.1},
     {"value_normalization": "running_std"},
     {"shared_encoder": True},
