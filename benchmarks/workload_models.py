@@ -89,14 +89,15 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         activation=workload["activation"],
         normalize_observations=workload["normalize"],
         normalize_rewards=workload["normalize"],
+        fast_paths=workload.get("fast_paths", "auto"),
         memory={"kind": "lstm", "hidden_size": workload["lstm"]} if "lstm" in workload else None,
     )
 
 
 def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
     """Return what PPO and PPG alone are told."""
-    fast_paths = workload.get("fast_paths", True)
-    adam = {"class_path": "lightning_rl.fast.FlatAdam" if fast_paths else "torch.optim.Adam"}
+    fast_paths = workload.get("fast_paths", "auto")
+    adam = {"class_path": "torch.optim.Adam" if fast_paths == "off" else "lightning_rl.fast.FlatAdam"}
     return {
         "num_epochs": workload["epochs"],
         "num_minibatches": workload["minibatches"],
@@ -105,8 +106,6 @@ def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
         "clip_range": workload["clip"],
         "normalize_advantages": "minibatch" if workload["norm_adv"] else "none",
         "hidden_sizes": workload["hidden"] or (64, 64),
-        "compile_loss": workload.get("compiled", False),
-        "fast_paths": fast_paths,
     }
 
 
