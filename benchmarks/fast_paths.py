@@ -2,10 +2,12 @@
 
     OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W1 --backend native --steps 60000 --repeats 3
     OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W2 --steps 30720 --repeats 3 --save
+    OMP_NUM_THREADS=1 python benchmarks/fast_paths.py W5 --variants all "fast_paths: none" "fast_paths: compiled"
 
 Each run is a process of its own. The variants alternate, and all are repeated, so that other load meets every one of
-them. The figure of a run is microseconds of CPU time per environment step in the quarter of its quickest rollouts; the
-figure of a variant is the least of its runs. `--save` keeps the table in `benchmarks/results/throughput/`.
+them. `--variants` chooses some of them, of which one is `all`. The figure of a run is microseconds of CPU time per
+environment step in the quarter of its quickest rollouts; the figure of a variant is the least of its runs. `--save`
+keeps the table in `benchmarks/results/throughput/`.
 """
 
 from __future__ import annotations
@@ -68,14 +70,16 @@ VARIANTS: dict[str, Callable[[], None] | None] = {
     "with Lightning's hooks": with_hooks,
     "without acting by NumPy": without_actor,
     "without FlatAdam": without_flat_adam,
-    "fast_paths: false": None,
+    "fast_paths: none": None,
+    "fast_paths: compiled": None,
 }
 
 
 def run_here(args: argparse.Namespace) -> None:
     """Run one variant, and print its microseconds per step."""
     torch.set_num_threads(measure.THREADS)
-    workload = measure.workload(args) | {"fast_paths": args.only != "fast_paths: false"}
+    asked = args.only.removeprefix("fast_paths: ")
+    workload = measure.workload(args) | {"fast_paths": asked if asked in ("none", "compiled") else "auto"}
     if (change := VARIANTS[args.only]) is not None:
         change()
     clock = measure.Clock()
@@ -114,6 +118,9 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     measure.add_arguments(parser)
     parser.add_argument("--backend", choices=["sync", "native"], default="sync")
     parser.add_argument("--repeats", type=int, default=2, help="runs of each variant")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="compare these alone"
+    )
     parser.add_argument("--only", choices=list(VARIANTS), help="run one variant once, in this process")
     parser.add_argument("--save", action="store_true", help="keep the result")
     return parser.parse_args(args)
@@ -124,9 +131,9 @@ if __name__ == "__main__":
     if arguments.only:
         run_here(arguments)
         sys.exit()
-    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    times: dict[str, list[float]] = {name: [] for name in arguments.variants}
     for repeat in range(arguments.repeats):
-        for name in VARIANTS:
+        for name in arguments.variants:
             times[name].append(run(arguments, name, arguments.seed + repeat))
             print(f"{times[name][-1]:8.2f} us/step  {name}", file=sys.stderr, flush=True)
     result = {"workload": arguments.workload, "backend": arguments.backend, "variants": table(times)}

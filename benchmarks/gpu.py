@@ -115,7 +115,7 @@ def training(args: argparse.Namespace, device: torch.device, compiled: bool) -> 
         seed=0,
     )
     torch.manual_seed(0)
-    model = PPO(data.observation_space, data.action_space, debug={"compile_loss": compiled})
+    model = PPO(data.observation_space, data.action_space, debug={"fast_paths": "compiled" if compiled else "auto"})
     done: list[float] = []
 
     def note(*_: object) -> None:

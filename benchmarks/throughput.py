@@ -170,7 +170,7 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     measure.add_arguments(parser)
     parser.add_argument("--backend", choices=["sync", "native", "torch", "envpool"], default="sync")
-    parser.add_argument("--compiled", action="store_true", help="compile what can be")
+    parser.add_argument("--compiled", action="store_true", help="compile the update")
     parser.add_argument("--plain", action="store_true", help="without fast paths")
     parser.add_argument("--full", action="store_true", help="with logger, checkpoints and progress bar")
     parser.add_argument("--share", action="store_true", help="measure the share of Trainer, hooks and logging")
@@ -178,15 +178,19 @@ def parse(args: list[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(args)
     if parsed.share and "algorithm" in measure.WORKLOADS[parsed.workload]:
         parser.error(f"workload={parsed.workload!r}: expected one of PPO for --share")
-    if parsed.compiled and measure.WORKLOADS[parsed.workload].get("algorithm") == "impala":
-        parser.error(f"workload={parsed.workload!r}: expected one of PPO or PPG for --compiled")
+    if parsed.compiled and parsed.plain:
+        parser.error("expected --compiled or --plain, not both")
     return parsed
+
+
+def _fast_paths(args: argparse.Namespace) -> str:
+    return "compiled" if args.compiled else "none" if args.plain else "auto"
 
 
 if __name__ == "__main__":
     arguments = parse()
     torch.set_num_threads(measure.THREADS)
-    chosen = measure.workload(arguments) | {"compiled": arguments.compiled, "fast_paths": not arguments.plain}
+    chosen = measure.workload(arguments) | {"fast_paths": _fast_paths(arguments)}
     if arguments.share:
         kind = "full" if arguments.full else "shown"
         result = share(arguments, chosen, kind)

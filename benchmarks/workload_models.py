@@ -85,6 +85,7 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         value_coef=workload["vf_coef"],
         policy=_policy(workload),
         normalization={"observations": workload["normalize"], "rewards": workload["normalize"]},
+        debug={"fast_paths": workload.get("fast_paths", "auto")},
     )
 
 
@@ -97,19 +98,18 @@ def _policy(workload: dict[str, Any]) -> dict[str, Any]:
 
 def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
     """Return the options of PPO and PPG."""
-    fast_paths = workload.get("fast_paths", True)
+    is_plain = workload.get("fast_paths", "auto") == "none"
     return {
         "num_epochs": workload["epochs"],
         "num_minibatches": workload["minibatches"],
         "optimizer": {
-            "name": "lightning_rl.fast.FlatAdam" if fast_paths else "torch.optim.Adam",
+            "name": "torch.optim.Adam" if is_plain else "lightning_rl.fast.FlatAdam",
             "options": {"eps": workload["adam_eps"], "fused": True},
             "max_grad_norm": workload["max_grad_norm"],
         },
         "gae_lambda": workload["gae_lambda"],
         "clip_range": workload["clip"],
         "advantages": {"normalize": "minibatch" if workload["norm_adv"] else "none"},
-        "debug": {"compile_loss": workload.get("compiled", False), "fast_paths": fast_paths},
     }
 
 

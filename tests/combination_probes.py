@@ -116,8 +116,10 @@ def data_options(combination: Combination) -> dict[str, Any]:
     observation, action, _, masked = combination
     return {
         "env_id": "tests.combination_probes:Probe/Combined-v0",
-        "env": {"kwargs": {"observation": observation, "action": action, "masked": masked}},
-        "action_mask": "info.action_mask" if masked else None,
+        "env": {
+            "kwargs": {"observation": observation, "action": action, "masked": masked},
+            "action_mask": "info.action_mask" if masked else None,
+        },
         "rollout_length": 8,
     }
 

@@ -161,8 +161,8 @@ def _counts_more_than(value: Any, limit: int) -> bool:
     return isinstance(value, int) and abs(value) > limit
 
 
-_SLOW = ("debug.compile_loss",)
-"""Options that take a minute, as worker processes take seconds."""
+_SLOW = ("async", "compiled")
+"""Values that start worker processes or a compiler."""
 
 
 class Option(NamedTuple):
@@ -220,7 +220,7 @@ def meant_values(made: type[Any], name: str) -> list[Any]:
             return [True, False]
         return [value for part in typing.get_args(hint) for value in of(part)]
 
-    return [] if name in _SLOW else [value for value in of(option.hint) if value != "async"]
+    return [value for value in of(option.hint) if value not in _SLOW]
 
 
 def random_value(generator: random.Random) -> Any:

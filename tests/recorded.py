@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from lightning_rl import IMPALA, PPG, PPO, VMPO, PPOKLPenalty, Rollout
+from lightning_rl import IMPALA, PPG, PPO, VMPO, PPOKLPenalty, Rollout, fast
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.nested import map_leaves, map_stacked
@@ -72,6 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "advantages": {"recompute_advantages": True},
         "target_kl": 1e-2,
     },
+    "compiled": {"debug": {"fast_paths": "compiled"}, "learning_rate": 5e-3, "entropy_coef": 0.01},
     "better_half": {"learning_rate": 1e-3},
     "weighted_half": {"learning_rate": 1e-3},
     "penalties": {
@@ -116,11 +118,11 @@ def fixed_model(option: str = "minibatch", precision: str = "64-true", alone: bo
     # Ranks have no fast paths: their rounding is that of plain PyTorch.
     small = {
         "policy": {"hidden_sizes": (8,)},
-        "debug": {"fast_paths": False},
+        "debug": {"fast_paths": "none"},
         "num_epochs": EPOCHS,
         "num_minibatches": MINIBATCHES_OF_A_PASS,
     }
-    options = merged(small, NORMALIZED, OPTIONS[option])
+    options = merged(small, NORMALIZED, OPTIONS[option], {"debug": {"fast_paths": "none"}} if alone else {})
     algorithm: type[PPO] = options.pop("algorithm", cls)
     if not issubclass(algorithm, PPO | VMPO):  # one step for each rollout
         options = {name: x for name, x in options.items() if name not in ("num_epochs", "num_minibatches")}
@@ -297,4 +299,7 @@ def learn_alone(option: str, precision: str) -> tuple[dict[str, Any], list[list[
 def learn_as_rank(option: str, precision: str, rollouts: list[Rollout]) -> dict[str, Any]:
     """What a rank learns from its halves."""
     model = fixed_model(option, precision)
-    return learn(model, FixedRollouts(rollouts, model), precision, devices=2, strategy="ddp")
+    with patch.object(fast.programs, "compiled", lambda function, *_: function):  # compiling takes seconds
+        learned = learn(model, FixedRollouts(rollouts, model), precision, devices=2, strategy="ddp")
+    assert isinstance(model.steps.engine, fast.CompiledEngine) == (option == "compiled")
+    return learned

@@ -214,7 +214,7 @@ class OnPolicyAlgorithm(LightningModule):
         with options_named(POLICY_OPTIONS):
             self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
-        self.policy.fast_paths = self.fast_paths
+        self.policy.fast_paths = self.fast_paths != "none"
         check_optimizers(self.policy, self._optimizer_specs(), options["optimizer.groups"])
         self.try_optimizers(on_any_device=True)
         self.weight_penalty = WeightPenalty(
@@ -244,7 +244,6 @@ class OnPolicyAlgorithm(LightningModule):
         )
         self.steps.num_value_epochs = options["optimizer.num_value_epochs"]
         self.steps.critic_warmup_steps = options["optimizer.critic_warmup_steps"]
-        self.steps.compiles = options["debug.compile_loss"]
         if (adaptive := options["optimizer.adaptive_learning_rate"]) is not None:
             self.steps.adaptive_learning_rate = AdaptiveLearningRate(**adaptive)
 
@@ -357,7 +356,7 @@ class OnPolicyAlgorithm(LightningModule):
         """
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
-        cut = self.estimator.minibatches(batch, order, num_minibatches)
+        cut = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
         # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
         for parts in [list(cut)] if world_size() > 1 else ([part] for part in cut):
             set_global_weights(parts)
@@ -705,6 +704,10 @@ class OnPolicyAlgorithm(LightningModule):
         on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        problem = None
+        problem = fast.compiler_problem(trainer.strategy.root_device)
+        possible = self.fast_paths != "compiled" or problem is None
+        check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
         check_modes_agree(self.policy)
         if (memory := getattr(self.policy, "memory", None)) is not None:
             expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"

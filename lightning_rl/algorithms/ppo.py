@@ -152,9 +152,8 @@ class PPO(OnPolicyAlgorithm):
     def loss(self, batch: Batch) -> Loss:
         """Return the loss of equation 9 over a minibatch.
 
-        With `debug.fast_paths`, as by default, two small networks on a CPU are learned by the closed form instead: set
-        it to false to step through these lines. A subclass that overrides them, or what they call, is never passed
-        over.
+        With `debug.fast_paths: auto`, the default, the closed form computes two small networks on a CPU instead: set it
+        to `none` to step through these lines. A subclass that overrides them, or what they call, is never passed over.
         """
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)
@@ -201,8 +200,6 @@ class PPO(OnPolicyAlgorithm):
         """Check, besides what every algorithm does, that the rollouts to come can be cut into minibatches."""
         super().check_run(trainer, rollout_shape)
         memory = getattr(self.policy, "memory", None)
-        expected = "false with memory, whose sequences have other lengths in each rollout"
-        check(not (self.steps.compiles and memory is not None), "debug.compile_loss", True, expected)
         if rollout_shape is not None:
             num_sequences = None if memory is None else memory.num_sequences(rollout_shape)
             num_rows = math.prod(rollout_shape)
@@ -211,10 +208,6 @@ class PPO(OnPolicyAlgorithm):
                 check(num_rows % size == 0, "minibatch_size", size, expected)
             check_minibatches(num_rows, self.parts_of(num_rows), num_sequences)
             self.check_rows(num_rows * trainer.world_size, self.parts_of(num_rows))
-        on_xla = trainer.strategy.root_device.type == "xla"
-        check(
-            not (self.steps.compiles and on_xla), "debug.compile_loss", True, "false on XLA, which compiles by itself"
-        )
 
     def check_rows(self, num_rows: int, num_minibatches: int) -> None:
         """Raise where minibatches of so many rows of all ranks have nothing to learn.

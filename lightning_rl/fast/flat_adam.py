@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 # PyTorch has no public way to find the hooks of all optimizers. Checked with PyTorch 2.8 and 2.13.
@@ -24,7 +24,7 @@ _MOST_ENTRIES = 2**18
 
 def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
     """Return `FlatAdam` for an algorithm on a device that it is made for, None elsewhere."""
-    if not model.options["debug.fast_paths"] or model.device.type not in ("cpu", "cuda"):
+    if model.options["debug.fast_paths"] == "none" or model.device.type not in ("cpu", "cuda"):
         return None
     return {"class_path": "lightning_rl.fast.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
 
@@ -41,7 +41,7 @@ class FlatAdam(Adam):
     It has Adam's arguments.
     """
 
-    _laid_out: dict[int, _Vectors | None] | None = None  # by identity of the group; None: as Adam does
+    _laid_out: dict[int, Vectors | None] | None = None  # by identity of the group; None: as Adam does
 
     _has_step_hooks = False
 
@@ -65,6 +65,24 @@ class FlatAdam(Adam):
             vectors = self._vectors_of(group)
             own = group["params"] if vectors is None else [vectors.values]
             found += [tensor for tensor in own if tensor.grad is not None]
+        return found
+
+    def all_vectors(self) -> list[Vectors] | None:
+        """Return the vectors of all groups for a step that is taken on them; None if Adam has to step a group.
+
+        The gradients of the parameters then are views of the vectors.
+        """
+        if self._is_watched():
+            return None
+        found: list[Vectors] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            vectors = self._vectors_of(group)
+            if vectors is None:
+                return None
+            found.append(vectors)
         return found
 
     def step_alone(self) -> None:
@@ -110,7 +128,7 @@ class FlatAdam(Adam):
         hooks = (self._has_step_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
         return any(hooks) or "step" in vars(self)
 
-    def _vectors_of(self, group: dict[str, Any]) -> _Vectors | None:
+    def _vectors_of(self, group: dict[str, Any]) -> Vectors | None:
         """Return the vectors of a group, with its gradients; None if Adam has to step each parameter by itself."""
         if self._laid_out is None:
             self._laid_out = {}
@@ -119,7 +137,7 @@ class FlatAdam(Adam):
             vectors = self._laid_out[key]
             if vectors is None or vectors.gather(self):
                 return vectors
-        vectors = _Vectors(self, group) if self._can_lay_out(group) else None
+        vectors = Vectors(self, group) if self._can_lay_out(group) else None
         if any(parameter.grad is not None for parameter in group["params"]):
             self._laid_out[key] = vectors
         return vectors
@@ -144,11 +162,12 @@ class FlatAdam(Adam):
         )
 
 
-class _Vectors:
+class Vectors:
     """What a group of Adam has, side by side.
 
     Attributes:
         group: The group.
+        parameters: Parameters of the group.
         values: Parameters, with their gradients in `grad`.
         exp_avg: First moments.
         exp_avg_sq: Second moments.
@@ -157,11 +176,11 @@ class _Vectors:
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.group = group
-        self.parameters: list[Tensor] = group["params"]
+        self.parameters: list[nn.Parameter] = group["params"]
         first = self.parameters[0]
         alignment = _ALIGNMENT_BYTES // first.element_size()
         sizes = [-(-parameter.numel() // alignment) * alignment for parameter in self.parameters]
-        self._begins = [0, *itertools.accumulate(sizes)]
+        self.begins = [0, *itertools.accumulate(sizes)]
         states = [optimizer.state[parameter] for parameter in self.parameters]
         self.values, values = self._side_by_side([parameter.detach() for parameter in self.parameters])
         self.exp_avg, self._moments = self._side_by_side([state.get("exp_avg") for state in states])
@@ -173,6 +192,24 @@ class _Vectors:
         for parameter, view, gradient in zip(self.parameters, values, self._gradients, strict=True):
             parameter.data, parameter.grad = view, gradient
         self._places = [parameter.data_ptr() for parameter in self.parameters]
+        self._rate, self._rate_tensor = -1.0, torch.zeros((), dtype=torch.float64)
+
+    def places(self) -> list[tuple[nn.Parameter, tuple[int, int, torch.Size]]]:
+        """Return where each parameter begins, its size, and its shape."""
+        pairs = zip(self.parameters, self.begins, strict=False)
+        return [(parameter, (begin, parameter.numel(), parameter.shape)) for parameter, begin in pairs]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return parameters, gradients, first and second moments, numbers of steps, and the learning rate."""
+        assert self.values.grad is not None
+        self.update_rate()
+        return self.values, self.values.grad, self.exp_avg, self.exp_avg_sq, self.steps, self._rate_tensor
+
+    def update_rate(self) -> None:
+        """Make the learning rate in `tensors` the rate of the group."""
+        if self.group["lr"] != self._rate:
+            self._rate = float(self.group["lr"])
+            self._rate_tensor.fill_(self._rate)
 
     def gather(self, optimizer: Optimizer) -> bool:
         """Bring the gradients side by side; False if parameters and state no longer refer to these vectors.
@@ -223,8 +260,8 @@ class _Vectors:
     def _side_by_side(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """Return one vector that has `parts`, 0 where there are none, and the views of it in the parameters' shapes."""
         first = self.parameters[0]
-        vector = torch.zeros(self._begins[-1], dtype=first.dtype, device=first.device)
-        places = zip(self._begins, self.parameters, strict=False)
+        vector = torch.zeros(self.begins[-1], dtype=first.dtype, device=first.device)
+        places = zip(self.begins, self.parameters, strict=False)
         views = [vector[begin : begin + parameter.numel()].view_as(parameter) for begin, parameter in places]
         for view, part in zip(views, parts, strict=True):
             if part is not None:

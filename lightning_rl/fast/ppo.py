@@ -115,8 +115,6 @@ class PPOLoss:
         for name, option in _OPTIONS.items():
             if getattr(model, name):
                 return f"{option} is set"
-        if model.steps.compiles:
-            return "debug.compile_loss is set"
         if any(model.weight_penalty.coefficients.values()):
             return "weights are penalized"
         if model.frozen_parameters(None):

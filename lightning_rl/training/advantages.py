@@ -165,13 +165,17 @@ class AdvantageEstimator:
             return batch
         return self._with_normalized(batch.replace(), self.standardized(batch))
 
-    def minibatches(self, batch: Batch, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
+    def minibatches(
+        self, batch: Batch, order: Tensor, num_minibatches: int, loss_is_compiled: bool = False
+    ) -> Iterator[Batch]:
         """Yield the minibatches of a pass; if each is normalized for itself, with normalized advantages.
 
-        That of all of them at once takes little longer than of one, and ranks talk to each other once.
+        That of all of them at once takes little longer than of one, and ranks talk to each other once. A compiled loss
+        normalizes the advantages of a minibatch at almost no cost.
         """
         cut = batch.minibatches(order, num_minibatches)
-        if self.normalize != "minibatch" or batch.is_normalized:
+        in_loss = loss_is_compiled and batch.is_plain and world_size() == 1
+        if self.normalize != "minibatch" or batch.is_normalized or in_loss:
             yield from cut
             return
         if not batch.is_plain:

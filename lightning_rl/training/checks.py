@@ -67,7 +67,7 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
 _CLASSES = ("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name")
 _FLAGS = (
     *("optimizer.anneal", "advantages.recompute_values", "advantages.recompute_advantages"),
-    *("debug.check_numerics", "debug.histograms", "debug.fast_paths", "debug.compile_loss"),
+    *("debug.check_numerics", "debug.histograms"),
 )
 _CHOICES = {
     "advantages.on_truncation": ("bootstrap", "terminal"),
@@ -75,6 +75,7 @@ _CHOICES = {
     "advantages.value_target": ("td_lambda", "empirical"),
     "advantages.normalize": ("minibatch", "rollout", "none"),
     "normalization.update": ("after", "before"),
+    "debug.fast_paths": ("auto", "compiled", "none"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +157,10 @@ class ScheduledOptions:
             if name in values:
                 set_learning_rate(optimizer, values[name])
         return values
+
+    def attributes(self, module: LightningModule) -> Iterator[tuple[object, str]]:
+        """Yield owner and name of each attribute that changes over the run, but for learning rates."""
+        yield from ((self._owners.get(name, module), name) for name in self._schedules if name not in RATES)
 
     def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
         """Raise unless there is an end for the schedules that go to the end.

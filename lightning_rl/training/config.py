@@ -163,16 +163,15 @@ class DebugConfig:
             not finite. One more ends the run with an error that names a file for `FailedUpdate.load`.
         histograms: Log histograms of actions, advantages, parameters and gradients at the end of the first and the last
             pass over a logged rollout; needs a logger like TensorBoard's.
-        fast_paths: Act and learn by faster code with the same numbers up to rounding; see docs/algorithms/ppo.md.
-        compile_loss: Compile the loss, the network included, with `torch.compile`; not with memory. The first update
-            waits for the compiler; see docs/algorithms/ppo.md.
+        fast_paths: Faster code for acting and learning, with the same numbers up to rounding. `auto` uses code that
+            needs no compiler, such as a closed form of PPO's loss for small networks on the CPU; `compiled` compiles
+            the update into one program; `none` uses plain PyTorch and Lightning. See docs/algorithms/ppo.md.
     """
 
     check_numerics: bool = False
     max_skipped_updates: int = 0
     histograms: bool = False
-    fast_paths: bool = True
-    compile_loss: bool = False
+    fast_paths: Literal["auto", "compiled", "none"] = "auto"
 
 
 # Users may give a dict of the fields to change. jsonargparse must not see the union: it would ask for `class_path`.
@@ -187,7 +186,7 @@ else:
 
 OPTIONS_OF_PASSES = (
     *("optimizer.num_value_epochs", "optimizer.critic_warmup_steps", "optimizer.adaptive_learning_rate"),
-    *("advantages.recompute_advantages", "debug.compile_loss"),
+    "advantages.recompute_advantages",
 )
 """Options that need several passes over a rollout, or a measured KL divergence."""
 OPTIONS_OF_TARGETS = ("advantages.estimator", "advantages.value_target", "advantages.recompute_values")

@@ -54,7 +54,21 @@ class FailedMinibatch(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes gradients and steps optimizers: `EagerEngine`, or one with the same results up to rounding."""
+    """Computes gradients and steps optimizers: `EagerEngine`, or one with the same results up to rounding.
+
+    Attributes:
+        compiles_loss: Whether the operations of a loss are one program.
+    """
+
+    compiles_loss: bool
+
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Any:  # noqa: ANN401
+        """Take and count a whole step on a minibatch if updates are open, and return what came of it: a `StepResult`.
+
+        None if the engine computes loss, gradient and step one after the other; the minibatch is then still to be
+        learned from.
+        """
+        ...
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
         """Return the loss over a minibatch, whose `total` is for `backward`."""
@@ -75,6 +89,12 @@ class Engine(Protocol):
 
 class EagerEngine:
     """Gradients by autograd, and steps by Lightning with all of its hooks."""
+
+    compiles_loss = False
+
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
+        """Return None: loss, gradient and step follow one another."""
+        return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
         """Return the loss over a minibatch."""
@@ -114,7 +134,7 @@ class GradientSteps:
         engine: Computes gradients and takes steps.
         part: The half of the network that is learned in the present pass; None: both.
         takes_back: Whether a step is taken back after which the minibatch exceeds a limit that the loss has.
-        compiles: Whether losses are compiled by `torch.compile`.
+        active_set: Index of the set of optimizers that step in the present phase of updates.
         num_sets: How many sets of optimizers there are, each with that of the critic if it has its own.
         num_value_epochs: Passes of the value loss, if not as many as of the other terms.
         critic_warmup_steps: In rollouts that begin before this many environment steps the critic alone is learned.
@@ -135,25 +155,20 @@ class GradientSteps:
         self.check_numerics = check_numerics
         self.engine: Engine = EagerEngine()
         self.part: ActorOrCritic | None = None
-        self.takes_back = self.compiles = False
+        self.takes_back = False
         self.num_sets = 1
         self.num_value_epochs: int | None = None
         self.critic_warmup_steps = 0
         self.adaptive_learning_rate: AdaptiveLearningRate | None = None
         self.failed_minibatch: FailedMinibatch | None = None
         self._noted: dict[str, Tensor] = {}
-        self._compiled: dict[str, Callable[[Any], Loss]] = {}
         self.reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What was compiled is compiled again.
-        return vars(self) | {"_compiled": {}}
 
     def reset(self) -> None:
         """Forget the updates from a rollout, which may not have come to their end."""
         self.record = UpdateRecord(self.model.device)
         self.part, self.failed_minibatch = None, None
-        self._set = 0
+        self.active_set = 0
         self._has_ratios = self._has_value = False
         # Minibatches of which the host does not know yet whether they were finite, with what the device knows.
         self._unchecked: list[tuple[FailedMinibatch, Tensor]] = []
@@ -202,7 +217,7 @@ class GradientSteps:
     @property
     def optimizers(self) -> list[LightningOptimizer]:
         """Those that step in the present phase of updates."""
-        return self.optimizers_of(self._set)
+        return self.optimizers_of(self.active_set)
 
     @contextmanager
     def phase(self, prefix: str, rate_scale: float) -> Iterator[None]:
@@ -214,14 +229,14 @@ class GradientSteps:
         """
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.record.start_phase(prefix)
-        before, self._set = self._set, self.num_sets - 1
+        before, self.active_set = self.active_set, self.num_sets - 1
         self._set_rates(rates, rate_scale)
         self.observe(learning_rate=torch.tensor(rates[0][0] * rate_scale, device=self.model.device))
         try:
             yield
         finally:
             self._set_rates(rates, 1.0)
-            self._set = before
+            self.active_set = before
 
     def _set_rates(self, rates: Sequence[Sequence[float]], scale: float) -> None:
         for optimizer, some in zip(self.optimizers, rates, strict=True):
@@ -263,11 +278,14 @@ class GradientSteps:
         """
         record = self.record
         record.next_minibatch()
+        name = getattr(loss_of, "__name__", "loss")
+        if (whole := self.engine.whole_step(self, loss_of, batch)) is not None:
+            self._record_step(whole, batch, name)
+            return
         optimizers = self.optimizers
         for optimizer in optimizers:
             optimizer.zero_grad()
-        name = getattr(loss_of, "__name__", "loss")
-        loss = self.engine.loss(self.model, self._compile(loss_of, name), batch, self.part)
+        loss = self.engine.loss(self.model, loss_of, batch, self.part)
         if not hasattr(loss, "recorded"):
             raise TypeError(f"{name} has returned {type(loss).__name__}: expected the Loss that self.new_loss gives")
         self._has_value |= loss.has_value
@@ -325,12 +343,14 @@ class GradientSteps:
 
     # ------------------------------------------------------------------ one step
 
-    def _compile(self, loss_of: Callable[[Any], Loss], name: str) -> Callable[[Any], Loss]:
-        if not self.compiles:
-            return loss_of
-        if name not in self._compiled:
-            self._compiled[name] = torch.compile(loss_of, fullgraph=True)
-        return self._compiled[name]
+    def _record_step(self, step: Any, batch: Any, name: str) -> None:  # noqa: ANN401
+        """Record what came of a whole step on a minibatch."""
+        self.record.add_together(step.names, step.values, step.observed)
+        self.record.set_state(*step.state)
+        self._has_value |= step.has_value
+        if step.log_ratios is not None and not self._has_ratios:
+            self.observe_first_ratios(step.log_ratios)
+        self._keep_failed(batch, name)
 
     def record_loss(self, loss: Loss) -> Tensor:
         """Record what a loss is made of, stop the updates where it says so, and return its total."""
@@ -360,6 +380,10 @@ class GradientSteps:
             if not _is_known_finite(norm):
                 # Whether it is finite, in fewer kernels than `isfinite`.
                 self.record.stop_all_phases_unless(norm - norm == 0)
+        self._keep_failed(batch, name)
+
+    def _keep_failed(self, batch: Any, name: str) -> None:  # noqa: ANN401
+        """Keep the first minibatch whose loss or gradient is not finite."""
         if self.failed_minibatch is None:
             one, finite = FailedMinibatch(batch, name, self.part), self.record.finite
             if not finite.is_cpu:

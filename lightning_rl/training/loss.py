@@ -55,17 +55,20 @@ class Loss:
         self.first_log_ratios: Tensor | None = None
         self.limits: dict[str, float] = {}
         self.has_value = False
+        self._total: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def total(self) -> Tensor:
         """The sum of all terms, a scalar with a graph: what is minimized; no term can be added any more.
 
         Raises:
             ValueError: There is no term.
         """
-        if not self.terms:
-            raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
-        return functools.reduce(operator.add, self.terms)
+        if self._total is None:  # not a cached property, whose lock PyTorch's compiler cannot trace
+            if not self.terms:
+                raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
+            self._total = functools.reduce(operator.add, self.terms)
+        return self._total
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
         """Add a term: the mean of `rows`, times `weight`.
@@ -84,7 +87,7 @@ class Loss:
             self._record(name, mean)
             self._sum(mean, weight)
 
-    def add_entropy(self, entropies: Mapping[str, Tensor], coef: float, batch: Batch | None = None) -> None:
+    def add_entropy(self, entropies: Mapping[str, Tensor], coef: Tensor | float, batch: Batch | None = None) -> None:
         """Subtract the mean entropy, times `coef`, and record it and that of each part of the actions.
 
         A coefficient of 0 leaves it out of the sum: the entropy of actions that are impossible has no gradient.
@@ -102,7 +105,7 @@ class Loss:
                 if path:
                     name = f"entropy.{path}"
                     self.observed[name] = self.observed.get(name, 0) + mean.detach()
-            if coef:
+            if isinstance(coef, Tensor) or coef:
                 self._sum(total, -coef)
 
     def add_value(

@@ -94,6 +94,10 @@ class UpdateRecord:
         self.finite = self.finite & finite
         self.is_open = self.finite if no_early_stop else self.is_open & finite
 
+    def set_state(self, is_open: Tensor, finite: Tensor, num_updates: Tensor) -> None:
+        """Set what a whole step has made of these."""
+        self.is_open, self.finite, self.num_updates = is_open, finite, num_updates
+
     def start_phase(self, prefix: str) -> None:
         """Begin another phase of updates, whose terms are named with a prefix of its own.
 

@@ -193,7 +193,6 @@ def test_the_name_of_an_option_without_its_group_suggests_the_full_name(name, fu
     ("algorithm", "options", "message"),
     [
         (A2C, {"optimizer": {"num_value_epochs": 2}}, r"num_value_epochs=2 .* None: A2C makes one gradient step"),
-        (A2C, {"debug": {"compile_loss": True}}, r"compile_loss=True .* False: A2C makes one gradient step"),
         (IMPALA, {"advantages": {"normalize": "rollout"}}, r"normalize='rollout' .* 'none': V-trace advantages"),
         (CLEAR, {"advantages": {"value_target": "empirical"}}, r"value_target='empirical' .* 'td_lambda': V-trace"),
         (VMPO, {"optimizer": {"critic_warmup_steps": 1}}, r"critic_warmup_steps=1 .* 0: V-MPO's passes"),

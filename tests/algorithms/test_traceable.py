@@ -1,13 +1,16 @@
-"""`loss(batch)` is one graph for PyTorch's compiler, for every algorithm without memory."""
+"""`loss(batch)` is one graph for PyTorch's compiler, for every algorithm without memory, and is learned from alike."""
 
 from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 
 import lightning_rl
-from lightning_rl import OnPolicyAlgorithm
-from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, merged, random_rollout
+from lightning_rl import OnPolicyAlgorithm, fast
+from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, FixedRollouts, make_trainer, merged, random_rollout
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "ppo": ("PPO", DISCRETE, {"entropy_coef": 0.1, "target_kl": 0.1}),
@@ -17,15 +20,20 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {
             "normalization": {"values": "popart", "observations": True},
             "clipping": {"dual": 3.0},
-            "optimizer": {"l2": {"policy": 1e-3}},
+            "optimizer": {"l2": {"policy": 1e-3}, "critic": {"learning_rate": 1e-3}, "max_grad_value": 0.1},
         },
+    ),
+    "ppo_multi_discrete": (
+        "PPO",
+        spaces.MultiDiscrete([2, 3]),
+        {"entropy_coef": 0.1, "optimizer": {"num_value_epochs": 2}, "num_epochs": 1},
     ),
     "a2c": ("A2C", DISCRETE, {}),
     "vmpo": ("VMPO", DISCRETE, {}),
     "ppo_kl": ("PPOKLPenalty", CONTINUOUS, {}),
     "tf_agents": ("TFAgentsPPO", CONTINUOUS, {}),
-    "ppg": ("PPG", DISCRETE, {}),
-    "off_policy_ppg": ("OffPolicyPPG", DISCRETE, {}),
+    "ppg": ("PPG", DISCRETE, {"num_policy_iterations": 2, "num_aux_epochs": 1}),
+    "off_policy_ppg": ("OffPolicyPPG", DISCRETE, {"batch_size": 4, "num_policy_iterations": 4, "num_aux_epochs": 1}),
     "impala": ("IMPALA", DISCRETE, {}),
     "clear": ("CLEAR", CONTINUOUS, {}),
     "behaviour_cloning": ("BehaviourCloning", DISCRETE, {}),
@@ -34,26 +42,26 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-def gradients(model: OnPolicyAlgorithm, loss: Any) -> list[torch.Tensor | None]:
-    model.zero_grad()
-    loss.total.backward()
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+def learned(case: str, fast_paths: str) -> OnPolicyAlgorithm:
+    name, space, options = CASES[case]
+    torch.manual_seed(0)
+    cls = getattr(lightning_rl, name)
+    small = {"policy": {"hidden_sizes": (8,)}, "debug": {"fast_paths": fast_paths}}
+    model: OnPolicyAlgorithm = cls(VECTOR, space, **merged(small, options))
+    rollouts = [random_rollout(model.policy, seed=seed) for seed in range(2)]
+    make_trainer(precision="64-true").fit(model, FixedRollouts(rollouts, model))
+    return model
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_is_traced_as_one_graph_with_the_same_numbers(case):
-    name, space, options = CASES[case]
-    torch.manual_seed(0)
-    model: OnPolicyAlgorithm = getattr(lightning_rl, name)(
-        VECTOR, space, **merged({"policy": {"hidden_sizes": (8,)}}, options)
-    )
-    batch = model.batch(random_rollout(model.policy))
+def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case, monkeypatch):
+    """Captured as for the compiler, but run as it is: this needs none."""
     torch.compiler.reset()
-    traced = torch.compile(model.loss, fullgraph=True, backend="eager")(batch)
-    found, expected = gradients(model, traced), gradients(model, eager := model.loss(batch))
-    for metric, value in (eager.metrics | eager.observed).items():
-        torch.testing.assert_close((traced.metrics | traced.observed)[metric], value)
-    assert [x is None for x in found] == [x is None for x in expected]
-    for x, y in zip(found, expected, strict=True):
-        if x is not None:
-            torch.testing.assert_close(x, y)
+    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
+    compiled, expected = learned(case, "compiled"), learned(case, "none")
+    engine: Any = compiled.steps.engine
+    assert isinstance(engine, fast.CompiledEngine) and engine.losses.num_graphs and not engine.losses.has_failed
+    assert compiled.losses == pytest.approx(expected.losses, rel=1e-6, abs=1e-9, nan_ok=True)
+    assert compiled.trainer.global_step == expected.trainer.global_step > 0
+    for found, other in zip(compiled.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-6, atol=1e-9)

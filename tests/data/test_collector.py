@@ -6,7 +6,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-from tests.helpers import merged
 from lightning_rl.data.collector import Collector
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.seeding import derive_seed
@@ -14,6 +13,7 @@ from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
+from tests.helpers import merged
 from tests.probes import Told, collect, make_batch, make_collector, seeds_of
 
 IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
@@ -275,7 +275,10 @@ def test_half_of_the_environments_steps_while_the_policy_acts_on_the_others_and_
         ("Probe/Counter-v0", {"mode": AutoresetMode.NEXT_STEP}),
         ("Probe/Counter-v0", {"mode": AutoresetMode.DISABLED}),
         ("Probe/Counter-v0", {"env": {"previous_action": True}}),
-        ("Probe/Counter-v0", {"env": {"wrappers": ({"class_path": "tests.probes.DoubleVectorReward", "init_args": {}},)}}),
+        (
+            "Probe/Counter-v0",
+            {"env": {"wrappers": ({"class_path": "tests.probes.DoubleVectorReward", "init_args": {}},)}},
+        ),
     ],
 )
 def test_no_environment_steps_ahead_where_others_decide_what_the_policy_sees(acts_ahead, env_id, options):

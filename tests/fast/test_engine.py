@@ -22,7 +22,9 @@ from lightning_rl.training.gradient_steps import EagerEngine
 from tests.helpers import DISCRETE, VECTOR, make_data, make_model, make_trainer
 
 PACKAGE = Path(lightning_rl.__file__).parent
-DOOR = re.compile(r"^.*\b(import fast|fast\.(engine_for|actor|default_optimizer|closed_form))\b.*\n", re.MULTILINE)
+DOOR = re.compile(
+    r"^.*\b(import fast|fast\.(engine_for|actor|default_optimizer|closed_form|compiler_problem))\b.*\n", re.MULTILINE
+)
 """The lines that know of the folder."""
 
 
@@ -89,8 +91,8 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     "IMPALA": (IMPALA, {}, FAST + "autograd: no closed form of its loss is known"),
     "switched off": (
         PPO,
-        {"debug": {"fast_paths": False}},
-        "{} updates by plain PyTorch and Lightning: debug.fast_paths is false",
+        {"debug": {"fast_paths": "none"}},
+        "{} updates by plain PyTorch and Lightning: debug.fast_paths is none",
     ),
 }
 
@@ -160,7 +162,7 @@ def test_runs_without_fast_paths_learn_the_same(case):
             debug={"fast_paths": fast_paths},
             **options,
         )
-        for fast_paths in (True, False)
+        for fast_paths in ("auto", "none")
     ]
     (quick, engine), (plain, other) = ends
     assert (type(engine), type(other)) == (fast.FastEngine, EagerEngine)
@@ -180,7 +182,7 @@ def test_a_copy_of_ppo_has_its_own_members():
     assert closed_form_of(Own(VECTOR, DISCRETE)) == "add_policy_terms is overridden"
 
 
-def test_the_rest_of_the_package_knows_four_names_of_the_folder():
+def test_the_rest_of_the_package_knows_few_names_of_the_folder():
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "fast" not in path.relative_to(PACKAGE).parts:
@@ -189,7 +191,8 @@ def test_the_rest_of_the_package_knows_four_names_of_the_folder():
             if uses or re.search(r"import.*\bfast\b|lightning_rl\.fast", text):
                 found[path.name] = uses
     assert sorted({use for uses in found.values() for use in uses}) == [
-        *("fast.PPOLoss", "fast.actor", "fast.closed_form", "fast.default_optimizer", "fast.engine_for")
+        *("fast.PPOLoss", "fast.actor", "fast.closed_form", "fast.compiler_problem", "fast.default_optimizer"),
+        "fast.engine_for",
     ]
     assert set(found) == {"collector.py", "gradient_steps.py", "base.py", "ppo.py"}
 

@@ -330,7 +330,6 @@ UNSUITED_OPTIONS: list[dict[str, Any]] = [
     {"clipping": {"log_prob": 5.0}},
     {"clipping": {"dual": 3.0}},
     {"clipping": {"value_huber_delta": 1.0}},
-    {"debug": {"compile_loss": True}},
     {"optimizer": {"l2": {"policy": 0.1}}},
     {"normalization": {"values": "running_std"}},
     {"policy": {"shared_encoder": True}},

@@ -174,7 +174,7 @@ def test_a_policy_that_cannot_be_sent_is_refused():
     data = make_actors(actors={"start_method": "spawn"})
     model = make(data)
     model.policy.hook = lambda x: x
-    with pytest.raises(ConfigurationError, match="actors.start_method='spawn' cannot send the policy"):
+    with pytest.raises(ConfigurationError, match=r"actors\.start_method='spawn' cannot send the policy"):
         make_trainer().fit(model, data)
 
 

@@ -1,0 +1,346 @@
+"""Compiled losses of an algorithm: from minibatch to minibatch, with as few checks as are needed.
+
+PyTorch's compiler first captures `loss(batch)` as a graph, with guards on everything in Python that the loss depends
+on. Graph, gradient and step are then compiled into one program. The guards are checked for the first minibatch of each
+rollout, and again where the algorithm, the loss or the shapes have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
+from torch import Tensor, nn
+
+from lightning_rl.distributed import world_size
+from lightning_rl.fast.capture import Capture, Graph, Outline
+from lightning_rl.fast.flat_adam import FlatAdam, Vectors
+from lightning_rl.fast.programs import Gradient, GradientProgram, StepProgram, StepResult, StepState, constants_of
+from lightning_rl.nested import leaves
+from lightning_rl.rollouts.batch import Batch
+
+
+@functools.cache
+def compiler_problem(device: torch.device) -> str | None:
+    """Return why programs cannot be compiled for a device, None if they can."""
+    if device.type not in ("cpu", "cuda"):
+        return f"the device is {device.type}"
+    named = os.environ.get("CXX")
+    if not any(map(shutil.which, [named] if named else ["g++", "c++", "clang++"])):
+        return f"there is no C++ compiler{f' {named}' if named else ''}: install g++ or clang++, or set CXX"
+    return None
+
+
+class CompiledLoss:
+    """A loss without graph, and its gradient; otherwise what `Loss` of the plain engine is.
+
+    Args:
+        outline: The loss.
+        parameters: Parameters that the loss depends on.
+        gradients: The gradient of each of these parameters.
+    """
+
+    def __init__(self, outline: Outline, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+        self._outline = outline
+        self.total, self.has_value = outline.total, outline.has_value
+        self.terms = outline.terms.unbind()
+        self.first_log_ratios = outline.log_ratios
+        self.limits = dict(zip(outline.limit_names, outline.limits, strict=True))
+        self.observed = {name: outline.values[outline.names.index(name)] for name in outline.limit_names}
+        self.parameters, self.gradients = parameters, gradients
+
+    def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
+        """Return names, values, and those of the names that may be NaN or infinite."""
+        return self._outline.names, self._outline.values, self._outline.observed
+
+
+class Binding(NamedTuple):
+    """What stays the same from one minibatch of a rollout to the next.
+
+    Attributes:
+        graph: The graph whose guards hold.
+        program: The program of the graph.
+        inputs: Inputs of the graph, in which those of a minibatch are put.
+        groups: The tensors of each of the optimizers' vectors.
+        vectors: Of the optimizers.
+        signature: Of minibatches like these.
+        attributes: Of the algorithm and the estimator.
+    """
+
+    graph: Graph
+    program: StepProgram | GradientProgram
+    inputs: list[Tensor]
+    vectors: list[Vectors]
+    groups: list[Sequence[Tensor]]
+    signature: tuple[Any, ...]
+    attributes: list[Any]
+
+
+class CompiledLosses:
+    """The compiled losses of an algorithm, for all of a run.
+
+    Args:
+        model: The algorithm.
+    """
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
+        self._model = model
+        self._captures: dict[Any, Capture] = {}
+        # Losses that are not compiled; losses, with a half of the network, whose step is not compiled with them.
+        self._failed: set[Any] = set()
+        self._apart: set[Any] = set()
+        self._scalars: dict[tuple[int, str], Tensor] = {}
+        self._weight = 0.0
+        self._weight_tensor: Tensor | None = None
+        self._binding: Binding | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs of all losses so far."""
+        return sum(capture.count for capture in self._captures.values())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a loss could not be compiled."""
+        return bool(self._failed)
+
+    def begin(self) -> None:
+        """Have the guards checked before the next minibatch."""
+        self._binding = None
+
+    def step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
+        """Take a whole step; None if loss and step are no single program.
+
+        Args:
+            steps: The `GradientSteps` of the algorithm.
+            loss_of: The loss of the algorithm, a method.
+            batch: The minibatch.
+        """
+        key = self._key(loss_of)
+        if world_size() > 1 or steps.takes_back or key in self._failed or (key, steps.part) in self._apart:
+            return None
+        record = steps.record
+        state = StepState(record.is_open, record.finite, record.num_updates)
+        if state.is_open is state.finite:  # one tensor would be one input of the program for good
+            state = state._replace(finite=state.finite.clone())
+        signature = self._signature(loss_of, batch, (StepProgram, steps.part, steps.active_set))
+        if (binding := self._fitted(signature, batch)) is not None:
+            program = cast(StepProgram, binding.program)
+            for vectors in binding.vectors:
+                vectors.update_rate()
+            program(binding.inputs, binding.groups, state)
+            return program.result
+        self._binding = None
+        optimizers = _vectors(steps)
+        if optimizers is None:
+            return None
+        groups = [vectors for some in optimizers for vectors in some]
+        tensors: list[Sequence[Tensor]] = [vectors.tensors() for vectors in groups]
+        learned = {id(parameter) for vectors in groups for parameter in vectors.parameters}
+        limits = steps.max_grad_norm, steps.max_grad_value
+        made_for = (tuple(map(len, optimizers)), *limits, *(constants_of(vectors.group) for vectors in groups))
+        used: StepProgram | None = None
+
+        def compute(graph: Graph) -> Sequence[Tensor]:
+            nonlocal used
+            gradient = graph.gradient
+            assert gradient is not None
+            if {id(parameter) for parameter in gradient.parameters} != learned:
+                return graph.outputs
+            if made_for not in graph.programs:
+                graph.programs[made_for] = StepProgram(graph, gradient, optimizers, *limits)
+            used = cast(StepProgram, graph.programs[made_for])
+            return used(graph.inputs, tensors, state)
+
+        graph = self._guarded(loss_of, batch, compute)
+        if used is None:
+            if graph is not None:
+                self._apart.add((key, steps.part))
+            return None
+        self._bind(loss_of, batch, signature, used, groups, tensors)
+        return used.result
+
+    def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> CompiledLoss | None:  # noqa: ANN401
+        """Return the loss over a minibatch with its gradient; None if it cannot be compiled."""
+        if self._key(loss_of) in self._failed:
+            return None
+        signature = self._signature(loss_of, batch, (GradientProgram, part, None))
+        if (binding := self._fitted(signature, batch)) is not None:
+            graph, program = binding.graph, cast(GradientProgram, binding.program)
+            inputs = binding.inputs
+            return CompiledLoss(graph.outline(inputs, program(inputs)), program.gradient.parameters, program.gradients)
+        self._binding = None
+        outputs: Sequence[Tensor] = ()
+
+        def compute(graph: Graph) -> Sequence[Tensor]:
+            nonlocal outputs
+            assert graph.gradient is not None
+            if None not in graph.programs:
+                graph.programs[None] = GradientProgram(graph, graph.gradient)
+            outputs = cast(GradientProgram, graph.programs[None])(graph.inputs)
+            return outputs
+
+        used = self._guarded(loss_of, batch, compute)
+        if used is None:
+            return None
+        program = cast(GradientProgram, used.programs[None])
+        made = CompiledLoss(used.outline(used.inputs, outputs), program.gradient.parameters, program.gradients)
+        self._bind(loss_of, batch, signature, program, [], [])
+        return made
+
+    def _guarded(
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,  # noqa: ANN401
+        compute: Callable[[Graph], Sequence[Tensor]],
+    ) -> Graph | None:
+        """Check the guards of a loss, and compute its graph; None, with a line of the log, where that fails."""
+        key = self._key(loss_of)
+        if key not in self._captures:
+            if not self._captures:
+                name = type(self._model).__name__
+                rank_zero_info(f"{name}: compiling the update, once, about 10 s (cached for the next run)")
+            self._captures[key] = Capture(loss_of)
+        capture = self._captures[key]
+        capture.compute = compute
+        if isinstance(batch, Batch):
+            batch = self._with_tensor_as_weight(batch)
+        try:
+            with self._tensors_as_scheduled_options():
+                outline = capture(batch)
+                while (graph := cast(Graph, capture.graph)).gradient is None:
+                    graph.understand(outline)
+                    graph.gradient = Gradient(graph, [*self._model.parameters()])
+                    outline = capture(batch)
+                if not graph.has_side_effects:
+                    compute(graph)
+        except Exception as error:
+            self._failed.add(key)
+            reason = str(error).strip().partition("\n")[0]
+            rank_zero_info(
+                f"{type(self._model).__name__}.{key.__name__} cannot be compiled, and is learned by autograd: "
+                f"{type(error).__name__}: {reason}"
+            )
+            return None
+        return graph
+
+    def _key(self, loss_of: Callable[[Any], Any]) -> Any:  # noqa: ANN401
+        return getattr(loss_of, "__func__", loss_of)
+
+    def _signature(self, loss_of: Callable[[Any], Any], batch: Any, how: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401
+        """Return what minibatches have in common that need no new check of guards; None if each needs one."""
+        if type(batch) is not Batch or batch.sequences is not None:
+            return None
+        return self._key(loss_of), how, [*batch.fields], batch.counts_all_rows, batch.is_normalized
+
+    def _attributes(self) -> Iterator[Any]:
+        """Return everything that a loss may read from the algorithm: an update that replaces it changes the loss."""
+        return itertools.chain(vars(self._model).values(), vars(self._model.estimator).values())
+
+    def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:  # noqa: ANN401
+        """Return the binding of the last guarded call with the inputs of another minibatch, None if it does not fit."""
+        binding = self._binding
+        if binding is None or signature is None or binding.signature != signature:
+            return None
+        found = [*leaves(batch.fields)]
+        if binding.graph.layouts.get(len(found[0])) != _layout(found):
+            return None
+        if not all(map(operator.is_, self._attributes(), binding.attributes)):
+            return None
+        self._set_weight(batch)
+        for k, place in binding.graph.places or ():
+            binding.inputs[k] = found[place]
+        return binding
+
+    def _bind(
+        self,
+        loss_of: Callable[[Any], Any],
+        batch: Any,  # noqa: ANN401
+        signature: tuple[Any, ...] | None,
+        program: StepProgram | GradientProgram,
+        vectors: list[Vectors],
+        groups: list[Sequence[Tensor]],
+    ) -> None:
+        """Have further minibatches computed without a check of guards, if each input of the graph is known."""
+        graph = cast(Graph, self._captures[self._key(loss_of)].graph)
+        if signature is None or graph.has_side_effects:
+            return
+        found = [*leaves(batch.fields)]
+        if graph.places is None:
+            of_batch = {id(x): k for k, x in enumerate(found)}
+            model = self._model
+            fixed = {*map(id, (*model.parameters(), *model.buffers(), *self._scalars.values(), self._weight_tensor))}
+            known = (id(x) in fixed or id(x) in of_batch for x in graph.inputs if isinstance(x, Tensor))
+            places = [(k, of_batch[id(x)]) for k, x in enumerate(graph.inputs) if id(x) in of_batch]
+            graph.places = places if all(known) else []
+        if graph.places:
+            graph.layouts[len(found[0])] = _layout(found)
+            attributes = [*self._attributes()]
+            self._binding = Binding(graph, program, [*graph.inputs], vectors, groups, signature, attributes)
+
+    def _set_weight(self, batch: Batch) -> Tensor:
+        """Return a tensor, the same for all minibatches, that has the weight of a row."""
+        weight = batch.weight
+        if self._weight_tensor is None:
+            dtype, device = torch.promote_types(self._model.dtype, torch.float32), self._model.device
+            self._weight_tensor = torch.zeros((), dtype=dtype, device=device)
+        if weight != self._weight:
+            self._weight = weight
+            self._weight_tensor.fill_(weight)
+        return self._weight_tensor
+
+    def _with_tensor_as_weight(self, batch: Batch) -> Batch:
+        """Return a batch whose weight does not become a constant of the graph."""
+        weight, normalized = self._set_weight(batch), batch.is_normalized
+        batch = batch.replace()
+        batch.weight, batch.is_normalized = cast(Any, weight), normalized
+        return batch
+
+    @contextmanager
+    def _tensors_as_scheduled_options(self) -> Iterator[None]:
+        """Put tensors in the place of the options that change over a run, which so are no constants of the graph.
+
+        Zero and infinity stay numbers, since losses leave out terms that have such coefficients.
+        """
+        options = list(self._model.schedules.attributes(self._model))
+        found = [(owner, name, getattr(owner, name)) for owner, name in options]
+        dtype, device = torch.promote_types(self._model.dtype, torch.float32), self._model.device
+        for owner, name, value in found:
+            if isinstance(value, int | float) and value != 0 and math.isfinite(value):
+                key = (id(owner), name)
+                if key not in self._scalars:
+                    self._scalars[key] = torch.zeros((), dtype=dtype, device=device)
+                vars(owner)[name] = self._scalars[key].fill_(value)
+        try:
+            yield
+        finally:
+            for owner, name, value in found:
+                vars(owner)[name] = value
+
+
+def _layout(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return what a program depends on but for the numbers in tensors."""
+    return [(x.shape, x.stride(), x.dtype) for x in tensors]
+
+
+def _vectors(steps: Any) -> list[list[Vectors]] | None:  # noqa: ANN401
+    """Return the vectors of the optimizers in use, None unless all of their parameters are in vectors and learned."""
+    if steps.model.frozen_parameters(steps.part):
+        return None
+    found = []
+    for optimizer in steps.optimizers:
+        raw = optimizer.optimizer
+        vectors = raw.all_vectors() if isinstance(raw, FlatAdam) else None
+        if vectors is None:
+            return None
+        found.append(vectors)
+    return found

@@ -1,0 +1,307 @@
+"""Programs of `torch.compile`: a captured loss with its gradient, and with the step of Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_rl.distributed import world_size
+from lightning_rl.fast.capture import Graph, fresh
+from lightning_rl.fast.flat_adam import Vectors
+
+_NORMS = ("grad_norm", "critic_grad_norm")
+_ABSOLUTE = "total_abs_loss"
+
+
+class Gradient:
+    """The gradient of a graph with respect to the parameters that the loss depends on.
+
+    Args:
+        graph: A captured loss, with the inputs of its last call.
+        parameters: All parameters.
+
+    Attributes:
+        parameters: Those that the loss depends on.
+    """
+
+    def __init__(self, graph: Graph, parameters: Sequence[nn.Parameter]) -> None:
+        self._module, self._total = graph.module, graph.total
+        self._count, self._sizes = len(graph.inputs), graph.sizes
+        known = {id(parameter): parameter for parameter in parameters}
+        given = {k: known[id(x)] for k, x in enumerate(graph.inputs) if id(x) in known}
+        # Autograd finds the parameters without a gradient, which optimizers leave as they are.
+        with torch.enable_grad():
+            total = graph.module(*graph.inputs)[graph.total]
+        found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
+        self._places = [k for k, gradient in zip(given, found, strict=True) if gradient is not None]
+        self._other_places = [k for k in range(self._count) if k not in self._places and k not in graph.sizes]
+        self.parameters = [given[k] for k in self._places]
+
+    def __call__(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Return the gradients and the outputs of the graph; traced by the compiler."""
+
+        def of_parameters(given: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            outputs = self._module(*self.inputs(given, others))
+            return outputs[self._total], outputs
+
+        gradients, outputs = torch.func.grad(of_parameters, has_aux=True)(tuple(parameters))
+        return gradients, outputs
+
+    def inputs(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
+        """Return the inputs of the graph with other parameters."""
+        inputs: list[Any] = [None] * self._count
+        for places, given in ((self._places, parameters), (self._other_places, others)):
+            for k, x in zip(places, given, strict=True):
+                inputs[k] = x
+        for k, (place, dim) in self._sizes.items():
+            inputs[k] = inputs[place].shape[dim]
+        return inputs
+
+    def others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs that are not learned."""
+        return [inputs[k] for k in self._other_places]
+
+
+def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -> Callable[..., Any]:
+    """Return a function of what a graph depends on, compiled, without guards of its own.
+
+    Call it first with the inputs of the graph that it was made with.
+    """
+    for k, dim in graph.dynamic_dims:
+        torch._dynamo.mark_dynamic(graph.inputs[k], dim)  # documented, in spite of the name
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the graph has guards
+    if device.type == "cpu":
+        options["cpp_wrapper"] = True
+    dynamic = None if graph.dynamic_dims else False
+    return torch.compile(fresh(function), fullgraph=True, dynamic=dynamic, options=options)
+
+
+class GradientProgram:
+    """Loss and gradient of a minibatch as one program.
+
+    Args:
+        graph: A captured loss.
+        gradient: Gradient of the graph.
+
+    Attributes:
+        gradients: The gradient of each parameter of `gradient`, of the last call.
+    """
+
+    def __init__(self, graph: Graph, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.gradients: Sequence[Tensor] = ()
+        on_several_ranks = world_size() > 1
+
+        def program(learned: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
+            gradients, outputs = gradient(learned, others)
+            if on_several_ranks:  # one rank's loss that is not finite must reach the gradient of all ranks
+                factor = 1 + 0 * outputs[graph.total]
+                gradients = [x * factor for x in gradients]
+            return gradients, outputs
+
+        self._program = compiled(program, graph, gradient.parameters[0].device)
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute `gradients`, and return the outputs of the graph."""
+        with torch.no_grad():
+            learned = [parameter.detach() for parameter in self.gradient.parameters]
+            self.gradients, outputs = self._program(learned, self.gradient.others(inputs))
+        return outputs  # type: ignore[no-any-return]
+
+
+class StepState(NamedTuple):
+    """What decides about a step.
+
+    Attributes:
+        is_open: Whether updates are still made.
+        finite: Whether every loss and gradient has been finite.
+        num_updates: Number of updates that were made.
+    """
+
+    is_open: Tensor
+    finite: Tensor
+    num_updates: Tensor
+
+
+class StepResult(NamedTuple):
+    """What came of a whole step.
+
+    Attributes:
+        names: Names of the recorded values.
+        values: The recorded values, `[len(names)]`.
+        observed: Those of the names that may be NaN or infinite.
+        log_ratios: Logarithms of the importance ratios, `[N]`.
+        has_value: Whether the loss has a value loss.
+        state: State after the step.
+    """
+
+    names: tuple[str, ...]
+    values: Tensor
+    observed: tuple[str, ...]
+    log_ratios: Tensor | None
+    has_value: bool
+    state: StepState
+
+
+class StepProgram:
+    """Loss, gradient, clipping and the steps of `FlatAdam` for a minibatch as one program.
+
+    Args:
+        graph: A captured loss.
+        gradient: Gradient of the graph.
+        optimizers: The vectors of each optimizer, which have all parameters of the gradient.
+        max_norm: Maximum global norm of the gradient of each optimizer; None does not clip.
+        max_value: Maximum absolute entry of the gradient; None does not clip.
+
+    Attributes:
+        result: What came of the last call.
+    """
+
+    result: StepResult
+
+    def __init__(
+        self,
+        graph: Graph,
+        gradient: Gradient,
+        optimizers: Sequence[Sequence[Vectors]],
+        max_norm: float | None,
+        max_value: float | None,
+    ) -> None:
+        self._graph, self._gradient = graph, gradient
+        sizes = [len(some) for some in optimizers]
+        groups = [vectors for some in optimizers for vectors in some]
+        places = {id(p): (k, *place) for k, vectors in enumerate(groups) for p, place in vectors.places()}
+        learned_places = [places[id(parameter)] for parameter in gradient.parameters]
+        lengths = [vectors.values.numel() for vectors in groups]
+        constants = [constants_of(vectors.group) for vectors in groups]
+        before = graph.outline(graph.inputs, graph.outputs)
+        self._names = (*before.names, *_NORMS[: len(sizes)], _ABSOLUTE)
+        self._observed, self._has_value = before.observed, before.has_value
+        keeps_all, has_ratios = graph.has_side_effects, before.log_ratios is not None
+
+        def program(
+            given: Sequence[Sequence[Tensor]], others: Sequence[Tensor], state: Sequence[Tensor]
+        ) -> tuple[Any, ...]:
+            learned = [given[k][0][begin : begin + size].view(shape) for k, begin, size, shape in learned_places]
+            gradients, outputs = gradient(learned, others)
+            loss = graph.outline(gradient.inputs(learned, others), outputs)
+            flat = _side_by_side(gradients, learned_places, lengths)
+            is_open, finite, num_updates = state
+            for name, limit in zip(loss.limit_names, loss.limits, strict=True):
+                is_open = is_open & (loss.values[loss.names.index(name)] <= limit)
+            norms, first = [], 0
+            for count in sizes:
+                own = flat[first : first + count]
+                norm = _norm(own)
+                norms.append((norm + 0 * loss.total).reshape(1).to(loss.values.dtype))
+                if max_value is not None:
+                    own = [x.clamp(-max_value, max_value) for x in own]
+                    norm = _norm(own)
+                if max_norm is not None:
+                    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+                    own = [x * factor for x in own]
+                flat[first : first + count] = own
+                first += count
+            recorded = torch.cat([loss.values, *norms, loss.terms.abs().sum().reshape(1)])
+            are_finite = torch.cat(norms)
+            finite = finite & (are_finite - are_finite == 0).all()
+            is_open = is_open & finite
+            for tensors, x, numbers in zip(given, flat, constants, strict=True):
+                _take_adam_step(tensors, x, is_open, *numbers)
+            kept = outputs if keeps_all else (loss.log_ratios,) if has_ratios else ()
+            return recorded, (is_open, finite, num_updates + is_open), kept
+
+        self._program = compiled(program, graph, gradient.parameters[0].device)
+
+    def __call__(self, inputs: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], state: StepState) -> Sequence[Any]:
+        """Take a step, and return the outputs of the graph if they matter.
+
+        Args:
+            inputs: Inputs of the graph.
+            groups: The tensors of each of the optimizers' vectors.
+            state: State before the step.
+        """
+        with torch.no_grad():
+            values, after, outputs = self._program(groups, self._gradient.others(inputs), tuple(state))
+        if self._graph.has_side_effects:
+            ratios = self._graph.outline(inputs, outputs).log_ratios
+        else:
+            ratios = outputs[0] if outputs else None
+        given = (self._names, values, self._observed, ratios, self._has_value)
+        self.result = StepResult(*given, StepState(*after))
+        return outputs  # type: ignore[no-any-return]
+
+
+def constants_of(group: dict[str, Any]) -> tuple[float, float, float, float, bool]:
+    """Return the options of a group of Adam that a program has as constants."""
+    first, second = map(float, group["betas"])
+    return first, second, group["eps"], group["weight_decay"], group["maximize"]
+
+
+def _side_by_side(
+    gradients: Sequence[Tensor], places: Sequence[tuple[int, int, int, Any]], lengths: Sequence[int]
+) -> list[Tensor]:
+    """Return gradients in the layout of the vectors of optimizers, 0 in between."""
+    parts: list[list[Tensor]] = [[] for _ in lengths]
+    ends = [0] * len(lengths)
+    in_order = sorted(zip(places, gradients, strict=True), key=lambda pair: pair[0][:2])
+    for (k, begin, size, _), gradient in in_order:
+        if begin > ends[k]:
+            parts[k].append(gradient.new_zeros(begin - ends[k]))
+        parts[k].append(gradient.reshape(-1))
+        ends[k] = begin + size
+    for k, length in enumerate(lengths):
+        if length > ends[k]:
+            parts[k].append(parts[k][0].new_zeros(length - ends[k]))
+    return [torch.cat(some) for some in parts]
+
+
+def _norm(vectors: Sequence[Tensor]) -> Tensor:
+    """Return the global norm of vectors."""
+    norms: list[Tensor] = [torch.linalg.vector_norm(x) for x in vectors]
+    if len(norms) == 1:
+        return norms[0]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def _take_adam_step(
+    tensors: Sequence[Tensor],
+    gradient: Tensor,
+    condition: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """Step a vector of parameters as fused Adam does where `condition` holds.
+
+    Args:
+        tensors: Those of `Vectors.tensors`.
+        gradient: Gradient of the vector.
+        condition: A boolean scalar.
+        beta1: Decay of the first moments.
+        beta2: Decay of the second moments.
+        eps: Added to the root of the second moments.
+        weight_decay: Factor of the parameters in the gradient.
+        maximize: Whether to step up the gradient.
+    """
+    values, kept, exp_avg, exp_avg_sq, steps, rate = tensors
+    kept.copy_(gradient)
+    if maximize:
+        gradient = -gradient
+    if weight_decay:
+        gradient = gradient + weight_decay * values
+    count = steps[0].double() + condition
+    step_size = (rate / (1 - beta1**count)).to(values.dtype)
+    scale = (1 - beta2**count).sqrt().to(values.dtype)
+    first = torch.lerp(exp_avg, gradient, 1 - beta1)
+    second = beta2 * exp_avg_sq + (1 - beta2) * gradient * gradient
+    stepped = values - step_size * first / (second.sqrt() / scale + eps)
+    for tensor, new in ((values, stepped), (exp_avg, first), (exp_avg_sq, second)):
+        tensor.copy_(torch.where(condition, new, tensor))
+    steps.add_(condition)

@@ -1,0 +1,259 @@
+"""The compiled engine: when it updates, what it keeps of the plain engine, and what it says."""
+
+import logging
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lightning_rl import PPO, fast
+from lightning_rl.fast import compiled as module
+from lightning_rl.validation import ConfigurationError
+from tests.helpers import (
+    CONTINUOUS,
+    DISCRETE,
+    VECTOR,
+    FixedRollouts,
+    assert_equal_parameters,
+    make_data,
+    make_model,
+    make_trainer,
+    merged,
+    parameters_of,
+    random_rollout,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+HAS_COMPILER = any(map(shutil.which, ["g++", "c++", "clang++"]))
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler")
+
+SMALL: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 2, "num_minibatches": 2, "learning_rate": 1e-2}
+
+
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run programs as they are, since compiling takes seconds."""
+    torch.compiler.reset()
+    monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
+
+
+def learn(
+    space: Any = DISCRETE,
+    rollouts: Any = range(3),
+    trainer: dict[str, Any] | None = None,
+    fast_paths: str = "compiled",
+    **options: Any,
+) -> PPO:
+    torch.manual_seed(0)
+    model = PPO(VECTOR, space, **merged(SMALL, {"debug": {"fast_paths": fast_paths}}, options))
+    made = [random_rollout(model.policy, seed=seed) for seed in rollouts]
+    make_trainer(**trainer or {}).fit(model, FixedRollouts(made, model))
+    return model
+
+
+def assert_alike(model: PPO, other: PPO, tolerance: float = 1e-6) -> None:
+    expected = parameters_of(other)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=tolerance)
+    assert model.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert model.trainer.global_step == other.trainer.global_step
+
+
+def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
+    return [record.message for record in caplog.records if part in record.message]
+
+
+LINEAR = {"kind": "linear", "start": 0.3, "end": 0.1, "over": 150}
+SCHEDULES: dict[str, Any] = {
+    "clip_range": LINEAR,
+    "clipping": {"value": LINEAR},
+    "entropy_coef": LINEAR,
+    "learning_rate": LINEAR | {"start": 1e-2, "end": 1e-3},
+    "target_kl": LINEAR | {"start": 30.0, "end": 10.0},
+}
+
+
+def test_scheduled_options_do_not_compile_again(as_it_is):
+    model = learn(**SCHEDULES)
+    assert model.steps.engine.losses.num_graphs == 1
+    assert_alike(model, learn(**SCHEDULES, fast_paths="none"))
+
+
+def test_rollouts_with_more_or_fewer_rows_do_not_compile_again(as_it_is):
+    ends = []
+    for fast_paths in ("compiled", "none"):
+        torch.manual_seed(0)
+        model = PPO(VECTOR, DISCRETE, **SMALL, debug={"fast_paths": fast_paths})
+        rollouts = [random_rollout(model.policy, seed=seed, valid=True) for seed in range(4)]
+        assert len({rollout.num_steps for rollout in rollouts}) > 1
+        make_trainer().fit(model, FixedRollouts(rollouts, model))
+        ends.append(model)
+    assert ends[0].steps.engine.losses.num_graphs == 1
+    assert_alike(*ends)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "divergence": {"target_kl": 0.03},
+    "divergence of each update": {"target_kl": 0.03, "clipping": {"rollback": True}},
+    "two optimizers": {"optimizer": {"critic": {"learning_rate": 1e-3}, "max_grad_norm": 0.05, "max_grad_value": 0.02}},
+    "groups": {"optimizer": {"groups": {"*.bias": {"weight_decay": 0.1, "learning_rate_scale": 0.5}}}},
+    "checks": {"debug": {"check_numerics": True}},
+    "another optimizer": {"optimizer": {"name": "torch.optim.RMSprop"}},
+    "warm-up of the critic": {"optimizer": {"critic_warmup_steps": 60, "num_value_epochs": 3}},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_steps_have_the_same_effect(case, as_it_is):
+    model, other = (learn(**OPTIONS[case], fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert not model.steps.engine.losses.has_failed
+    assert_alike(model, other)
+    if case == "divergence":
+        assert model.trainer.global_step < 12
+
+
+def test_updates_that_are_not_finite_are_left_out(as_it_is):
+    class Spoiled(PPO):
+        def batch(self, rollout: Any, **per_step: Any) -> Any:
+            batch = super().batch(rollout, **per_step)
+            if self.policy_version == 1:
+                batch.fields["returns"] = batch.returns * math.nan
+            return batch
+
+    ends = []
+    for fast_paths in ("compiled", "none"):
+        torch.manual_seed(0)
+        model = Spoiled(VECTOR, DISCRETE, **SMALL, debug={"max_skipped_updates": 1, "fast_paths": fast_paths})
+        rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
+        make_trainer().fit(model, FixedRollouts(rollouts, model))
+        ends.append(model)
+    assert_alike(*ends)
+    assert ends[0].trainer.global_step == 8
+
+
+def test_a_number_that_the_loss_reads_may_change_within_a_rollout(as_it_is):
+    class Rising(PPO):
+        def update(self, rollout: Any) -> None:
+            for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
+                self.descend(self.loss, minibatch)
+                self.value_coef = 2.0 if self.value_coef == 0.5 else 0.5
+
+    torch.manual_seed(0)
+    ends = []
+    for fast_paths in ("compiled", "none"):
+        torch.manual_seed(0)
+        model = Rising(VECTOR, DISCRETE, **SMALL, debug={"fast_paths": fast_paths})
+        make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
+        ends.append(model)
+    assert ends[0].steps.engine.losses.num_graphs == 2
+    assert_alike(*ends)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(as_it_is, tmp_path):
+    whole = make_model(data := make_data(), debug={"fast_paths": "compiled"})
+    make_trainer(max_epochs=2).fit(whole, data)
+    first = make_model(data := make_data(), debug={"fast_paths": "compiled"})
+    (trainer := make_trainer(max_epochs=1)).fit(first, data)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    resumed = make_model(data := make_data(), debug={"fast_paths": "compiled"})
+    make_trainer(max_epochs=2).fit(resumed, data, ckpt_path=tmp_path / "model.ckpt")
+    assert resumed.policy_version == whole.policy_version > first.policy_version
+    assert_equal_parameters(resumed, parameters_of(whole))
+
+
+def test_mixed_precision_is_compiled(as_it_is):
+    mixed: dict[str, Any] = {"precision": "bf16-mixed"}
+    model, other = (learn(trainer=mixed, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+    assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.losses.has_failed
+    assert_alike(model, other, tolerance=1e-4)
+
+
+class BeforeStep(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Look on."""
+
+
+UNSUITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "memory": (
+        {"policy": {"memory": "lstm"}},
+        {},
+        "PPO updates by the fast engine, with autograd: the policy has memory, whose sequences have other lengths in "
+        "each rollout",
+    ),
+    "hooks": (
+        {},
+        {"callbacks": [BeforeStep()]},
+        "PPO updates by plain PyTorch and Lightning: BeforeStep overrides on_before_optimizer_step",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSUITED)
+def test_one_line_says_why_nothing_is_compiled(case, as_it_is, caplog):
+    options, trainer, line = UNSUITED[case]
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        data = make_data()
+        make_trainer(**trainer).fit(make_model(data, debug={"fast_paths": "compiled"}, **options), data)
+    assert lines(caplog, " updates by ") == [line]
+    assert not lines(caplog, "compiling")
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    model, trainer = PPO(VECTOR, DISCRETE, debug={"fast_paths": "compiled"}), make_trainer()
+    model.check_run(trainer, None)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module.compiler_problem.cache_clear()
+    try:
+        message = "debug.fast_paths='compiled' is not valid: expected auto, since there is no C.. compiler no-such"
+        with pytest.raises(ConfigurationError, match=message):
+            model.check_run(trainer, None)
+    finally:
+        module.compiler_problem.cache_clear()
+
+
+def test_unknown_fast_paths_are_refused():
+    with pytest.raises(ConfigurationError, match=r"^debug\.fast_paths=True is not valid: expected one of"):
+        PPO(VECTOR, DISCRETE, debug={"fast_paths": True})
+
+
+def test_a_loss_that_cannot_be_compiled_is_learned_by_autograd_with_one_line(as_it_is, caplog):
+    class Reading(PPO):
+        def loss(self, batch: Any) -> Any:
+            loss = super().loss(batch)
+            if float(batch.returns.sum()) > 1e9:
+                loss.add_scalar("more", batch.returns.sum())
+            return loss
+
+    torch.manual_seed(0)
+    model = Reading(VECTOR, DISCRETE, **SMALL, debug={"fast_paths": "compiled"})
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
+    (line,) = lines(caplog, "cannot be compiled")
+    assert line.startswith("Reading.loss cannot be compiled, and is learned by autograd: ")
+    assert_alike(model, learn(rollouts=range(1), fast_paths="none"))
+
+
+@needs_compiler
+def test_the_program_of_the_compiler_learns_the_same(caplog):
+    torch.compiler.reset()
+    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+        model = learn(entropy_coef=0.1, target_kl=10.0)
+    assert not model.steps.engine.losses.has_failed
+    assert len(lines(caplog, "PPO: compiling the update, once, about 10 s (cached for the next run)")) == 1
+    assert_alike(model, learn(entropy_coef=0.1, target_kl=10.0, fast_paths="none"), tolerance=1e-5)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_the_program_of_the_compiler_learns_continuous_actions_and_other_optimizers(monkeypatch):
+    torch.compiler.reset()
+    for options in (
+        {"normalization": {"observations": True}, "optimizer": {"critic": {"learning_rate": 1e-3}}},
+        {"optimizer": {"name": "torch.optim.RMSprop"}},
+    ):
+        model, other = (learn(CONTINUOUS, **options, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
+        assert not model.steps.engine.losses.has_failed
+        assert_alike(model, other, tolerance=1e-5)
