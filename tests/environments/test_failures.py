@@ -19,6 +19,7 @@ from gymnasium.vector import AutoresetMode
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
 from tests.helpers import assert_equal_parameters, make_trainer, merged, parameters_of
@@ -345,7 +346,7 @@ def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     for _ in range(7):
         environments.step(np.zeros(4, np.int64))
     for pipe in environments.env.pipes:
-        pipe.send(("step", 0))
+        send(pipe, ("step", 0))
     environments.close()
     environments.close()
     assert gone(workers, 0.1)
