@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -19,9 +19,10 @@ from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
 from lightning_rl.data.collector import Collector
-from lightning_rl.environments import EnvironmentBatch, EnvironmentSpec, WrapperOptions, make_environments
+from lightning_rl.environments import Backend, EnvConfig, EnvironmentBatch, EnvironmentSpec, make_environments
 from lightning_rl.environments.seeding import derive_seed
 from lightning_rl.nested import leaves, space_leaves
+from lightning_rl.options import changed
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.rollouts.rollout import Rollout
@@ -369,18 +370,16 @@ def make_batch(
     env_id: str,
     num_envs: int = 1,
     *,
+    env: Mapping[str, Any] | None = None,
+    backend: Backend = "sync",
+    evaluation: bool = False,
     mode: AutoresetMode = AutoresetMode.SAME_STEP,
     seed: int = 0,
-    **options: Any,
+    **kwargs: Any,
 ) -> EnvironmentBatch:
-    """Environments with seeds from the tree; keyword arguments that a spec does not know are the environment's."""
-    fields, wrappers = EnvironmentSpec.__dataclass_fields__, WrapperOptions.__dataclass_fields__
-    spec = EnvironmentSpec(
-        env_id,
-        {key: value for key, value in options.items() if key not in fields and key not in wrappers},
-        options=WrapperOptions(**{key: value for key, value in options.items() if key in wrappers}),
-        **{key: value for key, value in options.items() if key in fields},
-    )
+    """Environments with seeds from the tree; `env` has options of `EnvConfig`, `kwargs` are the environment's."""
+    config = changed("env", EnvConfig(kwargs=kwargs), env or {})
+    spec = EnvironmentSpec(env_id, config, backend, evaluation)
     return make_environments(spec, num_envs, seeds_of(num_envs, seed), mode)
 
 
