@@ -12,7 +12,7 @@ from lightning_rl import A2C, PPO, RolloutDataModule
 from lightning_rl.masks import ActionMask
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_model, make_trainer, merged
+from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.mask_probes import CASES, kwargs_of, source_of
 
 BOX = spaces.Box(-1, 1, (3,))
@@ -21,11 +21,8 @@ FOUR = spaces.Discrete(4)
 
 
 def masked_data(name: str = "discrete", where: str = "info", more: dict[str, Any] | None = None, **options: Any):
-    kwargs = kwargs_of(name, where=where, **(more or {}))
-    return make_data(
-        "tests.mask_probes:Probe/Invalid-v0",
-        **merged({"env": {"kwargs": kwargs, "action_mask": source_of(where)}}, options),
-    )
+    env = {"kwargs": kwargs_of(name, where=where, **(more or {})), "action_mask": source_of(where)}
+    return make_data("tests.mask_probes:Probe/Invalid-v0", env=env, **options)
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
@@ -95,9 +92,7 @@ def test_a_network_of_ones_own_and_what_only_the_critic_sees_go_with_masks():
     assert policy.value({"action_mask": mask, "observation": torch.randn(2, 3), "goal": torch.randn(2, 3)}).shape == (
         2,
     )
-    with pytest.raises(
-        ConfigurationError, match=r"^policy.critic_only=.* some of goal, observation, got 'action_mask'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"^critic_only=.* some of goal, observation, got 'action_mask'"):
         ActorCritic(space, FOUR, critic_only=["action_mask"])
     with pytest.raises(ConfigurationError, match=r"network"):
         ActorCritic(space, FOUR, network={"action_mask": "mlp"})
@@ -127,9 +122,8 @@ def test_masks_of_the_wrong_shape_are_refused_before_anything_is_collected():
     ):
         PPO(data.observation_space, data.action_space)
     with pytest.raises(ConfigurationError, match=r"^action_mask has the shape \(2,\): expected \(4,\)"):
-        _ = make_data(
-            "CartPole-v1", env={"action_mask": "method.action_masks", "wrappers": [f"{__name__}.TooFew"]}
-        ).action_space
+        env = {"action_mask": "method.action_masks", "wrappers": [f"{__name__}.TooFew"]}
+        _ = make_data("CartPole-v1", env=env).action_space
 
 
 class TooFew(gymnasium.Wrapper):

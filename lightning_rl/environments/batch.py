@@ -105,7 +105,7 @@ def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
-    """View tensors as arrays: worker processes would get them as shared memory, which does not outlive its maker."""
+    """View tensors as arrays, nested ones too."""
 
     def convert(x: Any) -> Any:  # noqa: ANN401
         return x.numpy() if isinstance(x, torch.Tensor) else x

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -212,7 +213,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         if not terminate:
             for pipe in self.pipes:
                 with contextlib.suppress(OSError):
-                    pipe.send(("close",))
+                    send(pipe, ("close",))
             deadline = time.monotonic() + _GRACE
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
@@ -298,7 +299,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         for index, message in messages.items():
             if index not in self._lost:
                 try:
-                    self.pipes[index].send(message)
+                    send(self.pipes[index], message)
                 except OSError:
                     self._lose(index)
 
@@ -315,7 +316,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         try:
             if not self.pipes[index].poll(max(0.0, deadline - time.monotonic())):
                 return self._lose(index, hangs=True)
-            answer, error = self.pipes[index].recv()
+            answer, error = pickle.loads(self.pipes[index].recv_bytes())
         except (EOFError, OSError):
             return self._lose(index)
         if error is None:
@@ -343,6 +344,11 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return WorkerFailure(list(lost), f"gave no answer within env.step_timeout={self.timeout:g} seconds")
 
 
+def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and any message
+    """Pickle and send a message in half the time of `pipe.send`, with tensors by value."""
+    pipe.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
 def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
     """Run an environment in a worker process until the parent closes it, and report any exception to the parent.
 
@@ -362,7 +368,7 @@ def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode
         of_environment = isinstance(error, EnvironmentFailure)
         what = str(error) if of_environment else f"raised in its worker process: {type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            pipe.send((None, (of_environment, what, traceback.format_exc())))
+            send(pipe, (None, (of_environment, what, traceback.format_exc())))
     finally:
         if env is not None:
             env.close()
@@ -376,7 +382,7 @@ def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mod
     """
     space = env.observation_space
     resets_next = False
-    while (message := pipe.recv())[0] != "close":
+    while (message := pickle.loads(pipe.recv_bytes()))[0] != "close":
         name, *arguments = message
         answer: Any
         if name == "call":
@@ -399,7 +405,7 @@ def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mod
                 answer = reward, terminated, truncated, info
             resets_next = ended and mode is AutoresetMode.NEXT_STEP
             write_to_shared_memory(space, index, observation, shared)
-        pipe.send((answer, None))
+        send(pipe, (answer, None))
 
 
 def live_with_parent() -> None:

@@ -1,15 +1,16 @@
 """Atari preprocessing: what every option does, in every backend."""
 
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
 
-from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, WrapperOptions, make_environments
+from lightning_rl.environments import AtariPreprocessing, EnvConfig, EnvironmentSpec, make_environments
 from lightning_rl.environments.atari import SeededGame
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import merged
 
 BREAKOUT = "ALE/Breakout-v5"
 NOOP, FIRE, RIGHT, LEFT = range(4)
@@ -19,12 +20,13 @@ CALM = {"noop_max": 0, "repeat_action_probability": 0.0}
 
 def game(env_id=BREAKOUT, *, evaluation=False, **options):
     """One game as the backends `sync` and `async` make it."""
-    spec = EnvironmentSpec(env_id, atari=AtariPreprocessing(**merged(CALM, options)), evaluation=evaluation)
+    env = EnvConfig(atari=AtariPreprocessing(**CALM | options))
+    spec = EnvironmentSpec(env_id, env, evaluation=evaluation)
     return make_single(spec, find_spec(env_id), ())
 
 
 def batch(backend, env_id=BREAKOUT, *, evaluation=False, num_envs=1, **options):
-    spec = EnvironmentSpec(env_id, backend=backend, atari=AtariPreprocessing(**options), evaluation=evaluation)
+    spec = EnvironmentSpec(env_id, EnvConfig(atari=AtariPreprocessing(**options)), backend, evaluation)
     return make_environments(spec, num_envs, list(range(num_envs)))
 
 
@@ -269,7 +271,8 @@ def test_game_depends_on_the_seed_of_its_episode_not_on_the_games_before_it():
 @pytest.mark.parametrize(("env_id", "probability"), [("ALE/Pong-v5", 0.25), ("PongNoFrameskip-v4", 0.0)])
 def test_stickiness_is_that_of_the_id_unless_given(env_id, probability):
     def of(**options):
-        env = make_single(EnvironmentSpec(env_id, atari=AtariPreprocessing(**options)), find_spec(env_id), ())
+        spec = EnvironmentSpec(env_id, EnvConfig(atari=AtariPreprocessing(**options)))
+        env = make_single(spec, find_spec(env_id), ())
         assert env.unwrapped.ale.getFloat("repeat_action_probability") == 0  # not twice
         return env.get_wrapper_attr("repeat_action_probability")
 
@@ -280,10 +283,10 @@ def test_stickiness_is_that_of_the_id_unless_given(env_id, probability):
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
-        ({"env": {"frame_stack": 1}}, (1, 84, 84)),
-        ({"env": {"frame_stack": 2}, "screen_size": 64}, (2, 64, 64)),
-        ({"grayscale": False, "env": {"frame_stack": 1}}, (84, 84, 3)),
-        ({"grayscale": False, "env": {"frame_stack": 2}}, (6, 84, 84)),
+        ({"frame_stack": 1}, (1, 84, 84)),
+        ({"frame_stack": 2, "screen_size": 64}, (2, 64, 64)),
+        ({"grayscale": False, "frame_stack": 1}, (84, 84, 3)),
+        ({"grayscale": False, "frame_stack": 2}, (6, 84, 84)),
     ],
 )
 def test_shape_of_observations(options, shape):
@@ -304,7 +307,7 @@ def test_stacked_frames_are_in_order_with_the_latest_last():
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
 def test_other_backends_have_the_same_spaces(backend):
-    options = {"env": {"frame_stack": 2}, "screen_size": 64}
+    options = {"frame_stack": 2, "screen_size": 64}
     environments = batch(backend, **options)
     env = game(**options)
     assert environments.single_observation_space == env.observation_space
@@ -373,8 +376,8 @@ def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
 @pytest.mark.parametrize("backend", ["native", "envpool"])
 def test_a_game_that_a_time_limit_ends_reports_its_score_too(backend):
     atari = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
-    limit = WrapperOptions(max_episode_steps=40)
-    environments = make_environments(EnvironmentSpec("ALE/Asterix-v5", {}, (), backend, atari, options=limit), 1, [0])
+    env = EnvConfig(atari=atari, max_episode_steps=40)
+    environments = make_environments(EnvironmentSpec("ALE/Asterix-v5", env, backend), 1, [0])
     environments.reset()
     scores, lengths = [], []
     for _ in range(85):
@@ -419,51 +422,52 @@ def test_final_observation_of_a_lost_life_is_the_one_reached():
 @pytest.mark.parametrize(
     ("backend", "options", "message"),
     [
-        ("native", {"grayscale": False}, r"^atari.grayscale=False is not valid: expected True with backend='native'$"),
-        ("envpool", {"noop_max": 0}, r"^atari.noop_max=0 is not valid: expected at least 1 with backend='envpool'$"),
+        ("native", {"grayscale": False}, "grayscale=False is not valid: expected True with backend='native'"),
+        ("envpool", {"noop_max": 0}, "noop_max=0 is not valid: expected at least 1 with backend='envpool'"),
     ],
 )
 def test_option_that_a_backend_lacks_is_refused(backend, options, message):
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises(ConfigurationError, match=rf"^env\.atari\.{message}$"):
         batch(backend, **options)
 
 
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"frame_skip": 0}, "atari.frame_skip=0"),
-        ({"env": {"frame_stack": 1.5}}, "atari.frame_stack=1.5"),
-        ({"screen_size": -1}, "atari.screen_size=-1"),
-        ({"noop_max": -1}, "atari.noop_max=-1"),
-        ({"noop_max": 2.5}, "atari.noop_max=2.5"),
-        ({"repeat_action_probability": 1.5}, "atari.repeat_action_probability=1.5"),
+        ({"frame_skip": 0}, "frame_skip=0"),
+        ({"frame_stack": 1.5}, "frame_stack=1.5"),
+        ({"screen_size": -1}, "screen_size=-1"),
+        ({"noop_max": -1}, "noop_max=-1"),
+        ({"noop_max": 2.5}, "noop_max=2.5"),
+        ({"repeat_action_probability": 1.5}, "repeat_action_probability=1.5"),
     ],
 )
 def test_options_out_of_range_are_refused(options, field):
-    with pytest.raises(ConfigurationError, match=f"^{field} is not valid: expected "):
-        AtariPreprocessing(**options)
+    with pytest.raises(ConfigurationError, match=rf"^env\.atari\.{field} is not valid: expected "):
+        AtariPreprocessing(**options).check()
 
 
 @pytest.mark.parametrize(
     ("name", "instead"), [("frameskip", "frame_skip"), ("repeat_action_probability", "repeat_action_probability")]
 )
 def test_option_of_the_preprocessing_is_refused_among_those_of_the_emulator(name, instead):
-    spec = EnvironmentSpec(BREAKOUT, {name: 1})
-    with pytest.raises(
-        ConfigurationError, match=rf"^env_kwargs.{name}=1 is not valid: expected atari.{instead} instead$"
-    ):
+    spec = EnvironmentSpec(BREAKOUT, EnvConfig(kwargs={name: 1}))
+    message = rf"^env.kwargs.{name}=1 is not valid: expected env.atari.{instead} instead$"
+    with pytest.raises(ConfigurationError, match=message):
         make_single(spec, find_spec(BREAKOUT), ())
 
 
 def test_ram_is_not_preprocessed_and_refuses_options_for_frames():
-    env = make_single(EnvironmentSpec(BREAKOUT, {"obs_type": "ram"}), find_spec(BREAKOUT), ())
+    ram = EnvConfig(kwargs={"obs_type": "ram"})
+    env = make_single(EnvironmentSpec(BREAKOUT, ram), find_spec(BREAKOUT), ())
     assert env.observation_space.shape == (128,)
-    spec = EnvironmentSpec(BREAKOUT, {"obs_type": "ram"}, atari=AtariPreprocessing())
+    spec = EnvironmentSpec(BREAKOUT, replace(ram, atari=AtariPreprocessing(frame_skip=2)))
     with pytest.raises(ConfigurationError, match="is no Atari game with frames"):
         make_single(spec, find_spec(BREAKOUT), ())
 
 
 def test_options_are_refused_for_an_environment_that_is_no_game():
-    spec = EnvironmentSpec("CartPole-v1", atari=AtariPreprocessing())
-    with pytest.raises(ConfigurationError, match=r"^env.atari=.*: expected None, since CartPole-v1 is no Atari game"):
+    spec = EnvironmentSpec("CartPole-v1", EnvConfig(atari=AtariPreprocessing(frame_skip=2)))
+    message = r"^env.atari=.*: expected its default, since CartPole-v1 is no Atari game"
+    with pytest.raises(ConfigurationError, match=message):
         make_environments(spec, 1, [0])

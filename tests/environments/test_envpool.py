@@ -47,7 +47,9 @@ def test_procgen_is_trained_on_the_levels_that_are_asked_for():
 
 @needs_procgen
 def test_the_limit_of_procgen_cannot_be_changed():
-    with pytest.raises(ConfigurationError, match=r"^max_episode_steps=5 is not valid: expected None for Procgen games"):
+    with pytest.raises(
+        ConfigurationError, match=r"^env.max_episode_steps=5 is not valid: expected None for Procgen games"
+    ):
         make_data("BigfishEasy-v0", backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
 
 

@@ -7,7 +7,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.wrappers import FrameStackObservation, OrderEnforcing, TimeLimit
 
-from lightning_rl.environments import episodes
+from lightning_rl.environments import episodes, workers
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from tests.probes import Counter, Random, make_batch
 
@@ -189,14 +189,15 @@ def test_each_environment_gets_its_own_record_and_no_other(backend, monkeypatch)
         observations = environments.step(np.zeros(3, np.int64)).observations.copy()
     if backend == "async":
         sent = []
-        for pipe in again.env.pipes:
-            monkeypatch.setattr(pipe, "send", lambda message, send=pipe.send: (sent.append(message), send(message)))
+        send = workers.send
+        monkeypatch.setattr(workers, "send", lambda pipe, message: (sent.append(message), send(pipe, message)))
     exact, rows = again.load_state_dict(environments.state_dict())
     assert exact.all()
     np.testing.assert_array_equal(rows, observations)
     if backend == "async":
-        assert [len(args) for _, _, args, _ in sent] == [1, 1, 1]
-        seeds = [args[0]["stream_seed"] for _, _, args, _ in sent]
+        records = [args for _, name, args, _ in sent if name == "restore"]
+        assert [len(args) for args in records] == [1, 1, 1]
+        seeds = [args[0]["stream_seed"] for args in records]
         assert seeds == [record["stream_seed"] for record in environments.state_dict()["environments"]]
         monkeypatch.undo()
     assert [again.label(index) for index in range(3)] == [environments.label(index) for index in range(3)]

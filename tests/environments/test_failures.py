@@ -1,12 +1,12 @@
 """Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
 
-import dataclasses
 import functools
 import os
 import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import gymnasium
@@ -17,11 +17,12 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.environments import EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
+from lightning_rl.environments import EnvConfig, EnvironmentFailure, EnvironmentSpec, make_environments, spaces_of
 from lightning_rl.environments.seeding import EVALUATION, derive_seed
+from lightning_rl.environments.workers import send
 from lightning_rl.validation import ConfigurationError
 from tests import torch_environments
-from tests.helpers import assert_equal_parameters, make_trainer, merged, parameters_of
+from tests.helpers import assert_equal_parameters, make_trainer, parameters_of
 from tests.probes import Told, make_batch, make_collector, seeds_of
 from tests.programs import Program
 
@@ -42,11 +43,10 @@ SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
 """Where and when the environments below fail: episode 1, after an episode of 5 steps."""
 
 
-def failing(how, at=3, **options):
-    options = merged(
-        {"lengths": (5,), "env": {"step_timeout": 1.0 if options.get("backend") == "async" else None}}, options
-    )
-    return make_batch("Probe/Failing-v0", 4, how=how, at=at, episode_seed=SEED, **options)
+def failing(how, at=3, backend="sync", step_timeout=1.0, **options):
+    env = {"step_timeout": step_timeout if backend == "async" else None}
+    options |= {"how": how, "at": at, "episode_seed": SEED, "lengths": (5,)}
+    return make_batch("Probe/Failing-v0", 4, backend=backend, env=env, **options)
 
 
 def run_until_failure(environments, steps=20):
@@ -148,7 +148,7 @@ class Leave:
         sys.exit(5)
 
 
-@pytest.mark.parametrize("on_env_failure", ["raise", "restart"])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize(
     ("signum", "handler", "error"),
     [
@@ -159,10 +159,10 @@ class Leave:
     ],
 )
 def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interrupts(
-    signum, handler, error, on_env_failure
+    signum, handler, error, on_failure
 ):
     wrapper = {"class_path": f"{__name__}.SendsSignal", "init_args": {"signum": int(signum)}}
-    environments = make_batch("Probe/Counter-v0", env={"wrappers": (wrapper,), "on_failure": on_env_failure})
+    environments = make_batch("Probe/Counter-v0", env={"wrappers": [wrapper], "on_failure": on_failure})
     environments.reset()
     before = signal.signal(signum, handler)
     try:
@@ -184,9 +184,12 @@ def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_pat
     (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
     wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
-    with pytest.raises(ConfigurationError, match=r"^wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"):
-        make_batch("Probe/Counter-v0", env={"wrappers": (wrapper,)})
-    with pytest.raises(ConfigurationError, match=r"^imports: module 'a_script' cannot be imported \(SystemExit: 0\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"^env.wrappers: .*EndsProgram raised SystemExit: 0 with init_args={}"
+    ):
+        make_batch("Probe/Counter-v0", env={"wrappers": [wrapper]})
+    message = r"^env.imports: module 'a_script' cannot be imported \(SystemExit: 0\)"
+    with pytest.raises(ConfigurationError, match=message):
         make_batch("Probe/Counter-v0", env={"imports": ("a_script",)})
     gymnasium.register("Probe/Ends-v0", lambda: sys.exit(0))
     with pytest.raises(ConfigurationError, match=r"^env_id='Probe/Ends-v0' cannot .*: SystemExit: 0 \(at .*\)$"):
@@ -245,9 +248,8 @@ READS = "the environment that reads the spaces of Probe/Counter-v0"
 def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(backend, how, where, message):
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how, "where": where}}
     timeout, mask = 0.5 if backend == "async" else None, "info.mask" if where == "reset" else None
-    data = RolloutDataModule(
-        "Probe/Counter-v0", backend=backend, env={"wrappers": [wrapper], "step_timeout": timeout, "action_mask": mask}
-    )
+    env = {"wrappers": [wrapper], "step_timeout": timeout, "action_mask": mask}
+    data = RolloutDataModule("Probe/Counter-v0", backend=backend, env=env)
     start = time.perf_counter()
     with pytest.raises(EnvironmentFailure) as caught:
         _ = data.observation_space
@@ -256,28 +258,30 @@ def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(b
 
 
 def test_spaces_that_vector_wrappers_change_are_read_within_the_time_limit_too():
-    wrappers = ["tests.probes.DoubleVectorReward"]
-    data = RolloutDataModule("Probe/Counter-v0", backend="async", env={"wrappers": wrappers, "step_timeout": 20.0})
+    env = {"wrappers": ["tests.probes.DoubleVectorReward"], "step_timeout": 20.0}
+    data = RolloutDataModule("Probe/Counter-v0", backend="async", env=env)
     assert data.action_space.n == 3
+
+
+def fails_to_close(spec, how):
+    """The same environments, which cannot be closed."""
+    wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how}}
+    return replace(spec, env=replace(spec.env, wrappers=[wrapper]))
 
 
 def test_environments_that_cannot_be_closed_are_named_after_training():
     data = RolloutDataModule("Probe/Counter-v0", 2, 6, 1, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
-    data._sampler.spec = dataclasses.replace(
-        data.spec, wrappers=({"class_path": f"{__name__}.FailsToClose", "init_args": {"how": "SystemExit"}},)
-    )
+    data._sampler.spec = fails_to_close(data.spec, "SystemExit")
     with pytest.raises(EnvironmentFailure, match=r"^the environments raised in close: SystemExit: 0 \(step 6, seeds "):
         make_trainer().fit(model, data)
 
 
 def test_what_ended_a_run_is_raised_though_the_environments_cannot_be_closed():
-    wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": "raise"}}
-    data = RolloutDataModule(
-        "Probe/Failing-v0", 2, 6, 1, env={"kwargs": {"how": "raise", "at": 2, "episode_seed": None}}
-    )
+    options = {"how": "raise", "at": 2, "episode_seed": None}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 1, env={"kwargs": options})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
-    data._sampler.spec = dataclasses.replace(data.spec, wrappers=(wrapper,))
+    data._sampler.spec = fails_to_close(data.spec, "raise")
     with pytest.warns(UserWarning, match="raised in close: OSError"), pytest.raises(EnvironmentFailure, match="step 2"):
         make_trainer().fit(model, data)
 
@@ -314,7 +318,8 @@ def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
 @pytest.mark.parametrize("role", ["", "evaluation "])
 def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang(role):
     wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
-    spec = EnvironmentSpec("Probe/Counter-v0", backend="async", wrappers=(wrapper,), evaluation=bool(role))
+    plain = EnvironmentSpec("Probe/Counter-v0", backend="async", evaluation=bool(role))
+    spec = replace(plain, env=EnvConfig(wrappers=[wrapper]))
     with pytest.raises(
         EnvironmentFailure, match=rf"^the {role}environment that reads the spaces .* died with exit code 7$"
     ):
@@ -322,7 +327,7 @@ def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang(rol
     with pytest.raises(
         EnvironmentFailure, match=rf"^{role}environment 0, 1 is gone: .* exit code 7, 7, before its first step$"
     ):
-        make_environments(spec, 2, [0, 1], space_pair=spaces_of(dataclasses.replace(spec, wrappers=())))
+        make_environments(spec, 2, [0, 1], space_pair=spaces_of(plain))
 
 
 def test_worker_killed_from_outside_between_two_steps_is_named():
@@ -339,13 +344,13 @@ def test_worker_killed_from_outside_between_two_steps_is_named():
 
 def test_close_ends_workers_even_if_one_hangs(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.workers._GRACE", 0.3)
-    environments = failing("hang", backend="async", env={"step_timeout": 100.0})
+    environments = failing("hang", backend="async", step_timeout=100.0)
     workers = [process.pid for process in environments.env.processes]
     environments.reset()
     for _ in range(7):
         environments.step(np.zeros(4, np.int64))
     for pipe in environments.env.pipes:
-        pipe.send(("step", 0))
+        send(pipe, ("step", 0))
     environments.close()
     environments.close()
     assert gone(workers, 0.1)
@@ -357,7 +362,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     script = (
         "import numpy as np\n"
         "from tests.environments.test_failures import failing\n"
-        "environments = failing('hang', backend='async', env.step_timeout=1000.0)\n"
+        "environments = failing('hang', backend='async', step_timeout=1000.0)\n"
         "environments.reset()\n"
         "print(*(process.pid for process in environments.env.processes), flush=True)\n"
         "while True:\n"
@@ -431,11 +436,9 @@ def test_what_a_worker_cannot_send_is_named():
 )
 def test_failure_in_evaluation_is_named_too(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
-    options = {"env": {"kwargs": {"how": how, "at": 2, "episode_seed": seed}}, "evaluation": {"episodes": 2}, "seed": 0}
-    timeout = 1.0 if backend == "async" else None
-    data = RolloutDataModule(
-        "Probe/Failing-v0", 2, 6, 10, backend=backend, **merged({"env": {"step_timeout": timeout}}, options)
-    )
+    kwargs = {"how": how, "at": 2, "episode_seed": seed}
+    env = {"kwargs": kwargs, "step_timeout": 1.0 if backend == "async" else None}
+    data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, backend=backend, env=env, evaluation={"episodes": 2}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.raises(
         EnvironmentFailure, match=rf"^evaluation environment 1 \(episode 0, seed {seed}, step 2\) (r|is gone|gave no)"
@@ -473,9 +476,8 @@ def test_environments_of_evaluation_are_called_so_by_every_backend(env_id, backe
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_an_environment_of_evaluation_that_is_replaced_is_called_so(how):
     options = {"how": how, "at": 2, "episode_seed": derive_seed(seeds_of(1)[0], 0)}
-    environments = make_batch(
-        "Probe/Failing-v0", backend="async", **merged({"env": {"on_failure": "restart"}, "evaluation": True}, options)
-    )
+    env = {"on_failure": "restart"}
+    environments = make_batch("Probe/Failing-v0", backend="async", env=env, evaluation=True, **options)
     try:
         environments.reset()
         for _ in range(2):

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from lightning_rl.environments.pettingzoo import ParallelEnvVector
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_spec import Still
-from tests.helpers import make_data, make_model, make_trainer, merged
+from tests.helpers import make_data, make_model, make_trainer
 from tests.probes import Told, collect
 
 
@@ -98,12 +98,8 @@ def test_only_living_agents_act_and_each_copy_has_episodes_and_a_seed_of_its_own
 
 
 def test_what_is_remembered_of_an_episode_is_forgotten_where_the_next_one_begins():
-    rollout = collect(
-        **merged({"env": {"frame_stack": 2, "previous_reward": True}}, RELAY),
-        length=5,
-        policy=Still(event_dims=2),
-        num_envs=2,
-    ).observations
+    options = {"frame_stack": 2, "previous_reward": True}
+    rollout = collect(**RELAY, length=5, policy=Still(event_dims=2), num_envs=2, env=options).observations
     assert rollout["previous_reward"][:, 0, 0].tolist() == [0, 1, 0, 0, 0, 1]
     assert rollout["previous_reward"][:, 1, 0].tolist() == [0, 11, 12, 13, 0, 11]
     assert rollout["observation"][4, 0].tolist() == [[1, 0, 0], [1, 0, 0]]
@@ -111,7 +107,7 @@ def test_what_is_remembered_of_an_episode_is_forgotten_where_the_next_one_begins
 
 
 def test_agents_are_trained_and_evaluated():
-    data = make_data(**merged({"evaluation": {"episodes": 4, "num_envs": 2}}, RELAY), num_envs=4, info_keys=["place"])
+    data = make_data(**RELAY, num_envs=4, evaluation={"episodes": 4, "num_envs": 2}, info_keys=["place"])
     model = make_model(data)
     trainer = make_trainer(limit_val_batches=1.0, log_every_n_steps=2)
     trainer.fit(model, data)

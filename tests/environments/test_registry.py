@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import sys
 
 import gymnasium
@@ -9,12 +10,12 @@ import pytest
 from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl import PPO, RolloutDataModule
-from lightning_rl.environments import EnvironmentSpec, make_environments
+from lightning_rl.environments import EnvConfig, EnvironmentSpec, make_environments
 from lightning_rl.validation import ConfigurationError
 
 
-def make(env_id, **options):
-    make_environments(EnvironmentSpec(env_id, **options), 1, [0]).close()
+def make(env_id, backend="sync", **options):
+    make_environments(EnvironmentSpec(env_id, EnvConfig(**options), backend), 1, [0]).close()
 
 
 @pytest.fixture
@@ -175,20 +176,20 @@ def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "options"),
+    ("env_id", "backend", "kwargs"),
     [
-        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}}),
-        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "async"}),
-        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "native"}),
-        ("CartPole-v1", {"env": {"kwargs": {"gravity": 1}}, "backend": "envpool"}),
-        ("LunarLander-v3", {"env": {"kwargs": {"gravity": 99.0}}}),
-        ("ALE/Pong-v5", {"env": {"kwargs": {"mode": 77}}}),
+        ("CartPole-v1", "sync", {"gravity": 1}),
+        ("CartPole-v1", "async", {"gravity": 1}),
+        ("CartPole-v1", "native", {"gravity": 1}),
+        ("CartPole-v1", "envpool", {"gravity": 1}),
+        ("LunarLander-v3", "sync", {"gravity": 99.0}),
+        ("ALE/Pong-v5", "sync", {"mode": 77}),
     ],
 )
-def test_arguments_that_the_environment_refuses_are_named(env_id, options):
+def test_arguments_that_the_environment_refuses_are_named(env_id, backend, kwargs):
     with pytest.raises(ConfigurationError) as caught:
-        make(env_id, **options)
-    assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env.kwargs={options['env_kwargs']!r}: ")
+        make(env_id, backend, kwargs=kwargs)
+    assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env.kwargs={kwargs!r}: ")
 
 
 def test_environment_without_a_vectorised_version_is_refused_for_native():
@@ -204,29 +205,23 @@ def test_environment_without_a_vectorised_version_is_refused_for_native():
         ("no.such.Wrapper", r"^env.wrappers='no.such.Wrapper' cannot be imported"),
         ("gymnasium.wrappers.NoSuch", r"^env.wrappers='gymnasium.wrappers.NoSuch' cannot be imported"),
         ("gymnasium.make", r"^env.wrappers='gymnasium.make' is not valid: expected the path of a class"),
-        ("gymnasium.wrappers.TimeLimit", r"^wrappers: gymnasium.wrappers.TimeLimit refused the arguments \{\}"),
+        ("gymnasium.wrappers.TimeLimit", r"^env.wrappers: gymnasium.wrappers.TimeLimit refused the arguments \{\}"),
     ],
 )
 def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
     with pytest.raises(ConfigurationError, match=message):
-        make("CartPole-v1", env={"wrappers": ({"class_path": wrapper, "init_args": {}},)})
+        make("CartPole-v1", wrappers=[wrapper])
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("backend", "timeout", "message"),
     [
-        ({"backend": "threads"}, "^backend='threads' is not valid: expected one of sync, async, .*, torch, envpool$"),
-        (
-            {"env": {"step_timeout": 1.0}},
-            "^env.step_timeout=1.0 is not valid: expected None unless backend is 'async'$",
-        ),
-        (
-            {"env": {"step_timeout": 0.0}, "backend": "async"},
-            "^env.step_timeout=0.0 is not valid: expected a number above 0",
-        ),
-        ({"env": {"step_timeout": float("inf")}, "backend": "async"}, "^env.step_timeout=inf is not valid"),
+        ("threads", None, "^backend='threads' is not valid: expected one of sync, async, .*, torch, envpool$"),
+        ("sync", 1.0, "^env.step_timeout=1.0 is not valid: expected None unless backend is 'async'$"),
+        ("async", 0.0, "^env.step_timeout=0.0 is not valid: expected a number above 0"),
+        ("async", math.inf, "^env.step_timeout=inf is not valid"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, message):
+def test_options_that_do_not_fit_are_refused(backend, timeout, message):
     with pytest.raises(ConfigurationError, match=message):
-        EnvironmentSpec("CartPole-v1", **options)
+        EnvironmentSpec("CartPole-v1", EnvConfig(step_timeout=timeout), backend)

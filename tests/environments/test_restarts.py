@@ -16,7 +16,7 @@ from lightning_rl.environments.seeding import EVALUATION, TRAINING, derive_seed
 from lightning_rl.functional import gae
 from lightning_rl.training.reward_normalization import RewardNormalizer
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import MemoryLogger, make_trainer, merged
+from tests.helpers import MemoryLogger, make_trainer
 from tests.probes import Told, make_batch, make_collector, seeds_of
 
 INDEX, EPISODE = 2, 1
@@ -56,10 +56,11 @@ class MadeOnce(gymnasium.Wrapper):
 
 @pytest.fixture
 def failing(request):
-    def make(how, at=3, episode_seed=SEED, num_envs=4, **options):
-        timeout = 1.0 if options.get("backend") == "async" else None
-        options = merged({"lengths": (5,), "env": {"step_timeout": timeout, "on_failure": "restart"}}, options)
-        environments = make_batch("Probe/Failing-v0", num_envs, how=how, at=at, episode_seed=episode_seed, **options)
+    def make(how, at=3, episode_seed=SEED, num_envs=4, backend="sync", wrappers=None):
+        timeout = 1.0 if backend == "async" else None
+        env = {"wrappers": wrappers, "step_timeout": timeout, "on_failure": "restart"}
+        options = {"how": how, "at": at, "episode_seed": episode_seed, "lengths": (5,)}
+        environments = make_batch("Probe/Failing-v0", num_envs, backend=backend, env=env, **options)
         request.addfinalizer(environments.close)
         return environments
 
@@ -224,12 +225,7 @@ def test_environment_that_fails_now_and_then_does_not_end_the_run(failing):
 
 def test_environment_that_cannot_be_made_again_ends_the_run(failing):
     MadeOnce.made = 0
-    environments = failing(
-        "raise",
-        num_envs=1,
-        episode_seed=None,
-        env={"wrappers": ({"class_path": f"{__name__}.MadeOnce", "init_args": {}},)},
-    )
+    environments = failing("raise", num_envs=1, episode_seed=None, wrappers=[f"{__name__}.MadeOnce"])
     with pytest.raises(EnvironmentFailure, match=r"in the making of a new environment: .*OSError: the port is taken"):
         make_collector(environments, 5).collect(policy())
     assert MadeOnce.made == 4
@@ -267,14 +263,11 @@ def test_worker_that_stops_is_not_waited_for_twice(failing):
 def make_data(role, episode, at=2, how="raise", seed=0, **options):
     """Two environments of which the second one fails in one episode of a run."""
     start = (0,) if role == TRAINING else ()
-    options = merged({"env": {"kwargs": {"how": how, "at": at, "lengths": [5]}}, "rollout_length": 6}, options)
-    options["env_kwargs"]["episode_seed"] = derive_seed(derive_seed(seed, role, 0, 1, *start), episode)
-    return RolloutDataModule(
-        "Probe/Failing-v0",
-        2,
-        seed=seed,
-        **merged({"env": {"on_failure": "restart"}, "evaluation": {"episodes": 4}}, options),
-    )
+    episode_seed = derive_seed(derive_seed(seed, role, 0, 1, *start), episode)
+    kwargs = {"how": how, "at": at, "lengths": [5], "episode_seed": episode_seed}
+    env = {"kwargs": kwargs, "on_failure": "restart"}
+    options = {"evaluation": {"episodes": 4}} | options
+    return RolloutDataModule("Probe/Failing-v0", 2, 6, env=env, seed=seed, **options)
 
 
 class CountSteps(Callback):
@@ -306,7 +299,7 @@ def test_nothing_is_counted_where_failures_raise():
 
 
 def test_evaluation_plays_another_episode_instead_of_one_that_failed():
-    data = make_data(EVALUATION, 1, evaluation={"num_envs": 2})
+    data = make_data(EVALUATION, 1, evaluation={"episodes": 4, "num_envs": 2})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.warns(UserWarning, match=r"^evaluation environment 1 \(episode 1, "):
         (result,) = make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
@@ -315,7 +308,7 @@ def test_evaluation_plays_another_episode_instead_of_one_that_failed():
 
 def test_evaluation_gives_up_where_no_episode_comes_to_its_end():
     data = make_data(EVALUATION, 0)
-    data.eval_spec.env_kwargs["episode_seed"] = None
+    data.eval_spec.env.kwargs["episode_seed"] = None
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with warnings.catch_warnings(), pytest.raises(EnvironmentFailure, match="so did the 3 episodes before this one"):
         make_trainer(limit_val_batches=1).validate(model, data, verbose=False)

@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from lightning_rl.environments import AtariPreprocessing, EnvironmentSpec, WrapperOptions
+from lightning_rl.environments import AtariPreprocessing, EnvConfig, EnvironmentSpec
 from lightning_rl.environments.atari import sign
 from lightning_rl.environments.make import make_single
 from lightning_rl.environments.registry import find_spec
@@ -21,7 +21,7 @@ from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.policies.networks import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, make_data, make_model, make_trainer, merged
+from tests.helpers import MemoryLogger, make_data, make_model, make_trainer
 from tests.probes import Counter, Space, Told, collect, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -89,18 +89,16 @@ def test_rewards_that_are_left_alone_cost_no_wrapper():
 @pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
 def test_reward_options_are_for_training_in_every_backend(backend):
     options = {"env": {"reward_scale": 3.0, "reward_clip": 2.5}, "backend": backend}
-    rollout = collect("CartPole-v1", 4, Told(), 2, **options)
-    assert rollout.rewards.unique().tolist() == [2.5]
-    assert collect("CartPole-v1", 4, Told(), 2, **merged({"evaluation": True}, options)).rewards.unique().tolist() == [
-        1.0
-    ]
+    for evaluation, reward in ((False, 2.5), (True, 1.0)):
+        rollout = collect("CartPole-v1", 4, Told(), 2, evaluation=evaluation, **options)
+        assert rollout.rewards.unique().tolist() == [reward]
 
 
 # ------------------------------------------------------------------------------------------------------- stacked frames
 
 
 def test_frames_are_those_of_the_own_episode_and_the_final_one_is_stacked_too():
-    rollout = collect(COUNTER, 6, Still(event_dims=2), **merged({"env": {"frame_stack": 2}}, SCRIPT))
+    rollout = collect(COUNTER, 6, Still(event_dims=2), env={"frame_stack": 2}, **SCRIPT)
     seen = rollout.observations[:, 0].tolist()
     assert seen[:4] == [[[0, 0], [0, 0]], [[0, 0], [0, 1]], [[0, 1], [0, 2]], [[1, 0], [1, 0]]]
     assert seen[4:] == [[[1, 0], [1, 1]], [[2, 0], [2, 0]], [[2, 0], [2, 1]]]
@@ -118,10 +116,7 @@ class Previous(gymnasium.Wrapper):
     def __init__(self, env):
         super().__init__(env)
         box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
-        parts = {
-            "observation": env.observation_space,
-            "env": {"previous_action": spaces.MultiBinary(3), "previous_reward": box},
-        }
+        parts = {"observation": env.observation_space, "previous_action": spaces.MultiBinary(3), "previous_reward": box}
         self.observation_space = spaces.Dict(parts)
 
     def reset(self, **kwargs):
@@ -134,7 +129,7 @@ class Previous(gymnasium.Wrapper):
 
     def show(self, observation, action, reward):
         shown = np.array([reward], np.float32)
-        return {"observation": observation, "env": {"previous_action": action, "previous_reward": shown}}
+        return {"observation": observation, "previous_action": action, "previous_reward": shown}
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -143,17 +138,15 @@ def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
     def act(observations):
         return observations["observation"].reshape(len(observations["observation"]), -1)[:, -1].long() % 3
 
-    options = {
-        "env": {"frame_stack": 3, "flatten_observations": flatten, "previous_action": True, "previous_reward": True}
-    }
+    options = {"frame_stack": 3, "flatten_observations": flatten, "previous_action": True, "previous_reward": True}
     single = [
         {"class_path": "gymnasium.wrappers.FrameStackObservation", "init_args": {"stack_size": 3}},
         *[{"class_path": "gymnasium.wrappers.FlattenObservation", "init_args": {}}] * flatten,
         {"class_path": "tests.environments.test_spec.Previous", "init_args": {}},
     ]
     batches = [
-        make_batch(COUNTER, 2, mode=mode, env={"reward_scale": 0.5}, **more, **SCRIPT)
-        for more in (options, {"env": {"wrappers": tuple(single)}})
+        make_batch(COUNTER, 2, mode=mode, env={"reward_scale": 0.5} | more, **SCRIPT)
+        for more in (options, {"wrappers": single})
     ]
     one, other = (make_collector(batch, 11).collect(Still(act, 2 - flatten)) for batch in batches)
     assert batches[0].single_observation_space == batches[1].single_observation_space
@@ -168,7 +161,8 @@ def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
 
 def observed(options, env, *actions, evaluation=False, clips=None):
     """The space and the observations of one environment with options: those of a reset and of steps."""
-    vector = options.wrap_vector(SyncVectorEnv([lambda: env]), evaluation, clips)
+    spec = EnvironmentSpec("Probe/Space-v0", options, evaluation=evaluation)
+    vector = spec.wrap_vector(SyncVectorEnv([lambda: env]), clips)
     batches = [vector.reset(seed=1)[0]]
     seen = [map_leaves(lambda x: np.copy(x[0]), batches[0])]
     for action in actions:
@@ -180,7 +174,7 @@ def observed(options, env, *actions, evaluation=False, clips=None):
 @pytest.mark.parametrize(("shape", "folded"), [((7, 7, 3), (7, 7, 12)), ((3, 9, 9), (12, 9, 9)), ((8, 8), (4, 8, 8))])
 def test_stacked_images_are_images_with_the_newest_channels_last(shape, folded):
     box = spaces.Box(0, 255, shape, np.uint8)
-    space, seen = observed(WrapperOptions(frame_stack=4), Space(box), *[0] * 5)
+    space, seen = observed(EnvConfig(frame_stack=4), Space(box), *[0] * 5)
     inner = Space(box)
     frames = [inner.reset(seed=1)[0], *(inner.step(0)[0] for _ in range(5))]
     assert space == spaces.Box(0, 255, folded, np.uint8) and is_image(space)
@@ -195,7 +189,7 @@ def test_stacked_images_are_images_with_the_newest_channels_last(shape, folded):
 def test_stacks_of_every_kind_of_observation_are_in_the_space_that_they_say():
     parts = [spaces.Discrete(3, start=2), spaces.MultiDiscrete([2, 4]), spaces.MultiBinary(3), spaces.Box(-1, 1, (2,))]
     inner = Space(spaces.Dict({"all": spaces.Tuple(parts)}))
-    space, seen = observed(WrapperOptions(frame_stack=2), inner, *[0] * 5)
+    space, seen = observed(EnvConfig(frame_stack=2), inner, *[0] * 5)
     assert all(space.contains(x) for x in seen)
     kinds = [type(leaf) for leaf in space["all"]]
     assert kinds == [spaces.MultiDiscrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Box]
@@ -304,8 +298,8 @@ def test_previous_action_and_reward_are_zero_where_an_episode_begins():
     def act(observations):
         return (observations["observation"][:, 1] % 3).long()
 
-    options = {"env": {"previous_action": True, "previous_reward": True, "reward_scale": 0.5}}
-    rollout = collect(COUNTER, 5, Still(act), start=4, **options, **SCRIPT)
+    options = {"previous_action": True, "previous_reward": True, "reward_scale": 0.5}
+    rollout = collect(COUNTER, 5, Still(act), env=options, start=4, **SCRIPT)
     seen = rollout.observations
     assert seen["observation"][:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
     one, two, three, nothing = [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]
@@ -330,7 +324,7 @@ ACTIONS = [
 
 @pytest.mark.parametrize(("space", "action", "shown"), ACTIONS, ids=[str(space) for space, _, _ in ACTIONS])
 def test_actions_of_every_space_are_shown(space, action, shown):
-    options = WrapperOptions(previous_action=True)
+    options = EnvConfig(previous_action=True)
     nested = spaces.Dict({"part": spaces.Tuple([space])})
     for whole, taken, part in ((space, action, lambda x: x), (nested, {"part": (action,)}, lambda x: x["part"][0])):
         found, (first, last) = observed(options, Space(spaces.Discrete(2), whole), taken)
@@ -341,22 +335,22 @@ def test_actions_of_every_space_are_shown(space, action, shown):
 
 
 def test_bounds_of_actions_leave_room_for_the_zeros_of_no_action():
-    space, _ = observed(WrapperOptions(previous_action=True), Space(spaces.Discrete(2), spaces.Box(1, 2, (1,))))
+    space, _ = observed(EnvConfig(previous_action=True), Space(spaces.Discrete(2), spaces.Box(1, 2, (1,))))
     assert space["previous_action"] == spaces.Box(0, 2, (1,))
 
 
 def test_parts_are_added_to_observations_that_are_a_dict_already_unless_their_names_are_taken():
-    space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "env": {"previous_reward": spaces.Discrete(2)}})
-    found, _ = observed(WrapperOptions(previous_action=True), Space(space))
+    space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "previous_reward": spaces.Discrete(2)})
+    found, _ = observed(EnvConfig(previous_action=True), Space(space))
     assert set(found.keys()) == {"camera", "previous_reward", "previous_action"}
     with pytest.raises(ConfigurationError, match=r"^env.previous_reward=True .* have a part 'previous_reward'"):
-        observed(WrapperOptions(previous_reward=True), Space(space))
+        observed(EnvConfig(previous_reward=True), Space(space))
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_in_evaluation_the_policy_sees_rewards_as_in_training_and_they_are_counted_raw(backend):
-    options = {"env": {"previous_reward": True, "reward_scale": 0.25, "max_episode_steps": 3}, "backend": backend}
-    data = make_data(**merged({"evaluation": {"episodes": 1}}, options))
+    options = {"previous_reward": True, "reward_scale": 0.25, "max_episode_steps": 3}
+    data = make_data(backend=backend, env=options, evaluation={"episodes": 1})
     episode = make_trainer().predict(make_model(data), data)[0][0]
     assert episode.episode_return == 3 and episode.rewards.tolist() == [1, 1, 1]
     assert episode.observations["previous_reward"].tolist() == [[0], [0.25], [0.25], [0.25]]
@@ -366,7 +360,7 @@ def test_in_evaluation_each_life_of_a_game_begins_with_nothing_before_it_and_rew
     """As in training, where lives are episodes and rewards are clipped."""
     game = whole_game((3, 3), (0, 2), (5, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
-    options = WrapperOptions(previous_action=True, previous_reward=True)
+    options = EnvConfig(previous_action=True, previous_reward=True)
     _, seen = observed(options, game, *[1] * 4, evaluation=True, clips=sign)
     # The second step loses a life, and the no-op after it scores 5 points unseen.
     assert [x["previous_reward"].tolist() for x in seen] == [[0], [1], [0], [-1], [1]]
@@ -435,52 +429,47 @@ class Alternate(Counter):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env": {"frame_stack": 0}}, "env.frame_stack=0 is not valid"),
-        ({"env": {"max_episode_steps": 0}}, "max_episode_steps=0 is not valid"),
+        ({"frame_stack": 0}, "frame_stack=0 is not valid"),
+        ({"max_episode_steps": 0}, "max_episode_steps=0 is not valid"),
+        ({"max_episode_steps": 5, "kwargs": {"max_episode_steps": 6}}, "max_episode_steps=5 .* in env.kwargs"),
+        ({"action_repeat": 0}, "action_repeat=0 is not valid"),
+        ({"reward_scale": 0.0}, "reward_scale=0.0 is not valid: expected a number above 0"),
+        ({"reward_clip": "hard"}, "reward_clip='hard' .* expected abs_one, soft_asymmetric, a positive number or None"),
+        ({"reward_clip": -1}, "reward_clip=-1 is not valid"),
+        ({"flatten_observations": "yes"}, "flatten_observations='yes' is not valid"),
         (
-            {"env": {"max_episode_steps": 5, "kwargs": {"max_episode_steps": 6}}},
-            "max_episode_steps=5 .* in env_kwargs",
-        ),
-        ({"env": {"action_repeat": 0}}, "env.action_repeat=0 is not valid"),
-        ({"env": {"action_repeat": 2}, "backend": "native"}, "env.action_repeat=2 .* expected 1 with backend='native'"),
-        ({"env": {"reward_scale": 0.0}}, "env.reward_scale=0.0 is not valid: expected a number above 0"),
-        (
-            {"env": {"reward_clip": "hard"}},
-            "env.reward_clip='hard' .* expected abs_one, soft_asymmetric, a positive number or None",
-        ),
-        ({"env": {"reward_clip": -1}}, "env.reward_clip=-1 is not valid"),
-        ({"env": {"flatten_observations": "yes"}}, "env.flatten_observations='yes' is not valid"),
-        (
-            {"env": {"frame_stack": 2, "action_mask": "observation.mask"}},
-            "env.frame_stack=2 is not valid: expected None with env.action_mask='observation.mask'",
+            {"frame_stack": 2, "action_mask": "observation.mask"},
+            "frame_stack=2 is not valid: expected None with env.action_mask='observation.mask'",
         ),
         (
-            {"env": {"flatten_observations": True, "action_mask": "observation.mask"}},
-            "env.flatten_observations=True is not valid: expected False with env.action_mask='observation.mask'",
+            {"flatten_observations": True, "action_mask": "observation.mask"},
+            "flatten_observations=True is not valid: expected False with env.action_mask='observation.mask'",
         ),
-        ({"env": {"previous_action": 1}}, "env.previous_action=1 is not valid"),
-        ({"env": {"imports": "my_package"}}, "env.imports='my_package' is not valid: expected a list of modules"),
-        ({"env": {"imports": [3]}}, r"env.imports=\[3\] is not valid: expected a list of modules"),
-        ({"info_keys": 1}, "info_keys=1 is not valid: expected a list of keys"),
-        ({"info_keys": [1]}, r"info_keys=\[1\] is not valid: expected a list of keys"),
-        ({"env": {"wrappers": 1}}, "env.wrappers=1 is not valid: expected a list of classes, or None"),
-        (
-            {"env": {"wrappers": [{"class_path": 5}]}},
-            "wrappers: class_path=5 is not valid: expected the path of a class",
-        ),
-        (
-            {"env": {"training_wrappers": True}},
-            "env.training_wrappers=True is not valid: expected a list of classes, or None",
-        ),
-        ({"env": {"kwargs": "x"}}, "env.kwargs='x' is not valid: expected a dict of arguments"),
-        ({"env": {"kwargs": ""}}, "env.kwargs='' is not valid: expected a dict of arguments"),
-        (
-            {"env": {"learned_action_repeat": 2**63}},
-            "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits",
-        ),
+        ({"previous_action": 1}, "previous_action=1 is not valid"),
+        ({"imports": "my_package"}, "imports='my_package' is not valid: expected a list of modules"),
+        ({"imports": [3]}, r"imports=\[3\] is not valid: expected a list of modules"),
+        ({"wrappers": 1}, "wrappers=1 is not valid: expected a list of classes, or None"),
+        ({"wrappers": [{"class_path": 5}]}, "wrappers: class_path=5 is not valid: expected the path of a class"),
+        ({"training_wrappers": True}, "training_wrappers=True is not valid: expected a list of classes, or None"),
+        ({"kwargs": "x"}, "kwargs='x' is not valid: expected a dict of arguments"),
+        ({"kwargs": ""}, "kwargs='' is not valid: expected a dict of arguments"),
+        ({"learned_action_repeat": 2**63}, "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ConfigurationError, match=rf"^env\.{message}"):
+        make_data(env=options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "native", "env": {"action_repeat": 2}}, "env.action_repeat=2 .* expected 1 with backend='native'"),
+        ({"info_keys": 1}, "info_keys=1 is not valid: expected a list of keys"),
+        ({"info_keys": [1]}, r"info_keys=\[1\] is not valid: expected a list of keys"),
+    ],
+)
+def test_options_beside_them_that_cannot_work_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         make_data(**options)
 
@@ -488,16 +477,16 @@ def test_options_that_cannot_work_are_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"env": {"frame_stack": 2}}, "env.frame_stack=2 .* which have atari.frame_stack"),
-        ({"env": {"action_repeat": 2}}, "env.action_repeat=2 .* which have atari.frame_skip"),
-        ({"env": {"reward_clip": "abs_one"}}, "env.reward_clip='abs_one' .* beside atari.clip_rewards=False"),
-        ({"env": {"reward_scale": 2.0}}, "env.reward_scale=2.0 .* beside atari.clip_rewards=False"),
+        ({"frame_stack": 2}, "frame_stack=2 .* which have env.atari.frame_stack"),
+        ({"action_repeat": 2}, "action_repeat=2 .* which have env.atari.frame_skip"),
+        ({"reward_clip": "abs_one"}, "reward_clip='abs_one' .* beside env.atari.clip_rewards=False"),
+        ({"reward_scale": 2.0}, "reward_scale=2.0 .* beside env.atari.clip_rewards=False"),
     ],
 )
 def test_what_the_preprocessing_of_atari_games_does_is_not_done_twice(options, message):
     pytest.importorskip("ale_py")
-    with pytest.raises(ConfigurationError, match=f"^{message}"):
-        make_data("ALE/Pong-v5", **options).observation_space  # noqa: B018
+    with pytest.raises(ConfigurationError, match=rf"^env\.{message}"):
+        make_data("ALE/Pong-v5", env=options).observation_space  # noqa: B018
 
 
 # ------------------------------------------------------------------------------------------------------------- imports
@@ -532,11 +521,11 @@ def test_modules_are_imported_before_the_id_is_looked_up(package, backend):
     data = make_data("Imported/CartPole-v0", env={"imports": [package]}, backend=backend)
     model = make_model(data)
     make_trainer(limit_val_batches=1.0).fit(model, data)
-    assert model.policy_version == 2 and data.spec.imports == (package,)
+    assert model.policy_version == 2 and data.spec.env.imports == [package]
 
 
 def test_modules_are_imported_where_an_environment_is_made_in_a_process_that_knows_nothing_of_them(package):
-    spec = EnvironmentSpec("CartPole-v1", imports=(package,))
+    spec = EnvironmentSpec("CartPole-v1", EnvConfig(imports=(package,)))
     gym_spec = find_spec("CartPole-v1")
     assert "Imported/CartPole-v0" not in gymnasium.registry
     make_single(spec, gym_spec, ()).close()  # what a worker process is given to do
@@ -549,7 +538,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
         (tmp_path / "does_not_work.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    with pytest.raises(ConfigurationError, match=r"^imports: module 'does_not_work' cannot be imported"):
+    with pytest.raises(ConfigurationError, match=r"^env.imports: module 'does_not_work' cannot be imported"):
         make_data(env={"imports": ["does_not_work"]}).observation_space  # noqa: B018
 
 
@@ -560,9 +549,8 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
 def test_the_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
     pytest.importorskip("ale_py")
     calm = AtariPreprocessing(noop_max=1, fire_on_reset=False, episodic_life=False, repeat_action_probability=0.0)
-    rollout = collect(
-        "ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, env={"atari": calm, "max_episode_steps": 10}
-    )
+    options = {"atari": calm, "max_episode_steps": 10}
+    rollout = collect("ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, env=options)
     (end,) = rollout.truncated[:, 0].nonzero().flatten().tolist()
     assert end in (8, 9) and not rollout.terminated.any()  # a frame of no-op is one of the 40
     assert rollout.frames == 4 * rollout.num_steps

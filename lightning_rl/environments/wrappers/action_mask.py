@@ -40,7 +40,7 @@ def check_source(source: object) -> None:
     """
     kind, _, name = source.partition(".") if isinstance(source, str) else ("", "", "")
     expected = "'info.<key>', 'observation.<path>', 'method.<name>' or None"
-    check(kind in ("info", "observation", "method") and bool(name), MASK, source, expected)
+    check(kind in ("info", "observation", "method") and bool(name), "env.action_mask", source, expected)
 
 
 class MaskSource:
@@ -72,7 +72,8 @@ class MaskSource:
             self._retype()
         elif self._is_dict:
             expected = f"'observation.{MASK}', since observations have a part of that name already"
-            check(MASK not in observation_space.spaces, MASK, source, expected)  # type: ignore[attr-defined]
+            taken = MASK in observation_space.spaces  # type: ignore[attr-defined]
+            check(not taken, "env.action_mask", source, expected)
 
     def learn(self, masks: Any) -> None:  # noqa: ANN401 - whatever an environment gives
         """Take the space of masks from those of a first step.

@@ -54,7 +54,7 @@ class PreviousFields:
         if reward:
             added[REWARD] = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         for key in added:
-            check(key not in parts, key, True, f"False, since observations have a part {key!r} of their own")
+            check(key not in parts, f"env.{key}", True, f"False, since observations have a part {key!r} of their own")
         self._describers = map_space(_describer, action_space) if action else None
         self.space = spaces.Dict(parts | added)
         self._zeros = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), spaces.Dict(added))
@@ -137,7 +137,9 @@ def _describe(space: spaces.Space[Any]) -> spaces.Space[Any]:
     if isinstance(space, spaces.Box):
         low, high = (bound.astype(np.float32).ravel() for bound in (space.low, space.high))
         return spaces.Box(np.minimum(low, 0), np.maximum(high, 0), dtype=np.float32)  # zeros are among them
-    raise ConfigurationError(f"{ACTION}=True is not valid: expected False, since actions in {space} have no fixed form")
+    raise ConfigurationError(
+        f"env.{ACTION}=True is not valid: expected False, since actions in {space} have no fixed form"
+    )
 
 
 def _choices(space: spaces.Space[Any]) -> np.ndarray[Any, Any] | None:

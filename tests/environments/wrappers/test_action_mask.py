@@ -19,7 +19,6 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.spaces import space_to_dict
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import merged
 from tests.mask_probes import CASES, Invalid, kwargs_of, source_of
 from tests.probes import make_batch, make_collector
 
@@ -30,13 +29,8 @@ def make(name: str, where: str = "info", num_envs: int = 2, backend: str = "sync
     kwargs = kwargs_of(name, where=where, **more)
     if backend == "native":
         kwargs["resets"] = mode.value
-    return make_batch(
-        "tests.mask_probes:Probe/Invalid-v0",
-        num_envs,
-        backend=backend,
-        mode=mode,
-        **merged({"env": {"action_mask": source_of(where)}}, kwargs),
-    )
+    env = {"action_mask": source_of(where)}
+    return make_batch("tests.mask_probes:Probe/Invalid-v0", num_envs, backend=backend, env=env, mode=mode, **kwargs)
 
 
 def make_policy(environments) -> ActorCritic:
@@ -137,12 +131,8 @@ def test_final_observations_of_vectorised_environments_have_masks_that_allow_eve
 
 
 def test_envpool_takes_masks_from_a_wrapper():
-    environments = make_batch(
-        "CartPole-v1",
-        2,
-        backend="envpool",
-        env={"wrappers": ({"class_path": "tests.mask_probes.AddMask", "init_args": {}},), "action_mask": "info.only"},
-    )
+    env = {"wrappers": ["tests.mask_probes.AddMask"], "action_mask": "info.only"}
+    environments = make_batch("CartPole-v1", 2, backend="envpool", env=env)
     rollout = make_collector(environments, 40).collect(make_policy(environments))
     assert not rollout.actions[rollout.valid].any() and not rollout.valid.all()
     assert rollout.observations["observation"].shape == (41, 2, 4)
@@ -194,13 +184,9 @@ def test_masks_are_zeros_and_ones(mask):
 
 
 def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
-    environments = make_batch(
-        "tests.mask_probes:Probe/Invalid-v0",
-        2,
-        **merged(
-            {"env": {"action_mask": "info.action_mask", "on_failure": "restart"}}, kwargs_of("discrete", nothing_at=1)
-        ),
-    )
+    env = {"action_mask": "info.action_mask", "on_failure": "restart"}
+    kwargs = kwargs_of("discrete", nothing_at=1)
+    environments = make_batch("tests.mask_probes:Probe/Invalid-v0", 2, env=env, **kwargs)
     rollout = roll(environments)
     assert "allows nothing to the action" in environments.pop_failures()[0]
     assert rollout.valid is not None and 0 < rollout.num_steps < 32
@@ -226,7 +212,8 @@ def test_sources_without_masks_are_refused(source, message, backend):
         make_batch(
             "tests.mask_probes:Probe/Invalid-v0",
             backend=backend,
-            **merged({"env": {"action_mask": source}}, kwargs_of("discrete")),
+            env={"action_mask": source},
+            **kwargs_of("discrete"),
         )
 
 
@@ -282,7 +269,7 @@ gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
 @pytest.mark.parametrize(("where", "step"), [("info", 0), ("method", 0), ("info", 2), ("method", 2)])
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, step, backend):
-    options = {"backend": backend, "action_mask": source_of(where), "where": where, "at": step}
+    options = {"backend": backend, "env": {"action_mask": source_of(where)}, "where": where, "at": step}
     if step == 0:
         with pytest.raises(
             EnvironmentFailure, match=r"raised in the reset that shows its action masks: ArithmeticError"
@@ -325,15 +312,15 @@ gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
 
 
 def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
-    puzzle = {"env_id": "tests.nested_probes:Probe/Puzzle-v0"}
+    puzzle = "tests.nested_probes:Probe/Puzzle-v0"
     wrapper = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {}}
-    environments = make_batch(**merged({"env": {"wrappers": (wrapper,), "action_mask": "info.left"}}, puzzle))
+    environments = make_batch(puzzle, env={"wrappers": [wrapper], "action_mask": "info.left"})
     assert environments.single_observation_space["action_mask"] == ActionMask(2)
     assert set(environments.single_observation_space) == {"picture", "switch", "answer", "noise", "action_mask"}
     assert not make_collector(environments, 8).collect(make_policy(environments)).actions.any()
     taken = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {"key": "action_mask"}}
     with pytest.raises(ConfigurationError, match=r"^env.action_mask='info.left' .* have a part of that name already"):
-        make_batch(**merged({"env": {"wrappers": (taken,), "action_mask": "info.left"}}, puzzle))
+        make_batch(puzzle, env={"wrappers": [taken], "action_mask": "info.left"})
 
 
 class Left(gymnasium.Wrapper):

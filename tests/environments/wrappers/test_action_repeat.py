@@ -12,13 +12,13 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPG, PPO
+from lightning_rl.environments import EnvConfig, EnvironmentSpec
 from lightning_rl.environments.atari import sign
-from lightning_rl.environments.spec import WrapperOptions
 from lightning_rl.environments.wrappers.action_repeat import REPEATED, LearnedActionRepeat
 from lightning_rl.policies.actor_critic import PolicyOutput
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
-from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer, merged
+from tests.helpers import MemoryLogger, Recorder, make_data, make_trainer
 from tests.probes import Counter, Told, make_batch, make_collector
 
 COUNTER = "Probe/Counter-v0"
@@ -44,8 +44,8 @@ class Repeating(Told):
 def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
     """Episodes of 5 and 4 steps: steps of 2 and 3 frames, then of 1, 2 and the 1 that is left of 3."""
     scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
-    options = merged({"backend": backend, "env": {"learned_action_repeat": {"max": 3, "gamma": 0.5}}}, scripted)
-    environments = make_batch(COUNTER, mode=mode, **options)
+    env = {"learned_action_repeat": {"max": 3, "gamma": 0.5}}
+    environments = make_batch(COUNTER, mode=mode, backend=backend, env=env, **scripted)
     rollout = make_collector(environments, 6).collect(Repeating())
     environments.close()
     # Of the first episode 1 to 5, of the second 101 to 104, of the third 201 and so on.
@@ -60,13 +60,11 @@ def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
 
 
 def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_rewards_are_counted():
-    options = {
-        "env": {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
-    }
+    env = {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
     actions = {"action": np.ones(1, np.int64), "repeat": np.full(1, 3)}
     earned, shown = [], []
     for evaluation in (False, True):
-        batch = make_batch(COUNTER, lengths=(9,), **merged({"evaluation": evaluation}, options))
+        batch = make_batch(COUNTER, env=env, evaluation=evaluation, lengths=(9,))
         batch.reset()
         step = batch.step(actions)
         shown.append(step.observations["previous_reward"].item())
@@ -80,8 +78,9 @@ def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_si
     game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
-    options = WrapperOptions(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5})
-    env = options.wrap_vector(SyncVectorEnv([lambda: repeating]), True, sign)
+    options = EnvConfig(previous_reward=True, learned_action_repeat={"max": 4, "gamma": 0.5})
+    spec = EnvironmentSpec("ALE/Pong-v5", options, evaluation=True)
+    env = spec.wrap_vector(SyncVectorEnv([lambda: repeating]), sign)
     env.reset(seed=0)
     action = {"action": np.array([1]), "repeat": np.array([4])}
     observation, reward, terminated, _, info = env.step(action)
@@ -216,7 +215,7 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
     [
         ({"env": {"learned_action_repeat": 1}}, "env.learned_action_repeat=1 "),
         ({"env": {"learned_action_repeat": {"gamma": 0.9}}}, "env.learned_action_repeat="),
-        ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "learned_action_repeat: gamma=1.1"),
+        ({"env": {"learned_action_repeat": {"max": 2, "gamma": 1.1}}}, "env.learned_action_repeat: gamma=1.1"),
         (
             {"env": {"learned_action_repeat": 2}, "backend": "native"},
             "env.learned_action_repeat=2 .* expected None with backend",

@@ -6,11 +6,10 @@ import torch
 
 from lightning_rl.nested import leaves
 from lightning_rl.policies.actor_critic import ActorCritic
-from tests.helpers import merged
 from tests.mask_probes import kwargs_of, source_of
 from tests.probes import make_batch, make_collector
 
-EVERYTHING = {"env": {"frame_stack": 3, "previous_action": True, "previous_reward": True, "reward_scale": 0.5}}
+EVERYTHING = {"frame_stack": 3, "previous_action": True, "previous_reward": True, "reward_scale": 0.5}
 
 
 def assert_goes_on(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -> None:
@@ -37,28 +36,28 @@ def assert_goes_on(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("backend", ["sync", "async", "native"])
 def test_stacks_and_previous_steps_are_restored(backend, flatten):
-    assert_goes_on("CartPole-v1", backend=backend, **merged({"env": {"flatten_observations": flatten}}, EVERYTHING))
+    assert_goes_on("CartPole-v1", backend=backend, env=EVERYTHING | {"flatten_observations": flatten})
 
 
 @pytest.mark.parametrize("where", ["info", "method", "observation"])
 def test_masks_are_restored(where):
-    options = {"action_mask": source_of(where), "env": {"previous_action": True}}
+    env = {"action_mask": source_of(where), "previous_action": True}
     if where != "observation":
-        options["frame_stack"] = 2
-    assert_goes_on("Probe/Invalid-v0", **options, **kwargs_of("discrete", where=where))
+        env["frame_stack"] = 2
+    assert_goes_on("Probe/Invalid-v0", env=env, **kwargs_of("discrete", where=where))
 
 
 @pytest.mark.parametrize("num_envs", [(2, 4), (4, 2)])
 def test_other_numbers_of_environments_begin_new_episodes(num_envs):
-    options = {"env": {"action_mask": "info.action_mask", "previous_action": True, "frame_stack": 2}}
-    assert_goes_on("Probe/Invalid-v0", num_envs, **options, **kwargs_of("discrete"))
+    env = {"action_mask": "info.action_mask", "previous_action": True, "frame_stack": 2}
+    assert_goes_on("Probe/Invalid-v0", num_envs, env=env, **kwargs_of("discrete"))
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_environments_with_a_vector_wrapper_of_another_kind_are_not_restored(backend):
     """It may have a state of its own."""
-    wrapper = {"class_path": "tests.environments.wrappers.test_vector_history.Counting", "init_args": {}}
-    batch = make_batch("CartPole-v1", 2, backend=backend, env={"wrappers": (wrapper,), "frame_stack": 2})
+    env = {"wrappers": ["tests.environments.wrappers.test_vector_history.Counting"], "frame_stack": 2}
+    batch = make_batch("CartPole-v1", 2, backend=backend, env=env)
     batch.reset()
     assert batch.state_dict() is None
 
