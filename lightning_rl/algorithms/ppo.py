@@ -138,10 +138,14 @@ class PPO(OnPolicyAlgorithm):
     def update(self, rollout: Rollout) -> None:
         """Algorithm 1: several passes of minibatch steps over one rollout."""
         batch = self.batch(rollout)
-        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(math.prod(rollout.shape))):
+        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(rollout)):
             self.descend(self.loss, minibatch)
 
-    def parts_of(self, num_rows: int) -> int:
+    def parts_of(self, rollout: Rollout) -> int:
+        """Return the number of minibatches of each pass over a rollout."""
+        return self.parts_of_rows(math.prod(rollout.shape))
+
+    def parts_of_rows(self, num_rows: int) -> int:
         """Return the number of minibatches that so many rows of this rank are cut into."""
         if self.minibatch_size is None:
             assert self.num_minibatches is not None
@@ -206,8 +210,8 @@ class PPO(OnPolicyAlgorithm):
             if (size := self.minibatch_size) is not None:
                 expected = f"a divisor of the {num_rows} steps of a rollout"
                 check(num_rows % size == 0, "minibatch_size", size, expected)
-            check_minibatches(num_rows, self.parts_of(num_rows), num_sequences)
-            self.check_rows(num_rows * trainer.world_size, self.parts_of(num_rows))
+            check_minibatches(num_rows, self.parts_of_rows(num_rows), num_sequences)
+            self.check_rows(num_rows * trainer.world_size, self.parts_of_rows(num_rows))
 
     def check_rows(self, num_rows: int, num_minibatches: int) -> None:
         """Raise where minibatches of so many rows of all ranks have nothing to learn.

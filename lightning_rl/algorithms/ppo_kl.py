@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -91,7 +90,7 @@ class PPOKLPenalty(PPO):
         # A policy that stays where it is says nothing about how much holds it back.
         self._adapts = self.adaptive and not self.steps.is_warming_up
         batch = self.batch(rollout)
-        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(math.prod(rollout.shape))):
+        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(rollout)):
             self.descend(self.loss, minibatch)
         self._kl = self.mean_kl(batch)
 
