@@ -43,9 +43,17 @@ if TYPE_CHECKING:
     from lightning_rl.data.recorded_episodes import RecordedEpisodes, load_episodes, save_episodes
     from lightning_rl.environments import AtariPreprocessing, EnvConfig
     from lightning_rl.policies.actor_critic import ActorCritic
+    from lightning_rl.policies.config import PolicyConfig
     from lightning_rl.policies.interface import PolicyOutput
     from lightning_rl.rollouts.batch import Batch
     from lightning_rl.rollouts.rollout import Rollout
+    from lightning_rl.training.config import (
+        AdvantageConfig,
+        ClippingConfig,
+        DebugConfig,
+        NormalizationConfig,
+        OptimizerConfig,
+    )
 
 __all__ = [
     "A2C",
@@ -56,10 +64,13 @@ __all__ = [
     "VMPO",
     "ActorConfig",
     "ActorCritic",
+    "AdvantageConfig",
     "AtariPreprocessing",
     "Batch",
     "BehaviourCloning",
+    "ClippingConfig",
     "CriticPretraining",
+    "DebugConfig",
     "EnvConfig",
     "EnvStepCheckpoint",
     "EnvStepInterval",
@@ -71,10 +82,13 @@ __all__ = [
     "EvaluationConfig",
     "FailedUpdate",
     "LastCheckpoint",
+    "NormalizationConfig",
     "OffPolicyPPG",
     "OnPolicyAlgorithm",
+    "OptimizerConfig",
     "OverlappedPPO",
     "PPOKLPenalty",
+    "PolicyConfig",
     "PolicyExport",
     "PolicyOutput",
     "PolicySummary",
@@ -102,9 +116,11 @@ _HOMES = (
     "data.recorded_episodes",
     "environments",
     "policies.actor_critic",
+    "policies.config",
     "policies.interface",
     "rollouts.batch",
     "rollouts.rollout",
+    "training.config",
 )
 
 

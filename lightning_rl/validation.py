@@ -327,7 +327,8 @@ def how_to_install(extra: str) -> str:
 
     In a checkout the first would do only once the package is installed there.
     """
-    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install -c constraints.txt -e '.[{extra}]'"
+    constraints = "" if extra == "robotics" else "-c constraints.txt "  # which has a newer MuJoCo
+    return f"pip install 'lightning-rl[{extra}]', in a checkout pip install {constraints}-e '.[{extra}]'"
 
 
 FROM_COMMAND_LINE = ("_class_path", "_instantiator")

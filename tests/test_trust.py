@@ -293,9 +293,10 @@ def test_a_trainer_and_the_command_line_construct_nothing_from_a_checkpoint(payl
             main([*command, *arguments, f"--ckpt_path={path}"])
 
 
-def test_what_was_shown_to_execute_a_command_does_not(saved, monkeypatch):
+def test_what_was_shown_to_execute_a_command_does_not(saved, monkeypatch, tmp_path):
     """The attack that succeeded: the names of a space are the words of a command."""
     monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     sys.path.insert(0, ".")
     d = {"type": "Discrete", "n": 2, "start": 0}
     space = {"type": "Dict", "spaces": {"!x": d, "-c": d, "touch pwned": d}}

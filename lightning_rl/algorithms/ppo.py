@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gymnasium import spaces
 from lightning.pytorch import Trainer
@@ -14,49 +13,18 @@ from torch import Tensor
 from lightning_rl import fast
 from lightning_rl import functional as rl
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
+from lightning_rl.options import defaults_of
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceDict
-from lightning_rl.training.config import AdvantageConfig, AdvantageOptions
+from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, ClippingConfig, ClippingOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number, check_positive_int
 
 # Members of PPO that its loss uses.
 READ_BY_LOSS = ("actor_critic", "add_policy_terms", "clip_fraction", "clip_ranges", "new_loss", "descend")
-
-
-@dataclass(frozen=True)
-class ClippingConfig:
-    """Bounds of what one rollout may change, beside `clip_range`.
-
-    Args:
-        low: ε of the lower bound of the importance ratio. None uses `clip_range`. May be a schedule.
-        high: ε of the upper bound of the importance ratio. None uses `clip_range`. May be a schedule.
-        log_prob: Clip the log-probabilities of the current policy to ± this in the importance ratio, not the recorded
-            log-probabilities. None does not clip.
-        dual: Bound the surrogate from below by this times the advantage where the advantage is negative (Ye et al.
-            2020); above 1. None does not.
-        value: Clip the change of the value since the rollout to ± this. None does not clip. May be a schedule.
-        value_huber_delta: Value errors above this count linearly (Huber loss) instead of squared. None squares all.
-        rollback: Undo an update, parameters and optimizer state, after which the KL divergence of its own minibatch
-            exceeds the bound of `target_kl`; no further update follows.
-    """
-
-    low: Scheduled | None = None
-    high: Scheduled | None = None
-    log_prob: float | None = None
-    dual: float | None = None
-    value: Scheduled | None = None
-    value_huber_delta: float | None = None
-    rollback: bool = False
-
-
-if TYPE_CHECKING:  # see lightning_rl/training/config.py
-    ClippingOptions = ClippingConfig | Mapping[str, Any]
-else:
-    ClippingOptions = ClippingConfig
 
 
 class PPO(OnPolicyAlgorithm):
@@ -117,7 +85,7 @@ class PPO(OnPolicyAlgorithm):
             target_kl=target_kl,
             clipping=clipping,
         )
-        check_ppo_options(self.options)
+        check_ppo_options(self.options, defaults_of(type(self))["num_minibatches"])
         self.num_epochs, self.num_minibatches, self.minibatch_size = num_epochs, num_minibatches, minibatch_size
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
@@ -225,11 +193,12 @@ class PPO(OnPolicyAlgorithm):
         check(not of_one_row, "num_minibatches", num_minibatches, expected)
 
 
-def check_ppo_options(given: Mapping[str, Any]) -> None:
+def check_ppo_options(given: Mapping[str, Any], num_minibatches: int) -> None:
     """Check the options of PPO by themselves and against each other.
 
     Args:
         given: Options by full name.
+        num_minibatches: Default of this option.
 
     Raises:
         ConfigurationError: One of them is out of range, or has no meaning beside another.
@@ -239,6 +208,8 @@ def check_ppo_options(given: Mapping[str, Any]) -> None:
         check_positive_int("num_minibatches", given["num_minibatches"])
     else:
         check_positive_int("minibatch_size", given["minibatch_size"])
+        count, size = given["num_minibatches"], given["minibatch_size"]
+        check(count in (None, num_minibatches), "num_minibatches", count, f"None beside minibatch_size={size}")
     check_number("value_coef", given["value_coef"], at_least=0)
     for name, bound in (("log_prob", 0), ("dual", 1), ("value_huber_delta", 0)):
         if given[f"clipping.{name}"] is not None:

@@ -18,6 +18,11 @@ from lightning_rl.validation import ConfigurationError, how_to_install
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
 _EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
 _EXTRA_BY_SUFFIX = {"NoFrameskip-v4": "atari", "NoFrameskip-v0": "atari"}
+_ROBOTICS = ("gymnasium_robotics", "shimmy")
+_PACKAGE_BY_PREFIX = {
+    **dict.fromkeys(("Fetch", "Hand", "Adroit", "PointMaze", "AntMaze", "Franka"), "gymnasium_robotics"),
+    "dm_control/": "shimmy",
+}
 _EXTRA_BY_ENTRY_POINT = {
     "gymnasium.envs.mujoco": "mujoco",
     "gymnasium.envs.box2d": "box2d",
@@ -48,6 +53,9 @@ def find_spec(env_id: str) -> EnvSpec:
     for package, its_extra in _PLUGINS.items():
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
+    home = next((home for prefix, home in _PACKAGE_BY_PREFIX.items() if name.startswith(prefix)), None)
+    if home is not None and not module:
+        raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
     imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
     raise unknown_id(env_id, _worth_naming(gymnasium.registry), "" if module else imports)
 
@@ -69,6 +77,8 @@ def _import(module: str, field: str) -> None:
         if not is_failure(error):
             raise
         what = summary(error)
+        if module in _ROBOTICS and not importlib.util.find_spec(module):
+            raise _needs(field, "robotics", f"{module} is not installed") from error
         raise ConfigurationError(
             f"{field}: module {module!r} cannot be imported ({what}): expected a module in the current folder, on "
             "PYTHONPATH or installed"

@@ -129,6 +129,32 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
+class ClippingConfig:
+    """Bounds of what one rollout may change, beside `clip_range`.
+
+    Args:
+        low: ε of the lower bound of the importance ratio. None uses `clip_range`. May be a schedule.
+        high: ε of the upper bound of the importance ratio. None uses `clip_range`. May be a schedule.
+        log_prob: Clip the log-probabilities of the current policy to ± this in the importance ratio, not the recorded
+            log-probabilities. None does not clip.
+        dual: Bound the surrogate from below by this times the advantage where the advantage is negative (Ye et al.
+            2020); above 1. None does not.
+        value: Clip the change of the value since the rollout to ± this. None does not clip. May be a schedule.
+        value_huber_delta: Value errors above this count linearly (Huber loss) instead of squared. None squares all.
+        rollback: Undo an update, parameters and optimizer state, after which the KL divergence of its own minibatch
+            exceeds the bound of `target_kl`; no further update follows.
+    """
+
+    low: Scheduled | None = None
+    high: Scheduled | None = None
+    log_prob: float | None = None
+    dual: float | None = None
+    value: Scheduled | None = None
+    value_huber_delta: float | None = None
+    rollback: bool = False
+
+
+@dataclass(frozen=True)
 class NormalizationConfig:
     """Running normalization of observations, rewards and values.
 
@@ -180,9 +206,10 @@ if TYPE_CHECKING:
     AdvantageOptions = AdvantageConfig | Mapping[str, Any]
     NormalizationOptions = NormalizationConfig | Mapping[str, Any]
     DebugOptions = DebugConfig | Mapping[str, Any]
+    ClippingOptions = ClippingConfig | Mapping[str, Any]
 else:
     OptimizerOptions, AdvantageOptions = OptimizerConfig, AdvantageConfig
-    NormalizationOptions, DebugOptions = NormalizationConfig, DebugConfig
+    NormalizationOptions, DebugOptions, ClippingOptions = NormalizationConfig, DebugConfig, ClippingConfig
 
 OPTIONS_OF_PASSES = (
     *("optimizer.num_value_epochs", "optimizer.critic_warmup_steps", "optimizer.adaptive_learning_rate"),

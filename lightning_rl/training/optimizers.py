@@ -56,6 +56,10 @@ def has_own_critic_optimizer(options: Mapping[str, Any]) -> bool:
 def _spec(options: Mapping[str, Any], group: str, default: ClassSpec) -> ClassSpec:
     name, arguments = options[f"{group}.name"], options[f"{group}.options"]
     if name is None:
+        known = set(inspect.signature(import_class(group, default["class_path"], Optimizer)).parameters)
+        unknown = ", ".join(sorted({*arguments} - known - {"params"}))
+        expected = f"arguments of the default optimizer; {unknown} needs another one: set {group}.name"
+        check(not unknown, f"{group}.options", arguments, expected)
         return {"class_path": default["class_path"], "init_args": default["init_args"] | arguments}
     return {"class_path": name, "init_args": arguments}
 
@@ -72,7 +76,9 @@ def check_optimizer_class(group: str, spec: ClassSpec) -> None:
     Raises:
         ConfigurationError: It is none, or refuses an argument.
     """
-    import_class(f"{group}.name", spec["class_path"], Optimizer)
+    path = spec["class_path"]
+    check("." in path, f"{group}.name", path, f"an import path such as torch.optim.{path}")
+    import_class(f"{group}.name", path, Optimizer)
     check_arguments(group, spec, Optimizer, "params", "lr")
 
 
@@ -82,8 +88,10 @@ def check_scheduler_class(spec: ClassSpec) -> None:
     Raises:
         ConfigurationError: It is none, refuses an argument, or needs a metric.
     """
-    plateau = issubclass(import_class(f"{SCHEDULER}.name", spec["class_path"], LRScheduler), ReduceLROnPlateau)
-    check(not plateau, f"{SCHEDULER}.name", spec["class_path"], "a scheduler that needs no metric")
+    path = spec["class_path"]
+    check("." in path, f"{SCHEDULER}.name", path, f"an import path such as torch.optim.lr_scheduler.{path}")
+    plateau = issubclass(import_class(f"{SCHEDULER}.name", path, LRScheduler), ReduceLROnPlateau)
+    check(not plateau, f"{SCHEDULER}.name", path, "a scheduler that needs no metric")
     check_arguments(SCHEDULER, spec, LRScheduler, "optimizer")
 
 

@@ -223,9 +223,9 @@ def test_the_default_of_an_option_without_effect_may_be_given(algorithm):
 @pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 8}])
 def test_minibatches_of_a_size_are_cut_as_that_many_minibatches_are(memory):
     ends = []
-    for cut in ({"num_minibatches": 4}, {"num_minibatches": None, "minibatch_size": 8}, {"minibatch_size": 8}):
+    for cut in ({"num_minibatches": 4}, {"num_minibatches": None, "minibatch_size": 8}):
         data = make_data()  # rollouts of 32 steps
-        model = make_model(data, policy={"memory": memory}, **{"num_minibatches": 3} | cut)
+        model = make_model(data, policy={"memory": memory}, **cut)
         trainer = make_trainer()
         trainer.fit(model, data)
         assert trainer.global_step == 2 * 2 * 4
@@ -237,7 +237,7 @@ def test_minibatches_of_a_size_are_cut_as_that_many_minibatches_are(memory):
 @pytest.mark.parametrize("size", [7, 33, 64])
 def test_a_size_that_does_not_divide_a_rollout_is_refused(size):
     data = make_data()
-    model = make_model(data, minibatch_size=size)
+    model = make_model(data, num_minibatches=None, minibatch_size=size)
     expected = rf"^minibatch_size={size} is not valid: expected a divisor of the 32 steps of a rollout"
     with pytest.raises(ConfigurationError, match=expected):
         make_trainer().fit(model, data)
@@ -249,6 +249,7 @@ def test_a_size_that_does_not_divide_a_rollout_is_refused(size):
     [
         ({"minibatch_size": 0}, r"minibatch_size=0 .* an integer of at least 1"),
         ({"minibatch_size": 2.5}, r"minibatch_size=2\.5 .* an integer of at least 1"),
+        ({"num_minibatches": 8, "minibatch_size": 64}, r"num_minibatches=8 .* None beside minibatch_size=64"),
         ({"num_minibatches": None}, r"num_minibatches=None .* an integer of at least 1"),
     ],
 )

@@ -11,6 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvConfig, EnvironmentSpec, make_environments
+from lightning_rl.environments.registry import find_spec
 from lightning_rl.validation import ConfigurationError
 
 
@@ -225,3 +226,15 @@ def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
 def test_options_that_do_not_fit_are_refused(backend, timeout, message):
     with pytest.raises(ConfigurationError, match=message):
         EnvironmentSpec("CartPole-v1", EnvConfig(step_timeout=timeout), backend)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "expected"),
+    [
+        ("FetchReach-v4", "gymnasium_robotics:FetchReach-v4"),
+        ("dm_control/cartpole-swingup-v0", "shimmy:dm_control/cartpole-swingup-v0"),
+    ],
+)
+def test_an_id_of_a_known_package_names_the_package(env_id, expected):
+    with pytest.raises(ConfigurationError, match=f"^env_id='{env_id}' is unknown: expected {expected}, which imports"):
+        find_spec(env_id)
