@@ -62,7 +62,7 @@ def restoring() -> dict[str, float]:
     """Measure how long `GAMES` games of Pong take to be played again in this process, in mid-episode."""
 
     def games() -> EnvironmentBatch:
-        return make_environments(EnvironmentSpec("ALE/Pong-v5", {}, (), "sync", None, None), GAMES, list(range(GAMES)))
+        return make_environments(EnvironmentSpec("ALE/Pong-v5"), GAMES, list(range(GAMES)))
 
     first = games()
     first.reset()

@@ -72,9 +72,9 @@ def train(model: PPO, data: RolloutDataModule, processes: int = 1) -> tuple[int,
 def train_cartpole(num_envs: int, backend: Backend, rollouts: int) -> tuple[int, float, float]:
     """Train on `num_envs` copies of CartPole, and return what `train` does."""
     env_id = torch_cartpole.ID if backend == "torch" else "CartPole-v1"
-    threads = {"num_threads": measure.THREADS} if backend == "envpool" else None
+    kwargs = {"num_threads": measure.THREADS} if backend == "envpool" else {}
     length, total = ROWS // num_envs, rollouts + measure.WARM_UP
-    data = RolloutDataModule(env_id, num_envs, length, total, backend=backend, env={"kwargs": threads}, seed=0)
+    data = RolloutDataModule(env_id, num_envs, length, total, backend=backend, env={"kwargs": kwargs}, seed=0)
     torch.manual_seed(0)
     return train(PPO(data.observation_space, data.action_space), data)
 

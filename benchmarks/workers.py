@@ -25,7 +25,7 @@ from record import add_saving, save
 
 from lightning_rl.data import collector as collectors
 from lightning_rl.data.collector import Collector
-from lightning_rl.environments import Backend, EnvironmentSpec, make_environments
+from lightning_rl.environments import Backend, EnvConfig, EnvironmentSpec, make_environments
 from lightning_rl.policies.actor_critic import ActorCritic
 
 LENGTH = 32
@@ -102,9 +102,10 @@ def make_collector(spec: EnvironmentSpec, num_envs: int) -> tuple[Collector, Act
 def measure_workload(workload: dict[str, Any], pairs: int) -> dict[str, Any]:
     """Return the milliseconds per vector step of each variant, acting included, and the speed-ups over `sync`."""
     kwargs = {"additions": additions_in(workload["milliseconds"])} if "milliseconds" in workload else {}
+    env = EnvConfig(kwargs=kwargs)
     backends: tuple[Backend, ...] = ("sync", "async")
     made = {
-        backend: make_collector(EnvironmentSpec(workload["env_id"], kwargs, backend=backend), workload["num_envs"])
+        backend: make_collector(EnvironmentSpec(workload["env_id"], env, backend), workload["num_envs"])
         for backend in backends
     }
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -29,7 +29,7 @@ from lightning_rl import AtariPreprocessing, BehaviourCloning, OnPolicyAlgorithm
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.options import defaults_of, nested
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import make_trainer, merged
+from tests.helpers import make_trainer
 
 ALGORITHMS: list[type[Any]] = [
     found
@@ -276,7 +276,7 @@ def make(case: Case) -> Any:
         small |= {"num_policy_iterations": 2, "num_aux_epochs": 1, "num_aux_minibatches": 2}
     else:
         small = {"env_id": case.env_id, "num_envs": 2, "rollout_length": 8, "rollouts_per_epoch": 2, "seed": 0}
-        small = merged(small, {"evaluation": {"episodes": 2}, "env": {"max_episode_steps": 10}})
+        small |= {"evaluation.episodes": 2, "env.max_episode_steps": 10}
         if "episodes" in known:
             small["episodes"] = _recorded(case.env_id)
     small = {name: value for name, value in small.items() if name in known}
@@ -340,7 +340,7 @@ def outcome(case: Case, trains: bool = True) -> Outcome:
         except FloatingPointError as error:
             return Outcome("not finite", error)
         except EnvironmentFailure as error:
-            known = not {"env_kwargs", "wrappers", "training_wrappers"}.isdisjoint(case.options)
+            known = not {"env.kwargs", "env.wrappers", "env.training_wrappers"}.isdisjoint(case.options)
             return Outcome("refused" if known else "fault", error)
         except Exception as error:
             return Outcome("fault", error)

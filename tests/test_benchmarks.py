@@ -19,7 +19,9 @@ import torch
 from lightning.pytorch.callbacks import Timer
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+import lightning_rl
 from lightning_rl import IMPALA, ActorCritic
+from lightning_rl.options import default_groups, defaults_of, flat
 from lightning_rl.tools import shipped_configs
 from tests import programs
 
@@ -340,6 +342,18 @@ def test_cartpole_results_are_of_five_seeds():
     assert len(table.load_scores()["ppo/cartpole"]) == 5
 
 
+def all_options(part):
+    """Every option of the algorithm or the data of a configuration by its full name, with the defaults of the others.
+
+    Without the rollouts that actors collect ahead, whose default was another one.
+    """
+    cls = getattr(lightning_rl, part.get("class_path", "RolloutDataModule").rpartition(".")[2])
+    given = part.get("init_args", {}) if "class_path" in part else part
+    options = flat(defaults_of(cls) | given, default_groups(cls))
+    options.pop("actors.prefetch", None)
+    return json.loads(json.dumps(options))  # lists for tuples
+
+
 def test_shipped_results_were_made_with_the_shipped_configurations():
     yaml = pytest.importorskip("yaml")
     for name, runs in table.load_scores().items():
@@ -347,9 +361,9 @@ def test_shipped_results_were_made_with_the_shipped_configurations():
         for result in runs:
             settings = result["settings"]
             assert result["env_steps"] >= shipped["max_env_steps"]
-            for part in ("data", "trainer", "model"):
-                given, found = (whole[part].get("init_args", whole[part]) for whole in (shipped, settings))
-                assert {key: found[key] for key in given} == given
+            assert {key: settings["trainer"][key] for key in shipped["trainer"]} == shipped["trainer"]
+            for part in ("data", "model"):
+                assert all_options(settings[part]) == all_options(shipped[part]), (name, result["seed"])
             recipe = recipes.RECIPES.get(name, recipes.Recipe())
             assert tuple(result.get("before", ())) == recipe.before
 
@@ -417,7 +431,7 @@ def test_impala_of_the_workload_is_as_large_as_the_one_it_is_compared_with():
     # Convolutions of 32, 64 and 64 channels, 512 units; heads upon them, the last action and the last reward.
     sizes = [(4 * 64 + 1) * 32, (32 * 16 + 1) * 64, (64 * 9 + 1) * 64, (3136 + 1) * 512, (512 + 6 + 1 + 1) * (6 + 1)]
     assert sum(x.numel() for x in model.parameters()) == sum(sizes)
-    assert data.rollout_shape == (80, 8) and model.reduction == "sum" and data.spec.options.reward_clip == "abs_one"
+    assert data.rollout_shape == (80, 8) and model.reduction == "sum" and data.spec.env.reward_clip == "abs_one"
     with pytest.raises(SystemExit):
         throughput.parse(["W6", "--share"])
 
@@ -603,7 +617,7 @@ def test_clear_keeps_a_first_task_that_impala_forgets(monkeypatch):
     assert max(found["IMPALA"]["retention_of_each_seed"]) < 0.5
     assert min(found["CLEAR"]["learned"] + found["IMPALA"]["learned"]) > 0.9  # there was something to forget
     monkeypatch.setattr(retention, "STEPS", 128)
-    monkeypatch.setitem(retention.DATA, "eval_episodes", 1)
+    monkeypatch.setitem(retention.DATA, "evaluation", {"episodes": 1})
     rows = retention.scores(retention.CLEAR, seed=0)
     assert len(rows) == 3 and all(len(row) == 3 and 0 <= min(row) <= max(row) <= 1 for row in rows)
 

@@ -66,7 +66,7 @@ def make(
     **options: Any,
 ) -> tuple[OnPolicyAlgorithm, RolloutDataModule]:
     """An algorithm with the same initial weights each time, and its environments."""
-    module = make_data(**data_options(combination) | (data or {}))
+    module = make_data(**merged(data_options(combination), data or {}))
     torch.manual_seed(0)
     passes = {"num_epochs": 1, "num_minibatches": 2} if issubclass(algorithm, PPO) else {}
     spaces = module.observation_space, module.action_space

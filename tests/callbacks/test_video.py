@@ -200,7 +200,7 @@ def test_environments_in_processes_and_native_ones_are_filmed_by_their_single_ve
     make_data("CartPole-v1", backend="native").check_filmable()
     make_data(DRAWN, backend="async").check_filmable()
     spec = make_data(DRAWN, backend="async", env={"on_failure": "restart", "step_timeout": 3}).eval_spec.for_filming()
-    assert (spec.backend, spec.on_env_failure, spec.step_timeout) == ("sync", "raise", None)
+    assert (spec.backend, spec.env.on_failure, spec.env.step_timeout) == ("sync", "raise", None)
 
 
 @pytest.mark.parametrize("env_id", ["LunarLander-v3", "ALE/Pong-v5", "Hopper-v5"])
@@ -282,12 +282,8 @@ def test_the_policy_is_filmed_as_it_is_evaluated(tmp_path):
 
 def test_predict_writes_what_it_plays(in_tmp_path, capsys, caplog):
     arguments = ["predict", "--model=PPO", f"--data.env_id={DRAWN}", "--data.env.imports=[tests.callbacks.test_video]"]
-    arguments += [
-        "--data.evaluation.episodes=3",
-        "--data.evaluation.num_envs=2",
-        "--trainer.accelerator=cpu",
-        "--data.seed=1",
-    ]
+    arguments += ["--data.evaluation.episodes=3", "--data.evaluation.num_envs=2", "--data.seed=1"]
+    arguments += ["--trainer.accelerator=cpu"]
     main(arguments)
     plain = [line for line in capsys.readouterr().out.splitlines() if line.startswith("episode ")]
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):

@@ -217,8 +217,8 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
         ({"env": {"kwargs": {"sutton_barto_reward": True}}}, "env.kwargs={'sutton_barto_reward': True} (before: {})"),
         (
             {"env": {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]}},
-            "env.wrappers=[{'class_path': 'tests.checkpointing.test_interruption.Interrupts', 'init_args': {}}] "
-            "(before: [])",
+            "env.training_wrappers=[{'class_path': 'tests.checkpointing.test_interruption.Interrupts', "
+            "'init_args': {}}] (before: [])",
         ),
     ],
     ids=["seed", "arguments", "wrappers"],

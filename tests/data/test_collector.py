@@ -13,7 +13,6 @@ from lightning_rl.policies import values
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import merged
 from tests.probes import Told, collect, make_batch, make_collector, seeds_of
 
 IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
@@ -21,9 +20,8 @@ IMAGES = spaces.Box(0, 255, (9, 9, 3), np.uint8)
 
 def make_policy(environments, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    options = merged({"hidden_sizes": (32,)}, options)
     spaces_ = environments.single_observation_space, environments.single_action_space
-    return ActorCritic(*spaces_, **options).to(dtype)
+    return ActorCritic(*spaces_, **{"hidden_sizes": (32,)} | options).to(dtype)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -275,10 +273,7 @@ def test_half_of_the_environments_steps_while_the_policy_acts_on_the_others_and_
         ("Probe/Counter-v0", {"mode": AutoresetMode.NEXT_STEP}),
         ("Probe/Counter-v0", {"mode": AutoresetMode.DISABLED}),
         ("Probe/Counter-v0", {"env": {"previous_action": True}}),
-        (
-            "Probe/Counter-v0",
-            {"env": {"wrappers": ({"class_path": "tests.probes.DoubleVectorReward", "init_args": {}},)}},
-        ),
+        ("Probe/Counter-v0", {"env": {"wrappers": ["tests.probes.DoubleVectorReward"]}}),
     ],
 )
 def test_no_environment_steps_ahead_where_others_decide_what_the_policy_sees(acts_ahead, env_id, options):

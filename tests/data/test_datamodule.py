@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from lightning_rl.data.datamodule import OnDemandLoader
 from lightning_rl.environments import AtariPreprocessing, EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, merged, parameters_of
+from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 from tests.probes import Told
 
 
@@ -96,53 +97,47 @@ def test_evaluation_with_samples_is_the_same_each_time_too():
     assert summary(deterministic) != summary(played[0])
 
 
-@pytest.mark.parametrize("eval_episodes", [1, 3, 4, 10])
+@pytest.mark.parametrize("episodes", [1, 3, 4, 10])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_eval_envs", [None, 2])
-def test_ranks_together_play_exactly_the_asked_number_of_episodes(eval_episodes, world_size, num_eval_envs):
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_ranks_together_play_exactly_the_asked_number_of_episodes(episodes, world_size, num_envs):
     counts, played = [], []
     for rank in range(world_size):
-        data = make_data(
-            "Probe/Random-v0", evaluation={"episodes": eval_episodes, "num_envs": num_eval_envs}, env={"kwargs": {}}
-        )
-        episodes = attach(data, rank, world_size).run_episodes()
-        counts.append(len(episodes))
-        played += summary(episodes)
+        data = make_data("Probe/Random-v0", evaluation={"episodes": episodes, "num_envs": num_envs})
+        share = attach(data, rank, world_size).run_episodes()
+        counts.append(len(share))
+        played += summary(share)
         data.teardown("validate")
-    assert sum(counts) == eval_episodes and max(counts) - min(counts) <= 1
-    assert len(set(played)) == eval_episodes  # no rank plays what another plays
+    assert sum(counts) == episodes and max(counts) - min(counts) <= 1
+    assert len(set(played)) == episodes  # no rank plays what another plays
 
 
 def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
     """3 episodes in each of two environments and 2 in the others, wherever the short ones are."""
-    data = make_data(
-        "Probe/Counter-v0", evaluation={"episodes": 10, "num_envs": 4}, env={"kwargs": {"lengths": [1, 9, 4]}}
-    )
+    env = {"kwargs": {"lengths": [1, 9, 4]}}
+    data = make_data("Probe/Counter-v0", env=env, evaluation={"episodes": 10, "num_envs": 4})
     assert [e.length for e in attach(data).run_episodes()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
     data.teardown("validate")
 
 
 def test_evaluation_has_raw_rewards_and_whole_episodes():
     """Wrappers for training only, which double rewards and cut episodes here, are left out; the others are not."""
-    double = "tests.probes.DoubleReward"
-    options = {"env": {"kwargs": {"lengths": [5], "reward": 1.0}}, "rollout_length": 6}
-    data = attach(make_data("Probe/Counter-v0", **merged({"env": {"training_wrappers": [double]}}, options)))
+    double, kwargs = "tests.probes.DoubleReward", {"lengths": [5], "reward": 1.0}
+    env = {"kwargs": kwargs, "training_wrappers": [double]}
+    data = attach(make_data("Probe/Counter-v0", env=env, rollout_length=6))
     rollout = data.collect()
     assert (rollout.rewards == 2).all() and rollout.episodes.lengths == [3, 3, 3, 3]
     assert summary(data.run_episodes()) == [(5, 5.0)] * 2
     data.teardown("fit")
-    both = attach(make_data("Probe/Counter-v0", **merged({"env": {"wrappers": [double]}}, options)))
+    both = attach(make_data("Probe/Counter-v0", env={"kwargs": kwargs, "wrappers": [double]}))
     assert summary(both.run_episodes()) == [(3, 6.0)] * 2
     both.teardown("validate")
 
 
 def test_evaluation_of_games_counts_the_score_of_whole_games():
-    options = {"num_envs": 1, "rollout_length": 60, "evaluation": {"episodes": 1}}
+    env = {"atari": {"noop_max": 0, "repeat_action_probability": 0.0}}
     data = attach(
-        make_data(
-            "ALE/Breakout-v5",
-            **merged({"env": {"atari": AtariPreprocessing(noop_max=0, repeat_action_probability=0.0)}}, options),
-        ),
+        make_data("ALE/Breakout-v5", env=env, num_envs=1, rollout_length=60, evaluation={"episodes": 1}),
         policy=Told(value=lambda o: torch.zeros(o.shape[:-3]), action=lambda o: torch.full(o.shape[:-3], 2)),
     )
     rollout = data.collect()
@@ -156,7 +151,7 @@ def test_evaluation_of_games_counts_the_score_of_whole_games():
 def test_more_evaluation_episodes_take_more_environments():
     data = attach(make_data(evaluation={"episodes": 2}))
     assert len(data.run_episodes()) == 2
-    data.evaluation.episodes = 5
+    data.evaluation = replace(data.evaluation, episodes=5)
     assert len(data.run_episodes()) == 5
     assert data._evaluator.environments.num_envs == 5
     data.teardown("validate")

@@ -18,7 +18,7 @@ from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.distributions import from_environment, to_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import ConfigurationError
-from tests.helpers import Recorder, make_data, make_trainer, merged, parameters_of
+from tests.helpers import Recorder, make_data, make_trainer, parameters_of
 
 ROOT = Path(__file__).parents[2]
 AIM: dict[str, Any] = {"env": {"kwargs": {"action_space": {"type": "Discrete", "n": 3, "start": 5}}}}
@@ -39,7 +39,7 @@ def expert(num_episodes: int = 10) -> list[Episode]:
 
 def recorded(episodes: Any = None, **options: Any) -> RecordedEpisodes:
     return RecordedEpisodes(
-        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **merged(AIM, SMALL, options)
+        "tests.probes:Probe/Aim-v0", expert() if episodes is None else episodes, **AIM | SMALL | options
     )
 
 
@@ -96,7 +96,7 @@ def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_
         assert torch.equal(parameter, before[name]) == of_critic, name
     trainer.save_checkpoint(tmp_path / "cloned.ckpt")
 
-    played = make_data("tests.probes:Probe/Aim-v0", **merged(AIM, SMALL, {"rollouts_per_epoch": 20}))
+    played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL, rollouts_per_epoch=20)
     critic = CriticPretraining(played.observation_space, played.action_space, gamma=0.5, **options)
     critic.init_from(tmp_path / "cloned.ckpt")
     trainer = make_trainer()
@@ -141,7 +141,7 @@ def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
 
 
 def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
-    played = make_data("tests.probes:Probe/Aim-v0", **merged(AIM, SMALL))
+    played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
     model = PPO(played.observation_space, played.action_space, policy={"hidden_sizes": (4,)})
     episodes = [e for batch in make_trainer().predict(model, played) for e in batch]
     save_episodes(episodes, tmp_path / "episodes.pt")

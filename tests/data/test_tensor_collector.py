@@ -11,7 +11,13 @@ from torch import Tensor
 
 from lightning_rl import PPO
 from lightning_rl.data.collector import Collector
-from lightning_rl.environments import EnvironmentBatch, EnvironmentFailure, TensorEnvironments, WrapperOptions
+from lightning_rl.environments import (
+    EnvConfig,
+    EnvironmentBatch,
+    EnvironmentFailure,
+    EnvironmentSpec,
+    TensorEnvironments,
+)
 from lightning_rl.environments.tensor_batch import AsArrays
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
@@ -200,7 +206,7 @@ def test_actions_become_those_of_the_space_as_arrays_do(space, action):
 @pytest.mark.parametrize("clip", [None, "abs_one", "soft_asymmetric", 0.3])
 def test_rewards_are_scaled_and_clipped_as_those_of_arrays_are(clip):
     rewards = np.linspace(-12, 12, 41)
-    transform = WrapperOptions(reward_scale=0.5, reward_clip=clip).reward_transform
+    transform = EnvironmentSpec(ID, EnvConfig(reward_scale=0.5, reward_clip=clip)).reward_transform
     np.testing.assert_allclose(transform(torch.from_numpy(rewards)).numpy(), transform(rewards), rtol=1e-15)
 
 

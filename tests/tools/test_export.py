@@ -109,9 +109,7 @@ def inputs(model: PPO, rows: int) -> tuple[Any, ...]:
 @torch.no_grad()
 def act(model: PPO, deterministic: bool, x: Any, memory: Any = None) -> Any:
     """What an environment would get, and the next memory."""
-    output = model.policy.act(
-        x, deterministic=deterministic, **({} if memory is None else {"policy": {"memory": memory}})
-    )
+    output = model.policy.act(x, deterministic=deterministic, **({} if memory is None else {"memory": memory}))
     arrays = to_environment(model.action_space, map_leaves(lambda a: a.numpy(), output.environment_action))
     actions = map_leaves(torch.from_numpy, arrays)
     return actions if memory is None else (actions, output.memory)

@@ -13,6 +13,7 @@ import yaml
 
 from lightning_rl import PPO, RolloutDataModule, __version__
 from lightning_rl.cli.commands import run_command
+from lightning_rl.data.evaluation import EvaluationConfig
 from lightning_rl.tools.hub import FILES, make_hub_folder, pull_from_hub, push_to_hub
 from lightning_rl.tools.trained import Score, config_of, find_trained, load_algorithm, load_data, play_episodes
 from lightning_rl.validation import ConfigurationError
@@ -99,8 +100,7 @@ def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
     path = with_config(run, evaluation={"deterministic": False}, env={"atari": {"frame_skip": 4}})
     try:
         assert config_of(checkpoint) == path
-        assert load_data(checkpoint).eval_deterministic is False
-        assert load_data(checkpoint).eval_episodes == 3
+        assert load_data(checkpoint).evaluation == EvaluationConfig(3, deterministic=False)
     finally:
         path.unlink()
     (tmp_path / "other.yaml").write_text("trainer: {}\n")
@@ -129,13 +129,13 @@ def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, 
         ("lightning_rl.RolloutDataModule", {}),
         (f"{OwnData.__module__}.{OwnData.__qualname__}", {"own": 4}),
     ):
-        config.write_text(yaml.safe_dump({"data": {"class_path": name, "init_args": merged(options, given)}}))
+        config.write_text(yaml.safe_dump({"data": {"class_path": name, "init_args": options | given}}))
         data = load_data(checkpoint, config)
         assert (data.spec.env_id, data.evaluation.episodes) == ("CartPole-v1", 3)
         assert isinstance(data, OwnData) == ("own" in given)
         assert play_episodes(load_algorithm(checkpoint), data, 1)[0].episodes == 1
     config.write_text(yaml.safe_dump({"data": {"class_path": "nowhere.Data", "init_args": options}}))
-    with pytest.raises(ConfigurationError, match=r"data: class_path='nowhere\.Data' cannot be imported"):
+    with pytest.raises(ConfigurationError, match=r"^data='nowhere\.Data' cannot be imported"):
         load_data(checkpoint, config)
 
 

@@ -157,7 +157,7 @@ def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, o
     assert any(not torch.equal(x, before[name]) for name, x in model.named_parameters())
     rollout = seen.rollouts[0]
     assert rollout.observations.dtype == torch.uint8 if env_id.startswith("ALE") else True
-    assert (rollout.memory is not None) == ("policy" in options)
+    assert (rollout.memory is not None) == ("memory" in options.get("policy", {}))
 
 
 def test_processes_may_be_spawned_and_precision_is_theirs_too():
@@ -188,12 +188,12 @@ def test_a_policy_that_cannot_be_sent_is_refused():
         ({"actors": {"max_policy_lag": -1}}, "actors.max_policy_lag=-1"),
         (
             {"actors": {"count": 0, "start_method": None, "max_policy_lag": 2}},
-            "actors.max_policy_lag=2.*where num_actors is 0",
+            "actors.max_policy_lag=2.*where actors.count is 0",
         ),
-        ({"actors": {"count": 0, "start_method": None, "prefetch": 2}}, "actors.prefetch=2.*where num_actors is 0"),
-        ({"actors": {"count": 0, "start_method": None, "timeout": 9}}, "actors.timeout=9.*where num_actors is 0"),
-        ({"actors": {"count": 0}}, "actors.start_method='fork'.*None where num_actors is 0"),
-        ({"backend": "async"}, "backend='async'.*beside num_actors"),
+        ({"actors": {"count": 0, "start_method": None, "prefetch": 2}}, "actors.prefetch=2.*where actors.count is 0"),
+        ({"actors": {"count": 0, "start_method": None, "timeout": 9}}, "actors.timeout=9.*where actors.count is 0"),
+        ({"actors": {"count": 0}}, "actors.start_method='fork'.*None where actors.count is 0"),
+        ({"backend": "async"}, "backend='async'.*beside actors.count"),
     ],
 )
 def test_bad_options_are_refused(options, message):
@@ -425,7 +425,7 @@ def test_a_faster_actor_does_not_starve_the_other():
 
 def test_an_actor_collects_ahead_although_the_learner_reads_nothing():
     """Rollouts larger than the buffer of a pipe do not keep it from the next ones."""
-    data = make_actors(actors={"prefetch": 3}, rollout_length=2000, num_envs=2, rollouts_per_epoch=4)
+    data = make_actors(actors={"prefetch": 3}, rollout_length=250, num_envs=16, rollouts_per_epoch=4)
 
     class SlowOnce(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

@@ -224,10 +224,10 @@ def test_an_address_that_leads_nowhere_is_refused(ray):
         ),
         ({"actors": {"start_method": "fork"}}, "actors.start_method='fork'.*None with actors.backend='ray'"),
         ({"actors": {"resources": {}}}, "actors.resources={}"),
-        ({"actors": {"resources": {"CPU": -1}}}, r"actor_resources\['CPU'\]=-1"),
+        ({"actors": {"resources": {"CPU": -1}}}, r"actors\.resources\['CPU'\]=-1"),
         ({"actors": {"ray_address": 1}}, "actors.ray_address=1"),
-        ({"actors": {"count": 0}}, "actors.backend='ray'.*processes where num_actors is 0"),
-        ({"backend": "async"}, "backend='async'.*beside num_actors"),
+        ({"actors": {"count": 0}}, "actors.backend='ray'.*processes where actors.count is 0"),
+        ({"backend": "async"}, "backend='async'.*beside actors.count"),
     ],
 )
 def test_bad_options_are_refused(ray, options, message):
