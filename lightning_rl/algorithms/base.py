@@ -102,7 +102,6 @@ from lightning_rl.validation import (
     import_class,
     instantiate,
     loading,
-    to_plain_data,
 )
 
 
@@ -176,19 +175,19 @@ class OnPolicyAlgorithm(LightningModule):
         self.automatic_optimization = False
         refuse_unknown_options(type(self), unknown)
         self.save_hyperparameters()
-        # A subclass may hand on other values than it was given: those that arrive here have effect.
-        given: dict[str, Any] = {
-            "learning_rate": learning_rate,
-            "gamma": gamma,
-            "policy": policy,
-            "optimizer": optimizer,
-        }
-        given |= {"advantages": advantages, "normalization": normalization, "debug": debug}
         groups = default_groups(type(self))
-        stored = flat(self.hparams, groups)
-        options = self.options = plain_options({**stored, **flat(given, groups)})
+        options = self.options = plain_options(flat(self.hparams, groups))
+        self.save_hyperparameters(nested(options))
+        self.take_options(
+            learning_rate=learning_rate,
+            gamma=gamma,
+            policy=policy,
+            optimizer=optimizer,
+            advantages=advantages,
+            normalization=normalization,
+            debug=debug,
+        )
         check_options(options, self.without_effect, flat(defaults_of(type(self)), groups))
-        self.save_hyperparameters(nested(plain_options(stored)))
         self.observation_space = space_from_dict(options["observation_space"])
         self.action_space = space_from_dict(options["action_space"])
         self.gamma = gamma
@@ -434,13 +433,12 @@ class OnPolicyAlgorithm(LightningModule):
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
         """Put the values that arrived at a constructor into `options`.
 
-        A subclass may hand on other values than it was given.
+        A subclass may hand on other values than it was given: the values that arrive have effect.
 
         Args:
             **given: By parameter of the constructor.
         """
-        full = flat(given, default_groups(type(self)))
-        self.options |= {name: to_plain_data(name, value) for name, value in full.items()}
+        self.options |= plain_options(flat(given, default_groups(type(self))))
 
     def policy_options(self) -> dict[str, Any]:
         """Return the arguments of `ActorCritic` that the options give."""

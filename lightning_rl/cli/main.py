@@ -215,9 +215,12 @@ class OnPolicyCLI(LightningCLI):
         last = self._run_configurations
         if not last or self._option("resume_changes") == "allow":
             return
-        saved = [callback for callback in self.trainer.callbacks if isinstance(callback, SaveConfig)]  # type: ignore[attr-defined]
-        now = [yaml.safe_load(configuration(callback.parser, callback.config)) for callback in saved]
-        if now and (changed := changes(read_yaml(last[-1], "config") or {}, now[0])):
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        saver = next((callback for callback in callbacks if isinstance(callback, SaveConfig)), None)
+        if saver is None:
+            return
+        now = yaml.safe_load(configuration(saver.parser, saver.config))
+        if changed := changes(read_yaml(last[-1], "config") or {}, now):
             expected = "\n  ".join(["expected the same, or --resume_changes allow", *changed])
             raise ConfigurationError(f"ckpt_path: the settings differ from {relative(last[-1])}: {expected}")
 

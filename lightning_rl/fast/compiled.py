@@ -291,12 +291,16 @@ class CompiledLosses:
         """Return a tensor, the same for all minibatches, that has the weight of a row."""
         weight = batch.weight
         if self._weight_tensor is None:
-            dtype, device = torch.promote_types(self._model.dtype, torch.float32), self._model.device
-            self._weight_tensor = torch.zeros((), dtype=dtype, device=device)
+            self._weight_tensor = self._scalar()
         if weight != self._weight:
             self._weight = weight
             self._weight_tensor.fill_(weight)
         return self._weight_tensor
+
+    def _scalar(self) -> Tensor:
+        """Return a tensor for a number that changes from minibatch to minibatch, or over the run."""
+        dtype = torch.promote_types(self._model.dtype, torch.float32)
+        return torch.zeros((), dtype=dtype, device=self._model.device)
 
     def _with_tensor_as_weight(self, batch: Batch) -> Batch:
         """Return a batch whose weight does not become a constant of the graph."""
@@ -313,12 +317,11 @@ class CompiledLosses:
         """
         options = list(self._model.schedules.attributes(self._model))
         found = [(owner, name, getattr(owner, name)) for owner, name in options]
-        dtype, device = torch.promote_types(self._model.dtype, torch.float32), self._model.device
         for owner, name, value in found:
             if isinstance(value, int | float) and value != 0 and math.isfinite(value):
                 key = (id(owner), name)
                 if key not in self._scalars:
-                    self._scalars[key] = torch.zeros((), dtype=dtype, device=device)
+                    self._scalars[key] = self._scalar()
                 vars(owner)[name] = self._scalars[key].fill_(value)
         try:
             yield

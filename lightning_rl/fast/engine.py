@@ -47,6 +47,11 @@ def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], 
     return mark
 
 
+def step_progress(model: LightningModule) -> Any:  # noqa: ANN401
+    """Return the counter of Lightning's global steps in manual optimization."""
+    return model.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+
+
 class FastEngine:
     """Computes gradients, in closed form where there is one, and steps optimizers past Lightning's empty hooks.
 
@@ -95,8 +100,7 @@ class FastEngine:
         if not counts:
             step()
             return
-        trainer = model.trainer
-        progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+        trainer, progress = model.trainer, step_progress(model)
         progress.increment_ready()
         trainer.profiler.start("optimizer_step")  # type: ignore[attr-defined]
         step()
@@ -122,7 +126,7 @@ class CompiledEngine(FastEngine):
         result = self.losses.step(steps, loss_of, batch)
         is_open = None if result is None else result.state.is_open
         if is_open is not None and (not is_open.is_cpu or is_open):
-            progress = steps.model.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+            progress = step_progress(steps.model)
             progress.increment_ready()
             progress.increment_completed()
         return result

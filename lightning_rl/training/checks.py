@@ -50,16 +50,18 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: One of them is no plain data.
     """
-    plain: dict[str, Any] = {name: space_to_dict(given[name], name) for name in ("observation_space", "action_space")}
+    plain: dict[str, Any] = {}
     for name, value in given.items():
-        if name in _CLASSES and value is not None:
+        if name in ("observation_space", "action_space"):
+            plain[name] = space_to_dict(value, name)
+        elif name in _CLASSES and value is not None:
             plain[name] = class_path(name, value)
         elif name == "policy.network" and not isinstance(value, str):
             with options_named({"network": name}):
                 plain[name] = network_to_plain_data(value)
         elif name == "optimizer.groups":
             plain[name] = group_options(value)
-        elif name not in plain:
+        else:
             plain[name] = to_plain_data(name, value)
     return plain
 
