@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, ClassVar, Self, cast
 
@@ -74,7 +75,6 @@ from lightning_rl.training.normalizers import Normalizers
 from lightning_rl.training.observing import HistogramLogger, SaturationCheck, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
-    AdaptiveLearningRate,
     adam,
     check_optimizers,
     make_optimizers,
@@ -226,25 +226,9 @@ class OnPolicyAlgorithm(LightningModule):
             options["normalization.rewards"], gamma, options["normalization.reward_clip"]
         )
         self.normalizers = Normalizers(self.policy, self.reward_normalizer, options["normalization.update"])
-        self.estimator = self.make_estimator(
-            gamma=gamma,
-            on_truncation=options["advantages.on_truncation"],
-            kind=options["advantages.estimator"],
-            value_target=options["advantages.value_target"],
-            recompute_values=options["advantages.recompute_values"],
-        )
-        self.estimator.normalize = options["advantages.normalize"]
-        self.estimator.renews = options["advantages.recompute_advantages"]
-        self.steps = GradientSteps(
-            self,
-            options["optimizer.max_grad_norm"],
-            options["optimizer.max_grad_value"],
-            options["debug.check_numerics"],
-        )
-        self.steps.num_value_epochs = options["optimizer.num_value_epochs"]
-        self.steps.critic_warmup_steps = options["optimizer.critic_warmup_steps"]
-        if (adaptive := options["optimizer.adaptive_learning_rate"]) is not None:
-            self.steps.adaptive_learning_rate = AdaptiveLearningRate(**adaptive)
+        advantage_options = {x.name: options[f"advantages.{x.name}"] for x in fields(AdvantageConfig)}
+        self.estimator = self.make_estimator(gamma=gamma, **advantage_options)
+        self.steps = GradientSteps(self, options)
 
     # ------------------------------------------------------------------ what an algorithm defines
 
@@ -336,7 +320,7 @@ class OnPolicyAlgorithm(LightningModule):
             num_minibatches: Parts of each pass.
         """
         for epoch, is_last in self.steps.epochs(num_epochs or 1):
-            if epoch and self.estimator.renews:
+            if epoch and self.estimator.recompute_advantages:
                 batch = self.estimator.renewed(batch)
             batch = self.estimator.normalized_over_rollout(batch)
             for minibatch in self.one_pass(batch, num_minibatches):

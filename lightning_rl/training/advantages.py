@@ -29,14 +29,15 @@ class AdvantageEstimator:
         policy: Whose values are computed anew where that is wanted.
         normalizers: Normalize rewards.
         gamma: Discount factor.
-        on_truncation: What a time limit is, see `Rollout.discounts`.
-        kind: `gae`, or `monte_carlo`: λ = 1.
-        value_target: `td_lambda`: advantage plus value; `empirical`: the sum of rewards, whatever λ is.
-        recompute_values: Whether the values for both are computed anew.
+        on_truncation: Like the following, an option of `AdvantageConfig`.
+        estimator: See there; `self.kind`.
+        value_target: See there.
+        recompute_values: See there.
+        recompute_advantages: See there.
+        normalize: See there.
 
     Attributes:
         gae_lambda: λ: 0 is one-step, 1 Monte Carlo.
-        renews: Whether each pass but the first begins with new values, advantages and returns.
     """
 
     def __init__(
@@ -46,20 +47,22 @@ class AdvantageEstimator:
         *,
         gamma: float = 0.99,
         on_truncation: OnTruncation = "bootstrap",
-        kind: Literal["gae", "monte_carlo"] = "gae",
+        estimator: Literal["gae", "monte_carlo"] = "gae",
         value_target: Literal["td_lambda", "empirical"] = "td_lambda",
         recompute_values: bool = False,
+        recompute_advantages: bool = False,
+        normalize: Normalize = "none",
     ) -> None:
         self.policy = policy
         self.normalizers = normalizers
         self.gamma = gamma
         self.on_truncation = on_truncation
-        self.kind = kind
+        self.kind = estimator
         self.value_target = value_target
         self.recompute_values = recompute_values
+        self.recompute_advantages = recompute_advantages
+        self.normalize = normalize
         self.gae_lambda = 0.95
-        self._normalize: Normalize = "none"
-        self.renews = False
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
         """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.

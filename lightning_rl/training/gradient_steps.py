@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -125,9 +125,7 @@ class GradientSteps:
 
     Args:
         model: The algorithm, whose `frozen_parameters` a step leaves as they are.
-        max_grad_norm: Clip the global norm of the gradient; None does not.
-        max_grad_value: Clip every entry of the gradient, before its norm; None does not.
-        check_numerics: Look for NaN and infinity after every minibatch rather than after every rollout.
+        options: Options of the algorithm by full name; `optimizer` and `debug` are used.
 
     Attributes:
         record: What is recorded of the updates from the present rollout.
@@ -145,21 +143,20 @@ class GradientSteps:
     def __init__(
         self,
         model: Any,  # noqa: ANN401 - an algorithm, whose module imports this one
-        max_grad_norm: float | None,
-        max_grad_value: float | None,
-        check_numerics: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self.model = model
-        self.max_grad_norm = max_grad_norm
-        self.max_grad_value = max_grad_value
-        self.check_numerics = check_numerics
+        self.max_grad_norm: float | None = options["optimizer.max_grad_norm"]
+        self.max_grad_value: float | None = options["optimizer.max_grad_value"]
+        self.check_numerics: bool = options["debug.check_numerics"]
+        self.num_value_epochs: int | None = options["optimizer.num_value_epochs"]
+        self.critic_warmup_steps: int = options["optimizer.critic_warmup_steps"]
+        adaptive = options["optimizer.adaptive_learning_rate"]
+        self.adaptive_learning_rate = None if adaptive is None else AdaptiveLearningRate(**adaptive)
         self.engine: Engine = EagerEngine()
         self.part: ActorOrCritic | None = None
         self.takes_back = False
         self.num_sets = 1
-        self.num_value_epochs: int | None = None
-        self.critic_warmup_steps = 0
-        self.adaptive_learning_rate: AdaptiveLearningRate | None = None
         self.failed_minibatch: FailedMinibatch | None = None
         self._noted: dict[str, Tensor] = {}
         self.reset()
