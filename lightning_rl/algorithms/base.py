@@ -28,7 +28,7 @@ from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.distributed import world_size
 from lightning_rl.environments.seeding import MINIBATCHES, derive_seed
 from lightning_rl.files import check_intact, read_data
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, space_leaves
 from lightning_rl.options import (
     changed,
     default_groups,
@@ -664,8 +664,10 @@ class OnPolicyAlgorithm(LightningModule):
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        clips_actions = any(isinstance(leaf, spaces.Box) for leaf in space_leaves(self.action_space).values())
+        wanted: list[type[Callback]] = [BottleneckHint, *([SaturationCheck] if clips_actions else [])]
         # The guard may save in its hook, with `step` in the name.
-        wanted: list[type[Callback]] = [BottleneckHint, SaturationCheck, StepMetric, InterruptionGuard]
+        wanted += [StepMetric, InterruptionGuard]
         wanted += [HistogramLogger] if self.options["debug.histograms"] else []
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 

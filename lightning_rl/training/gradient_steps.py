@@ -1,51 +1,46 @@
-"""The gradient steps of the updates from one rollout: clipping, checks of what is not finite, and taking steps back."""
+"""Gradient steps on minibatches: clipping, non-finite checks, early stops, and the record of one rollout's updates."""
 
 from __future__ import annotations
 
 import functools
 import math
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, world_size
+from lightning_rl.training.engine import EagerEngine, Engine
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Minibatch
 from lightning_rl.training.optimizers import AdaptiveLearningRate
 from lightning_rl.training.parameter_groups import ActorOrCritic
-from lightning_rl.training.records import UpdateRecord
 
 GRADIENT_NORMS = ("grad_norm", "critic_grad_norm")
-"""What the norms of the gradients of the optimizers are logged by, before they are clipped."""
-WHAT_TO_TRY = (
-    "Look at the rewards and observations (normalization.rewards and normalization.observations bound them), lower "
-    "learning_rate, or optimizer.max_grad_norm"
-)
-_ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
-# Minibatches that have not been checked yet may take so many bytes.
+"""Names of the logged gradient norms before clipping, one per optimizer."""
+# Minibatches that the host has not checked yet may take this many bytes.
 _MAX_UNCHECKED = 2**28
 
 
 class NotFiniteError(Exception):
-    """Ends the updates from a rollout at the very minibatch; `training_step` says which term it was."""
+    """Ends the updates at a minibatch with a non-finite loss or gradient, if `check_numerics` is set."""
 
 
 class FailedMinibatch(NamedTuple):
-    """What a loss or gradient that is not finite came from.
+    """A minibatch with a non-finite loss or gradient.
 
     Attributes:
         minibatch: The minibatch.
         loss: Name of the method that computed the loss.
-        part: The half of the network that was learned; None: both.
+        part: Half of the network that the step trained. None: both.
     """
 
     minibatch: Minibatch
@@ -53,91 +48,24 @@ class FailedMinibatch(NamedTuple):
     part: ActorOrCritic | None
 
 
-class Engine(Protocol):
-    """Computes gradients and steps optimizers: `EagerEngine`, or one with the same results up to rounding.
-
-    Attributes:
-        compiles_loss: Whether the operations of a loss are one program.
-    """
-
-    compiles_loss: bool
-
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Any:  # noqa: ANN401
-        """Take and count a whole step on a minibatch if updates are open, and return what came of it: a `StepResult`.
-
-        None if the engine computes loss, gradient and step one after the other; the minibatch is then still to be
-        learned from.
-        """
-        ...
-
-    def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
-        """Return the loss over a minibatch, whose `total` is for `backward`."""
-        ...
-
-    def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Compute the gradient of a loss."""
-        ...
-
-    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return all gradients of an optimizer's parameters, which `step` follows; several may be one tensor."""
-        ...
-
-    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Take a step, as one of Lightning's global steps if it `counts`."""
-        ...
-
-
-class EagerEngine:
-    """Gradients by autograd, and steps by Lightning with all of its hooks."""
-
-    compiles_loss = False
-
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
-        """Return None: loss, gradient and step follow one another."""
-        return None
-
-    def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
-        """Return the loss over a minibatch."""
-        return loss_of(batch)
-
-    def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Compute the gradient of a loss."""
-        with explained_anomaly():
-            model.manual_backward(total)
-
-    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients of all parameters that have one."""
-        return gradients_of(optimizer)
-
-    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Take a step; one that does not count is taken past `LightningOptimizer`, which counts."""
-        if counts:
-            optimizer.step()
-        else:
-            model.trainer.strategy.optimizer_step(optimizer.optimizer, lambda: None)
-
-
 class GradientSteps:
-    """Takes the gradient steps of the updates from one rollout, and records them.
+    """Takes and records the gradient steps of one rollout's updates.
 
-    A step is left out from the first loss or gradient on that is not finite, or after an early stop. Where the critic
-    has an optimizer of its own, both step from the one gradient, each clipped by itself.
+    No step is taken after a non-finite loss or gradient, or after an early stop. A separate critic optimizer uses the
+    same backward pass, and its gradient is clipped separately.
 
     Args:
-        model: The algorithm, whose `frozen_parameters` a step leaves as they are.
-        options: Options of the algorithm by full name; `optimizer` and `debug` are used.
+        model: The algorithm.
+        options: Options of the algorithm by full name. The groups `optimizer` and `debug` are used.
 
     Attributes:
-        record: What is recorded of the updates from the present rollout.
-        engine: Computes gradients and takes steps.
-        part: The half of the network that is learned in the present pass; None: both.
-        takes_back: Whether a step is taken back after which the minibatch exceeds a limit that the loss has.
-        active_set: Index of the set of optimizers that step in the present phase of updates.
-        num_sets: How many sets of optimizers there are, each with that of the critic if it has its own.
-        num_value_epochs: Passes of the value loss, if not as many as of the other terms.
-        critic_warmup_steps: In rollouts that begin before this many environment steps the critic alone is learned.
-        adaptive_learning_rate: Changes the learning rate after each rollout; None does not.
-        failed_minibatch: What a loss or gradient that is not finite came from; None where there was none.
+        record: Record of the current rollout's updates.
+        engine: Computes gradients and steps optimizers.
+        part: Half of the network that the current pass trains. None: both.
+        takes_back: Whether to undo a step after which the minibatch exceeds a limit of its loss.
+        active_set: Index of the set of optimizers that the current phase uses.
+        num_sets: Number of sets of optimizers. Each set has one optimizer, or one for the actor and one for the critic.
+        failed_minibatch: First minibatch with a non-finite loss or gradient. None: there was none.
     """
 
     def __init__(
@@ -162,38 +90,38 @@ class GradientSteps:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the updates from a rollout, which may not have come to their end."""
+        """Drop the state of the last rollout's updates, which may have failed."""
         self.record = UpdateRecord(self.model.device)
         self.part, self.failed_minibatch = None, None
         self.active_set = 0
         self._has_ratios = self._has_value = False
-        # Minibatches of which the host does not know yet whether they were finite, with what the device knows.
+        # Minibatches with the device's flags "all finite so far", which the host has not read yet.
         self._unchecked: list[tuple[FailedMinibatch, Tensor]] = []
         self._unchecked_bytes = 0
 
     def begin(self) -> None:
-        """Begin the updates from a rollout."""
+        """Start the updates from a rollout."""
         self.reset()
-        # Callbacks and hooks may come and go between rollouts.
+        # Chosen for each rollout: callbacks and hooks may be added or removed between rollouts.
         self.engine = EagerEngine()
         self.engine = fast.engine_for(self.model) or self.engine
         self.observe(**self._noted)
         self._noted = {}
 
     def note(self, **terms: Tensor) -> None:
-        """Have scalars recorded with the updates that begin next."""
+        """Record scalars with the updates that start next."""
         self._noted |= terms
 
     def observe(self, **terms: Tensor | float) -> None:
-        """Record scalars that may be NaN or infinite without harm to the parameters."""
+        """Record scalars that may be NaN or infinite."""
         self.record.observe(**terms)
 
     def observe_first_ratios(self, log_ratios: Tensor) -> None:
-        """Record, once for each rollout, how far importance ratios `[N]` are from 1 on any rank."""
+        """Record the largest |ratio - 1| over all ranks, from the first log-ratios `[N]` of each rollout only."""
         if not self._has_ratios:
             self._has_ratios = True
             errors = log_ratios.detach().expm1().abs()
-            # One rank may have no row in a minibatch.
+            # A rank may have no row in a minibatch.
             largest = all_reduce(errors.max() if len(errors) else errors.sum(), "max")
             self.record.observe(first_ratio_error=largest)
 
@@ -201,28 +129,26 @@ class GradientSteps:
 
     @property
     def all_optimizers(self) -> list[LightningOptimizer]:
-        """Every optimizer, in use or not: first the one, and that of the critic if it has its own."""
+        """All optimizers: in each set first the optimizer of the actor or of both halves, then the critic's."""
         made = self.model.optimizers()
         return cast(list[LightningOptimizer], made if isinstance(made, list) else [made])
 
-    def optimizers_of(self, index: int) -> list[LightningOptimizer]:
-        """Return one set of optimizers: all of them, where there is one set."""
-        made = self.all_optimizers
-        count = len(made) // self.num_sets
-        return made[index * count : (index + 1) * count]
-
     @property
     def optimizers(self) -> list[LightningOptimizer]:
-        """Those that step in the present phase of updates."""
-        return self.optimizers_of(self.active_set)
+        """The optimizers that the current phase of updates uses."""
+        made = self.all_optimizers
+        count = len(made) // self.num_sets
+        return made[self.active_set * count : (self.active_set + 1) * count]
 
     @contextmanager
     def phase(self, prefix: str, rate_scale: float) -> Iterator[None]:
-        """Make further updates from a rollout with the last set of optimizers; what is not finite ends all phases.
+        """Take further steps from the same rollout with the last set of optimizers.
+
+        An early stop of the phase before does not stop this phase; a non-finite loss or gradient does.
 
         Args:
-            prefix: What names of recorded numbers begin with.
-            rate_scale: What the learning rates of the first set are multiplied by.
+            prefix: Prefix of the recorded names.
+            rate_scale: Factor of the first set's learning rates.
         """
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.record.start_phase(prefix)
@@ -244,16 +170,16 @@ class GradientSteps:
 
     @property
     def stopped(self) -> bool:
-        """Whether it is certain, without waiting for the device, that no further update will be made."""
+        """Whether the host already knows that no further step will be taken."""
         return self.record.stopped
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the critic alone is learned yet."""
+        """Whether only the critic is trained."""
         return bool(self.model.env_steps < self.critic_warmup_steps)
 
     def epochs(self, num_epochs: int) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each pass and whether it is the last, and have each learn the half that it is about."""
+        """Set `part` for each pass, and yield the number of the pass and whether it is the last."""
         of_value = num_epochs if self.num_value_epochs is None else self.num_value_epochs
         count = of_value if self.is_warming_up else max(num_epochs, of_value)
         try:
@@ -267,10 +193,10 @@ class GradientSteps:
             self.part = None
 
     def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
-        """Take one step down the gradient of a loss, unless it is not finite or updates were stopped.
+        """Take one gradient step, unless the loss or gradient is not finite or the updates were stopped.
 
         Args:
-            loss_of: The loss of an algorithm, a method.
+            loss_of: The loss method of the algorithm.
             batch: The minibatch.
         """
         record = self.record
@@ -284,7 +210,7 @@ class GradientSteps:
             optimizer.zero_grad()
         loss = self.engine.loss(self.model, loss_of, batch, self.part)
         if not hasattr(loss, "recorded"):
-            raise TypeError(f"{name} has returned {type(loss).__name__}: expected the Loss that self.new_loss gives")
+            raise TypeError(f"{name} returned {type(loss).__name__}: expected the Loss that self.new_loss returns")
         self._has_value |= loss.has_value
         total = self.record_loss(loss)
         self._backward(total)
@@ -292,22 +218,25 @@ class GradientSteps:
         gradients = {name: found for name, found in gradients.items() if found}
         norms = {name: total_norm(found) for name, found in gradients.items()}
         if not _is_known_finite(total.detach()):
-            # Of a loss that is not finite no gradient is, whatever came out.
+            # A non-finite loss invalidates the gradient even if its entries look finite.
             norms = {name: norm + 0 * total.detach() for name, norm in norms.items()}
         record.add(**norms)
-        self._check(norms, batch, name)
+        for norm in norms.values():
+            if not _is_known_finite(norm):
+                record.stop_all_phases_unless(norm - norm == 0)  # fewer kernels than isfinite
+        self._check_finite(batch, name)
         record.num_updates = record.num_updates + record.is_open
-        before = OptimizerSnapshot(x.optimizer for x in optimizers) if self.takes_back and loss.limits else None
+        before = snapshot([x.optimizer for x in optimizers]) if self.takes_back and loss.limits else None
         stepping = [pair for pair in zip(GRADIENT_NORMS, optimizers, strict=False) if pair[0] in norms]
         for of_norm, optimizer in stepping:
             self._clip(gradients[of_norm], norms[of_norm])
             self._step(optimizer, counts=optimizer is stepping[0][1])
         if before is not None:
-            self._take_back_unless_close(loss_of, batch, before)
+            self._restore_unless_close(loss_of, batch, before)
 
     @contextmanager
     def isolated(self, part: ActorOrCritic | None = None) -> Iterator[None]:
-        """Record into nothing that lasts, and be about a half of the network."""
+        """Use an empty record inside the context, and restore everything after it."""
         kept = {**vars(self)}
         self.reset()
         self.part = part
@@ -317,40 +246,40 @@ class GradientSteps:
             vars(self).update(kept)
 
     def means(self) -> dict[str, float]:
-        """Return the mean of everything that was recorded: the one point at which the host waits for the device."""
+        """Return the means of all recorded scalars; see `UpdateRecord.means`."""
         return self.record.means()
 
     def not_finite(self, means: dict[str, float]) -> dict[str, float]:
-        """Return those of the means that no update may come from."""
+        """Return the means that make the update fail."""
         failed = self.record.not_finite(means)
         if failed and self.failed_minibatch is None:
-            self._check_minibatches()
+            self._find_failed_minibatch()
         return failed
 
     def adapt_learning_rate(self, means: dict[str, float]) -> None:
-        """Change the learning rate of the actor as `adaptive_learning_rate` says, the same on every rank."""
+        """Apply `adaptive_learning_rate` to the actor's optimizer, equally on all ranks."""
         if self.adaptive_learning_rate is not None and "approx_kl" in means:
             mean_kl = average(torch.tensor(means["approx_kl"], device=self.model.device))
             self.adaptive_learning_rate.adapt(self.optimizers[0].optimizer, float(mean_kl))
 
     @property
     def has_value(self) -> bool:
-        """Whether a loss of these updates was about values, or there was none."""
+        """Whether a loss had a value term, or no step was taken."""
         return self._has_value or not bool(self.record.num_updates)
 
     # ------------------------------------------------------------------ one step
 
-    def _record_step(self, step: Any, batch: Any, name: str) -> None:  # noqa: ANN401
-        """Record what came of a whole step on a minibatch."""
-        self.record.add_together(step.names, step.values, step.observed)
-        self.record.set_state(*step.state)
+    def _record_step(self, step: Any, batch: Any, name: str) -> None:  # noqa: ANN401 - a `StepResult`
+        record = self.record
+        record.add_together(step.names, step.values, step.observed)
+        record.is_open, record.finite, record.num_updates = step.state
         self._has_value |= step.has_value
-        if step.log_ratios is not None and not self._has_ratios:
+        if step.log_ratios is not None:
             self.observe_first_ratios(step.log_ratios)
-        self._keep_failed(batch, name)
+        self._check_finite(batch, name)
 
     def record_loss(self, loss: Loss) -> Tensor:
-        """Record what a loss is made of, stop the updates where it says so, and return its total."""
+        """Record the terms of a loss, stop the updates if a limit is exceeded, and return the total."""
         self.record.add_together(*loss.recorded())
         if loss.terms:
             self.record.add_absolute("total_abs_loss", torch.stack([term.detach() for term in loss.terms]))
@@ -361,40 +290,31 @@ class GradientSteps:
         return loss.total
 
     def _backward(self, total: Tensor) -> None:
-        """Compute the gradient; it is None in frozen parameters."""
         if world_size() > 1:
             total = not_finite_throughout(total)
         frozen: list[nn.Parameter] = self.model.frozen_parameters(self.part)
-        if frozen:  # DDP waits for the gradient of every parameter
+        if frozen:  # DDP waits for a gradient of every parameter
             total = total + sum(0 * parameter.sum() for parameter in frozen)
         self.engine.backward(self.model, total)
         for parameter in frozen:
             parameter.grad = None
 
-    def _check(self, norms: dict[str, Tensor], batch: Any, name: str) -> None:  # noqa: ANN401
-        """Make no further update if a gradient is not finite, and keep what it came from."""
-        for norm in norms.values():
-            if not _is_known_finite(norm):
-                # Whether it is finite, in fewer kernels than `isfinite`.
-                self.record.stop_all_phases_unless(norm - norm == 0)
-        self._keep_failed(batch, name)
-
-    def _keep_failed(self, batch: Any, name: str) -> None:  # noqa: ANN401
-        """Keep the first minibatch whose loss or gradient is not finite."""
+    def _check_finite(self, batch: Any, name: str) -> None:  # noqa: ANN401
+        """Keep the first minibatch with a non-finite loss or gradient. On a GPU the host checks later."""
         if self.failed_minibatch is None:
             one, finite = FailedMinibatch(batch, name, self.part), self.record.finite
             if not finite.is_cpu:
                 self._unchecked.append((one, finite))
                 self._unchecked_bytes += batch.num_bytes
                 if self._unchecked_bytes > _MAX_UNCHECKED:
-                    self._check_minibatches()
+                    self._find_failed_minibatch()
             elif not finite:
                 self.failed_minibatch = one
         if self.check_numerics and self.record.not_finite(self.means()):
             raise NotFiniteError
 
-    def _check_minibatches(self) -> None:
-        """Keep the first unchecked minibatch that was not finite, and no other; the host waits for the device."""
+    def _find_failed_minibatch(self) -> None:
+        """Keep the first non-finite minibatch of the unchecked ones, and release the others; the host waits."""
         if not self.record.finite:
             self.failed_minibatch = next((one for one, finite in self._unchecked if not finite), None)
         self._unchecked, self._unchecked_bytes = [], 0
@@ -408,72 +328,166 @@ class GradientSteps:
             scale_to_norm(gradients, self.max_grad_norm, grad_norm)
 
     def _step(self, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step if updates are open: decided on the device by fused and capturable optimizers, elsewhere by the host.
+        """Step if the record is open. Fused and capturable optimizers decide on the device, others on the host.
 
-        One update is one of Lightning's global steps, whatever the number of optimizers: only the first that steps
-        `counts`.
+        Only the first optimizer of an update `counts`: an update is one global step of Lightning.
         """
         is_open, raw = self.record.is_open, optimizer.optimizer
-        on_host = is_open.is_cpu
         step: Callable[[], Any] = functools.partial(self.engine.step, self.model, optimizer, counts)
-        if not on_host and raw.defaults.get("fused"):
+        if not is_open.is_cpu and raw.defaults.get("fused"):
             raw.found_inf, raw.grad_scale = (~is_open).float(), None  # type: ignore[attr-defined]
             step()
-        elif not on_host and raw.defaults.get("capturable") and raw.state:
+        elif not is_open.is_cpu and raw.defaults.get("capturable") and raw.state:
             step_where(is_open, raw, step)
         elif is_open:
             step()
 
     @torch.no_grad()
-    def _take_back_unless_close(
+    def _restore_unless_close(
         self,
         loss_of: Callable[[Any], Loss],
         batch: Any,  # noqa: ANN401
-        before: OptimizerSnapshot,
+        restore: Callable[[], None],
     ) -> None:
-        """Take a step back after which the minibatch exceeds a limit of its loss; the host waits for that."""
+        """Undo a step after which the minibatch exceeds a limit of its loss; the host waits for the device."""
         keep = _is_within_limits(loss_of(batch))
         taken_back = self.record.is_open & ~keep
         if taken_back:
-            before.restore()
+            restore()
         self.record.num_updates = self.record.num_updates - taken_back.long()
         self.record.observe(updates_taken_back=taken_back.float())
         self.record.stop_unless(keep)
 
 
-@contextmanager
-def explained_anomaly() -> Iterator[None]:
-    """Say what to try where `detect_anomaly` has found the operation whose gradient is not a number.
+class UpdateRecord:
+    """Scalars recorded during one rollout's updates, and the flags that stop further updates.
 
-    Raises:
-        FloatingPointError: It has; names the operation.
+    All tensors stay on the device. The host reads the scalars once per rollout, in `means`.
+
+    Attributes:
+        is_open: Whether further steps are taken. An early stop or a non-finite loss or gradient clears this flag.
+        finite: Whether all losses and gradients were finite. An early stop does not clear this flag.
+        num_updates: Number of steps taken.
+        observed: Names of scalars that may be NaN or infinite.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if (found := _ANOMALY.search(str(error))) is None:
-            raise
-        raise FloatingPointError(
-            f"the gradient of {found[1]} is not a number: detect_anomaly printed above where it was computed. "
-            f"{WHAT_TO_TRY}; run without detect_anomaly to save the update and make it again (FailedUpdate)"
-        ) from error
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_open = self.finite = self._counts = torch.ones((), dtype=torch.bool, device=device)
+        self.num_updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.observed: set[str] = set()
+        # Values by their names, each with the `is_open` flag at the start of its minibatch.
+        self._values: dict[tuple[str, ...], list[tuple[Tensor, Tensor]]] = {}
+        self._absolute: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._prefix = ""
+
+    def next_minibatch(self) -> None:
+        """Start a minibatch; its values are dropped if the updates were stopped before."""
+        self._counts = self.is_open
+
+    def add(self, **terms: Tensor | float) -> None:
+        """Record scalars of a minibatch that must be finite; `means` returns their mean over minibatches."""
+        for name, term in terms.items():
+            value = term.detach() if isinstance(term, Tensor) else torch.tensor(float(term), device=self.is_open.device)
+            self.add_together((name,), value)
+
+    def observe(self, **terms: Tensor | float) -> None:
+        """Record scalars that may be NaN or infinite."""
+        self.observed.update(self._prefix + name for name in terms)
+        self.add(**terms)
+
+    def add_together(self, names: Sequence[str], values: Tensor, observed: Collection[str] = ()) -> None:
+        """Record several scalars of a minibatch at once.
+
+        Args:
+            names: Their names.
+            values: `[len(names)]`, without gradient.
+            observed: Names of scalars that may be NaN or infinite.
+        """
+        self.observed.update(self._prefix + name for name in observed)
+        key = tuple(self._prefix + name for name in names) if self._prefix else tuple(names)
+        self._values.setdefault(key, []).append((values, self._counts))
+
+    def add_absolute(self, name: str, terms: Tensor) -> None:
+        """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch.
+
+        `means` averages the terms of all minibatches over the ranks in one collective call.
+        """
+        self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
+
+    def stop_unless(self, condition: Tensor) -> None:
+        """Take no further step in this phase if `condition` is false."""
+        self.is_open = self.is_open & condition
+
+    def stop_all_phases_unless(self, finite: Tensor) -> None:
+        """Take no further step in any phase of this rollout if `finite` is false."""
+        no_early_stop = self.is_open is self.finite
+        self.finite = self.finite & finite
+        self.is_open = self.finite if no_early_stop else self.is_open & finite
+
+    def start_phase(self, prefix: str) -> None:
+        """Start another phase of updates, whose recorded names get a prefix. It ignores earlier early stops."""
+        self.is_open = self._counts = self.finite
+        self._prefix = prefix
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the host knows, without waiting for the device, that no further step will be taken."""
+        return self.is_open.device.type == "cpu" and not self.is_open
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of every scalar over this rank's minibatches; the host waits for the device only here.
+
+        With several ranks this is a collective call.
+        """
+        recorded = self._values | self._absolute_sums()
+        if not recorded:
+            return {}
+        # Minibatches without a stop between them share one flag, which is read once.
+        flags = {id(flag): flag for entries in recorded.values() for _, flag in entries}
+        blocks = [_at_least_float32(torch.stack([x for x, _ in entries])).flatten() for entries in recorded.values()]
+        blocks.append(torch.stack([*flags.values()]).to(blocks[0].dtype))
+        on_host = torch.cat(blocks).cpu().numpy().astype(np.float64)
+        *values, are_open = np.split(on_host, np.cumsum([len(block) for block in blocks[:-1]]))
+        is_open = dict(zip(flags, are_open != 0, strict=True))
+        sums: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        for (names, entries), block in zip(recorded.items(), values, strict=True):
+            counted = np.array([is_open[id(flag)] for _, flag in entries])
+            totals = block.reshape(len(entries), len(names))[counted].sum(0)
+            for name, total in zip(names, totals.tolist(), strict=True):
+                sums[name] += total
+                counts[name] += int(counted.sum())
+        return {name: total / counts[name] for name, total in sums.items() if counts[name]}
+
+    def _absolute_sums(self) -> dict[tuple[str, ...], list[tuple[Tensor, Tensor]]]:
+        """Return the values of `add_absolute`, after averaging over ranks."""
+        if not self._absolute:
+            return {}
+        minibatches = [terms for entries in self._absolute.values() for terms, _ in entries]
+        values = average(_at_least_float32(torch.cat(minibatches))).abs()
+        owners = torch.repeat_interleave(torch.tensor([len(terms) for terms in minibatches])).to(values.device)
+        sums = iter(values.new_zeros(len(minibatches)).index_add_(0, owners, values).unbind())
+        return {(name,): [(next(sums), flag) for _, flag in entries] for name, entries in self._absolute.items()}
+
+    def not_finite(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the non-finite means, except observed ones."""
+        return {n: x for n, x in means.items() if not math.isfinite(x) and n not in self.observed}
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the gradients of all parameters that have one."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+def _at_least_float32(values: Tensor) -> Tensor:
+    """Cast bfloat16, whose sums over minibatches would stop growing."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the global norm of gradients, at least one."""
+    """Return the global norm of one or more gradients."""
     one = len(gradients) == 1
     norm: Tensor = torch.linalg.vector_norm(gradients[0]) if one else nn.utils.get_total_norm(gradients)
     return norm
 
 
 def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients so that their global norm, which is `norm`, is at most `max_norm`."""
+    """Scale gradients with the global norm `norm` to a global norm of at most `max_norm`, in place."""
     if norm.is_cpu and 1.01 * float(norm) + 2e-6 < max_norm:
         return  # the factor is certainly 1
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -483,15 +497,14 @@ def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> Non
 
 @torch.no_grad()
 def step_where(condition: Tensor, optimizer: Optimizer, step: Callable[[], Any]) -> None:
-    """Call `step`, and take back what it did to parameters and state unless `condition` holds: the device decides.
+    """Step, then undo the step if `condition` is false; the device decides.
 
-    For optimisers that cannot be told to leave a step out. Zeroing gradients would not do: Adam goes on along its
-    moments.
+    For optimizers that cannot skip a step. Zeroing the gradient would not help: Adam also moves along its moments.
 
     Args:
-        condition: A boolean scalar on the device of the parameters.
-        optimizer: All of whose state is there too (`capturable=True`), and exists: it has stepped before.
-        step: Steps it.
+        condition: Boolean scalar on the device of the parameters.
+        optimizer: Has stepped before, and keeps all state on that device (`capturable=True`).
+        step: Steps the optimizer.
     """
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():
@@ -502,50 +515,42 @@ def step_where(condition: Tensor, optimizer: Optimizer, step: Callable[[], Any])
         tensor.copy_(torch.where(condition, tensor, old))
 
 
-class OptimizerSnapshot:
-    """Parameters and states of optimisers as they were, to take a step back once the host knows that it must be."""
+def snapshot(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Copy the parameters and states of optimizers, and return a function that restores them once."""
+    parameters = [x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]]
+    copies = [parameter.detach().clone() for parameter in parameters]
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        self._optimizers = list(optimizers)
-        self._parameters = [parameter.detach().clone() for parameter in self._own_parameters()]
-        self._states = [
-            {parameter: {name: _copy(x) for name, x in entries.items()} for parameter, entries in o.state.items()}
-            for o in self._optimizers
-        ]
+    def copied(entries: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.clone() if isinstance(x, Tensor) else x for name, x in entries.items()}
+
+    states = [{parameter: copied(x) for parameter, x in optimizer.state.items()} for optimizer in optimizers]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back: once, since optimisers go on with the very states that were kept."""
-        for parameter, old in zip(self._own_parameters(), self._parameters, strict=True):
+    def restore() -> None:
+        for parameter, old in zip(parameters, copies, strict=True):
             parameter.copy_(old)
-        for optimizer, state in zip(self._optimizers, self._states, strict=True):
-            # Cleared, since the first step makes states where there were none.
-            optimizer.state.clear()
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.state.clear()  # the first step creates states
             optimizer.state.update(state)
 
-    def _own_parameters(self) -> list[Tensor]:
-        return [parameter for o in self._optimizers for group in o.param_groups for parameter in group["params"]]
-
-
-def _copy(x: Any) -> Any:  # noqa: ANN401 - whatever an optimiser remembers
-    return x.clone() if isinstance(x, Tensor) else x
+    return restore
 
 
 def _is_within_limits(loss: Loss) -> Tensor:
-    """Return whether the means over all ranks are within the limits of a loss, which has some."""
+    """Return whether the means over all ranks are within all limits of a loss."""
     within = (average(loss.observed[name]) <= limit for name, limit in loss.limits.items())
     return functools.reduce(operator.and_, within)
 
 
 def _is_known_finite(x: Tensor) -> bool:
-    """Whether a scalar is finite, as far as the host knows without waiting for the device."""
+    """Whether the host knows, without waiting for the device, that a scalar is finite."""
     return x.is_cpu and math.isfinite(x)
 
 
 def not_finite_throughout(loss: Tensor) -> Tensor:
-    """Return `loss`, with a gradient of NaN where it is not finite: so every rank gets to know.
+    """Return `loss` with a NaN gradient if the loss is not finite, so that all ranks notice.
 
-    Not where `detect_anomaly` looks for the operation that NaN comes from, which would find this one.
+    With `detect_anomaly` the loss is unchanged, or this function would be reported as the origin of the NaN.
     """
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         return loss

@@ -1,4 +1,4 @@
-"""Callbacks that look at a run: histograms, and actions that the bounds of the environment clip."""
+"""Callbacks that report on updates: histograms, and the share of actions that the environment clips."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.metrics import log_is_due
 
-_MOST_SATURATED = 0.1
-# Policies begin wide and narrow down on their own.
+_WARNING_THRESHOLD = 0.1
+# New policies have a large standard deviation, which shrinks in the first rollouts.
 _FIRST_ROLLOUTS = 10
 
 
 class SaturationCheck(Callback):
-    """Logs the share of action components that are clipped, and warns once where it stays large.
+    """Logs the share of clipped action components, and warns once if it stays large.
 
-    Clipped actions do the same, but have different log-probabilities: the policy learns from differences that there
-    are not. `OnPolicyAlgorithm` adds it to every Trainer.
+    Actions outside the bounds have different log-probabilities but the same effect, which is noise for the gradient.
+    `OnPolicyAlgorithm` adds this callback to the Trainer if the action space contains a `Box`.
     """
 
     def __init__(self) -> None:
         self._warned = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:  # noqa: ANN401
-        """Measure the share, which is logged as `train/action_saturation` with the updates from this rollout."""
+        """Record the share; it is logged as `train/action_saturation` with the update."""
         if not hasattr(pl_module.policy, "saturation") or not isinstance(batch, Rollout):
             return
         valid, actions = batch.valid, batch.actions
@@ -50,35 +50,35 @@ class SaturationCheck(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Warn once if, after the first rollouts, more than a tenth is clipped."""
+        """Warn once if the share exceeds a tenth after the first rollouts."""
         share, number = pl_module.losses.get("action_saturation"), pl_module.policy_version - 1
-        if self._warned or share is None or share <= _MOST_SATURATED or number < _FIRST_ROLLOUTS:
+        if self._warned or share is None or share <= _WARNING_THRESHOLD or number < _FIRST_ROLLOUTS:
             return
         self._warned = True
         leaves_of_space = space_leaves(pl_module.action_space).items()
         parts = [path for path, leaf in leaves_of_space if path and isinstance(leaf, spaces.Box)]
         where = f" for {', '.join(map(repr, parts))}" if parts else ""
         rank_zero_warn(
-            f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space and "
-            "were clipped by the environment, so that different actions do the same: lower initial_log_std, or set "
+            f"{share:.0%} of the action components in rollout {number} lie outside the bounds of the space, and the "
+            "environment clips them, so that different actions have the same effect: lower initial_log_std, or set "
             f"policy.action_distribution to 'squashed_gaussian' or 'beta'{where}, which need finite bounds. "
-            "train/action_saturation has the share"
+            "The share is logged as train/action_saturation"
         )
 
 
 class HistogramLogger(Callback):
-    """Logs histograms of actions, advantages, parameters and gradients; the option `histograms` adds it.
+    """Logs histograms of actions, advantages, parameters and gradients; `debug.histograms` adds it to the Trainer.
 
-    Of a rollout that is logged, at the end of its first and last pass, or of its only one.
+    It logs after the first and the last pass over each rollout that is logged.
     """
 
     def on_pass_end(self, model: Any, batch: Batch, name: str) -> None:  # noqa: ANN401
-        """Log everything as it is after a pass.
+        """Log histograms after a pass over a batch.
 
         Args:
             model: The algorithm.
-            batch: What was learned from; its advantages are shown standardized.
-            name: The group that the histograms are shown in.
+            batch: The batch; its advantages are shown standardized.
+            name: Group of the histograms in the logger.
         """
         if not log_is_due(model.trainer):
             return
@@ -89,12 +89,11 @@ class HistogramLogger(Callback):
 
 
 def histogram_loggers(loggers: Sequence[Logger]) -> list[TensorBoardLogger]:
-    """Return those of Lightning's loggers that can show a histogram."""
+    """Return the loggers that can show histograms."""
     return [logger for logger in loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def _histograms(model: Any, batch: Batch, advantages: Tensor) -> Iterator[tuple[str, Tensor]]:  # noqa: ANN401
-    """Yield names and values: each part of the actions, advantages, parameters, and their gradients as they are now."""
     for path, actions in zip(space_leaves(model.action_space), leaves(batch.actions), strict=True):
         yield "/".join(filter(None, ("actions", path))), actions
     yield "advantages", advantages

@@ -91,7 +91,7 @@ class Poison(Callback):
 @pytest.mark.parametrize(
     ("detect", "message"),
     [
-        (True, "the gradient of SqrtBackward0 is not a number.*lower learning_rate"),
+        (True, "the gradient of SqrtBackward0 is NaN.*lower learning_rate"),
         (False, "grad_norm is nan.*detect_anomaly=True names the operation"),
     ],
 )

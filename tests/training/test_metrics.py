@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from lightning_rl.training.gradient_steps import UpdateRecord
 from lightning_rl.training.metrics import EpisodeStatistics, ScalarMeans, Total
-from lightning_rl.training.records import UpdateRecord
 
 
 def test_episode_statistics_are_those_of_every_episode_since_the_reset():

@@ -8,8 +8,8 @@ import torch
 from lightning_rl import PPO
 from lightning_rl.distributed import moments
 from lightning_rl.training.advantages import AdvantageEstimator
+from lightning_rl.training.gradient_steps import UpdateRecord
 from lightning_rl.training.normalizers import Normalizers
-from lightning_rl.training.records import UpdateRecord
 from tests.helpers import DISCRETE, VECTOR, FixedRollouts, Recorder, make_trainer, parameters_of, random_rollout
 
 
@@ -66,7 +66,7 @@ def test_absolute_values_are_those_of_the_means_over_ranks_which_talk_once(monke
         asked.append(x)
         return (x + torch.tensor([3.0, 1.0, -2.0, 50.0])) / 2  # with what another rank has
 
-    monkeypatch.setattr("lightning_rl.training.records.average", average)
+    monkeypatch.setattr("lightning_rl.training.gradient_steps.average", average)
     record = UpdateRecord(torch.device("cpu"))
     record.add_absolute("size", torch.tensor([1.0, -5.0]))
     record.next_minibatch()
