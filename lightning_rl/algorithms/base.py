@@ -105,19 +105,16 @@ from lightning_rl.validation import (
 )
 
 
-def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """Leave a tensor where it was (None), or put it on the CPU where there is no such device."""
-    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
-    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
-
-
 class OnPolicyAlgorithm(LightningModule):
-    """Base of the algorithms. A subclass says in `update` what it learns from a rollout, and in `loss` by which loss.
+    """Base of the algorithms: a subclass defines `update(rollout)` and `loss(batch)`.
+
+    Each group of options, such as `optimizer`, is a dataclass. A dict such as `{"max_grad_norm": 1.0}` changes single
+    options of the algorithm's default.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimizer: a number or a schedule; see
+        observation_space: Observation space of one environment, or its description by `space_to_dict`.
+        action_space: Action space of one environment, or its description.
+        learning_rate: Step size of the optimizer: a number, or a schedule as in
             `lightning_rl.training.schedules.parse_schedule`.
         gamma: Discount factor.
         policy: Networks, memory and action distributions.
@@ -125,34 +122,29 @@ class OnPolicyAlgorithm(LightningModule):
         advantages: How advantages and value targets are computed.
         normalization: Running normalization of observations, rewards and values.
         debug: Checks, histograms and the choice of code paths.
-        **unknown: Refused: options that neither this class nor the algorithm has.
-
-    Each group of options is a dataclass. A dict such as `{"max_grad_norm": 1.0}` changes single fields of the
-    algorithm's default.
+        **unknown: Options that neither this class nor the algorithm has; raises an error with similar names.
 
     Attributes:
-        options: All options by their full names, such as `optimizer.max_grad_norm`, as plain data.
-        policy: Actor and critic; what is the critic's alone is named `critic_…` or `value_…`.
-        estimator: Makes advantages and returns.
-        normalizers: Of observations, rewards and values.
-        steps: Takes the gradient steps.
-        clock: Where the run is.
-        metrics: What is logged.
-        losses: What came of the updates from the last rollout: the mean of every term over this rank's minibatches, by
-            the name that it is logged by (`train/<name>`).
-        generator: Orders the minibatches; its own, so that nothing else changes them.
-        replays: What this rank keeps of earlier rollouts, by name; checkpoints have it.
-        not_in_checkpoints: Names of those that they do not have.
-        skipped_updates: How many of the last updates in a row were not finite.
-        updating: Whether a rollout is being learned from, or an exception has left that undone.
+        options: All options as plain data, by full names such as `optimizer.max_grad_norm`.
+        policy: Actor and critic. Names of the critic's own parameters begin with `critic_` or `value_`.
+        estimator: Computes advantages and returns.
+        normalizers: Running statistics of observations, rewards and values.
+        steps: Takes and records gradient steps.
+        clock: Environment steps, frames and policy version.
+        metrics: Logged values.
+        losses: Mean of every recorded term over this rank's minibatches of the last rollout; `train/<name>` in the log.
+        generator: Random generator of the minibatch order; used for nothing else.
+        replays: Earlier rollouts that this rank keeps, by name; part of checkpoints.
+        not_in_checkpoints: Names of replays that checkpoints leave out.
+        skipped_updates: Number of consecutive rollouts whose updates were skipped.
+        updating: Whether a rollout is being learned from. Stays true after an exception.
 
     Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected. Or there is no such
-            option; names those that are called nearly so.
+        ConfigurationError: An option is unknown or out of range.
     """
 
     learns_off_policy = False
-    """Whether rollouts of earlier versions of the policy are learned from too; their lag is then logged."""
+    """Whether rollouts of earlier policy versions are accepted; their lag is then logged."""
     without_effect: ClassVar[Mapping[str, str]] = {}
     """Options of the base class that the algorithm does not use, with the reason; setting one is an error."""
     policy: ActorCritic
@@ -201,27 +193,12 @@ class OnPolicyAlgorithm(LightningModule):
         self.skipped_updates, self.updating = 0, False
         self._restored_ranks: list[dict[str, Any]] = []
         self._restored_plan: int | None = None
-        self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
-        rates = RATES[: len(self._optimizer_specs())]
-        if len(rates) > 1:
-            option = "optimizer.critic.learning_rate"
-            option = "learning_rate" if options[option] is None else option
-            self.critic_learning_rate = self.scheduled("critic_learning_rate", options[option], above=0, option=option)
-        if options["optimizer.anneal"]:
-            for name in rates:
-                self.schedules.anneal(name, getattr(self, name))
+        self._set_learning_rates(learning_rate)
         with options_named(POLICY_OPTIONS):
             self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
         self.policy.fast_paths = self.fast_paths != "none"
-        check_optimizers(self.policy, self._optimizer_specs(), options["optimizer.groups"])
-        self.try_optimizers(on_any_device=True)
-        self.weight_penalty = WeightPenalty(
-            *(options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))
-        )
-        self.weight_penalty.check_policy(self.policy)
-        if options["optimizer.critic_warmup_steps"]:
-            check_critic(self.policy, "optimizer.critic_warmup_steps", options["optimizer.critic_warmup_steps"])
+        self._check_policy()
         self.reward_normalizer = make_reward_normalizer(
             options["normalization.rewards"], gamma, options["normalization.reward_clip"]
         )
@@ -230,95 +207,96 @@ class OnPolicyAlgorithm(LightningModule):
         self.estimator = self.make_estimator(gamma=gamma, **advantage_options)
         self.steps = GradientSteps(self, options)
 
-    # ------------------------------------------------------------------ what an algorithm defines
+    # ------------------------------------------------------------------ a subclass defines
 
     def update(self, rollout: Rollout) -> None:
-        """Learn from one rollout: the lines of the algorithm in its paper."""
-        raise NotImplementedError(f"{type(self).__name__} has no update(rollout)")
+        """Learn from one rollout: the lines of the algorithm's box in its paper.
 
-    def loss(self, batch: Any) -> Loss:  # noqa: ANN401 - what the algorithm takes its steps from
-        """Return the loss over a minibatch; it needs no Trainer."""
-        raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
+        Most algorithms take gradient steps on minibatches:
 
-    def after_update(self, means: dict[str, float]) -> None:
-        """React to how the updates from a rollout went; called once after all of them, if none was left out.
+            for minibatch in self.minibatches(self.batch(rollout), num_epochs, num_minibatches):
+                self.descend(self.loss, minibatch)
+
+        `training_step` calls this method once per rollout. It sets scheduled options before, and afterwards updates
+        normalizers, clock and log. `descend` clips gradients and skips a step that is not finite.
 
         Args:
-            means: Mean of every term over this rank's minibatches, by name.
+            rollout: T steps of each of the B environments of this rank. Its tensors have the shape `[T, B, ...]`.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no update(rollout)")
+
+    def loss(self, batch: Any) -> Loss:  # noqa: ANN401 - whatever `update` passes to `descend`
+        """Return the loss over a minibatch, as a sum of named terms with one number per row.
+
+            distribution, values = self.actor_critic(batch)
+            loss = self.new_loss(batch)
+            loss.add("policy_loss", -distribution.log_prob(batch.actions) * batch.advantages)
+            loss.add_value(values, 0.5)
+            return loss
+
+        `Loss` takes the means over the rows of all ranks. `compute_loss` calls this method too: it must not change the
+        model, and works without a Trainer.
+
+        Args:
+            batch: Rows `[N, ...]` with `observations`, `actions`, the acting policy's `log_probs` and `values`,
+                `advantages`, `returns`, and the tensors that `update` added in `self.batch(rollout, name=tensor)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss(batch), which compute_loss calls")
+
+    # ------------------------------------------------------------------ a subclass may override
+
+    def after_update(self, means: dict[str, float]) -> None:
+        """Run after the updates from a rollout, if all were finite; `means` has the mean of every recorded term."""
 
     def step_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return how much each step counts in the losses, `[T, B]`, not negative; None: all the same.
+        """Return the weight of each step in losses and means, `[T, B]`, at least 0. None weights all steps equally.
 
-        Override it to weigh steps. Losses and means are then weighted means, in which steps of weight 0 have no part.
-        Advantages and returns of the steps before them are made of their rewards and values all the same.
+        Steps of weight 0 are not learned from, but their rewards and values still count for earlier steps.
         """
         return None
 
     def minibatch_order(self, num_items: int) -> Tensor:
-        """Return the indices of a batch's rows in the order in which one pass goes through them, shape `[M]`.
+        """Return the order of the rows in one pass, `[M]`: indices below `num_items`, left out or repeated as you like.
 
-        Called once per pass. Override it to choose the order: minibatches are cut from it as it stands, so that it may
-        leave rows out or repeat them.
-
-        Args:
-            num_items: Number of rows of this rank's batch; with memory, of sequences, which the order is of then.
+        If the policy has memory, these are the indices of sequences.
         """
         return torch.randperm(num_items, generator=self.generator)
 
-    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return those that a step leaves as they are, moments of the optimizer included.
-
-        Args:
-            part: The half of the network that the step is about; None: both.
-        """
-        if self.steps.is_warming_up:  # all that actions depend on
-            return parameters_of_policy(self.policy)
-        return [] if part is None else parameters_of_other_half(self.policy, part)
-
     def make_policy(self) -> ActorCritic:
-        """Return the policy; override it to bring your own network."""
+        """Return the policy."""
         return ActorCritic(self.observation_space, self.action_space, **self.policy_options())
 
-    def make_estimator(self, **options: Any) -> AdvantageEstimator:  # noqa: ANN401 - those of the estimator
-        """Return what makes advantages and returns; override it to bring your own."""
+    def make_estimator(self, **options: Any) -> AdvantageEstimator:  # noqa: ANN401 - keywords of AdvantageEstimator
+        """Return the estimator of advantages and returns."""
         return AdvantageEstimator(self.policy, self.normalizers, **options)
 
     def default_optimizer(self) -> ClassSpec:
-        """Return the optimizer that `optimizer.name: null` stands for; override it for another default."""
-        optimizer = adam(self.device)
-        optimizer = fast.default_optimizer(self) or optimizer
-        return optimizer
+        """Return class path and arguments of the optimizer for `optimizer.name: null`."""
+        return fast.default_optimizer(self) or adam(self.device)
 
-    # ------------------------------------------------------------------ what it calls
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
+        """Return the parameters that a gradient step on a part of the loss, or on all of it (None), does not change."""
+        if self.steps.is_warming_up:
+            return parameters_of_policy(self.policy)
+        return [] if part is None else parameters_of_other_half(self.policy, part)
 
-    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - what its loss takes
-        """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
+    # ------------------------------------------------------------------ a subclass calls
 
-        With `normalization.update: before` the normalizers take the rollout in.
+    def batch(self, rollout: Rollout, **per_step: Nested) -> Any:  # noqa: ANN401 - an algorithm may return another type
+        """Return the steps of a rollout as rows of one batch, with `advantages` and `returns`.
 
-        Args:
-            rollout: What to learn from.
-            **per_step: More tensors `[T, B, ...]` that the batch is to have.
+        Further tensors `[T, B, ...]` are added by name. With `normalization.update: before` the normalizers take in the
+        rollout here.
         """
         self.normalizers.begin(rollout)
-        weights = self.checked_weights(rollout)
-        batch = self.estimator.batch(rollout, weights, **per_step)
+        batch = self.estimator.batch(rollout, self.checked_weights(rollout), **per_step)
         values, returns = batch.counted(batch.values), batch.counted(batch.returns)
         self.normalizers.value_targets = returns
         self.steps.observe(explained_variance=explained_variance(values, returns))
         return batch
 
     def minibatches(self, batch: Batch, num_epochs: int | None = None, num_minibatches: int = 1) -> Iterator[Batch]:
-        """Yield the minibatches of several passes over a batch, until no further step will be taken.
-
-        Each pass goes through the rows in the order of `minibatch_order`.
-
-        Args:
-            batch: Rows of a rollout.
-            num_epochs: Passes; None: one.
-            num_minibatches: Parts of each pass.
-        """
+        """Yield the minibatches of `num_epochs` passes over a batch, by default one; end early once updates stop."""
         for epoch, is_last in self.steps.epochs(num_epochs or 1):
             if epoch and self.estimator.recompute_advantages:
                 batch = self.estimator.renewed(batch)
@@ -334,50 +312,37 @@ class OnPolicyAlgorithm(LightningModule):
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
         """Yield the minibatches of one pass over a batch.
 
-        With several ranks, the k-th minibatches of all ranks are one: each rank's `weight` divides by the rows of all.
-        One in which none has a row that counts, as there may be of few rows, is left out.
+        With several ranks, the k-th minibatches of all ranks are one minibatch: `weight` divides by the rows of all.
         """
         order = self.minibatch_order(batch.num_items)
         may_lack_rows = batch.sequences is not None or len(order) < num_minibatches
-        cut = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
-        # Several ranks agree on the weights of all at once; one alone need not have them all in memory.
-        for parts in [list(cut)] if world_size() > 1 else ([part] for part in cut):
+        minibatches = self.estimator.minibatches(batch, order, num_minibatches, self.steps.engine.compiles_loss)
+        # Several ranks agree on the weights of all minibatches at once; a single rank makes one minibatch at a time.
+        for parts in [list(minibatches)] if world_size() > 1 else ([part] for part in minibatches):
             set_global_weights(parts)
-            # Without any row a step of Adam would go on along the moments that earlier ones have left.
+            # Without a row, a step of Adam would still move parameters along its moments.
             yield from (part for part in parts if part.weight) if may_lack_rows else parts
 
     def descend(self, loss: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
-        """Take one gradient step on a loss over a minibatch, unless updates were stopped or it is not finite."""
+        """Take one gradient step on a loss, unless the updates are stopped or loss or gradient are not finite."""
         self.steps.take(loss, batch)
 
     def new_loss(self, batch: Batch) -> Loss:
-        """Return a loss without terms but the penalties on weights that the options ask for."""
+        """Return an empty loss over a minibatch; it only has the weight penalties of `optimizer.l2`."""
         loss = Loss(batch, self.normalizers.of_values, self.steps.part)
         if (penalty := self.weight_penalty(self.policy)) is not None:
             loss.add_penalty("l2_penalty", penalty)
         return loss
 
     def actor_critic(self, batch: Batch, policy: nn.Module | None = None) -> tuple[Distribution, Tensor]:
-        """Return action distribution and value of every row of a batch, with what the policy remembers there.
-
-        Args:
-            batch: Rows of a rollout.
-            policy: Another policy of the same kind, such as an earlier copy; None: `self.policy`.
-        """
+        """Return the action distribution and the values `[N]` of a batch's rows, by `self.policy` or another policy."""
         return on_rows(self.policy if policy is None else policy, batch)
 
     def on_pass_end(self, batch: Batch, name: str) -> None:
-        """Show a pass over a batch to those callbacks that log histograms.
-
-        Args:
-            batch: What was learned from.
-            name: Of the pass.
-        """
-        if self.options["debug.histograms"]:
-            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-            for callback in callbacks:
-                if isinstance(callback, HistogramLogger):
-                    callback.on_pass_end(self, batch, name)
+        """Log histograms under a name after a pass over a batch, if `debug.histograms` is set."""
+        for callback in self.trainer.callbacks if self.options["debug.histograms"] else ():  # type: ignore[attr-defined]
+            if isinstance(callback, HistogramLogger):
+                callback.on_pass_end(self, batch, name)
 
     def scheduled(
         self,
@@ -390,70 +355,35 @@ class OnPolicyAlgorithm(LightningModule):
         owner: object = None,
         option: str | None = None,
     ) -> float:
-        """Return what an option begins with, for `__init__` to keep as the attribute `name`: a number from then on.
+        """Return the initial value of an option that may be a schedule, to store it as the attribute `name`.
 
-        Where `value` is a schedule, that attribute is set before each update, and it is logged.
-
-        Args:
-            name: Of the option.
-            value: A number or a schedule.
-            above: What it must be larger than.
-            at_least: What it must not be smaller than.
-            at_most: What it must not be larger than.
-            owner: Object that has the attribute; None: the algorithm.
-            option: Full name of the option, for errors; None: `name`.
+        A schedule sets this attribute before each update, and logs it. The attribute belongs to `owner`, by default the
+        algorithm. `option` is the full name of the option in errors, by default `name`.
 
         Raises:
-            ConfigurationError: It is neither a number within the bounds nor a schedule.
+            ConfigurationError: The value is neither a number within the bounds nor a schedule.
         """
         return self.schedules.add(name, value, above, at_least, at_most, owner, option)
 
     def scheduled_or_none(
         self, name: str, value: Scheduled | None, *, above: float | None = None, option: str | None = None
     ) -> float | None:
-        """Return the same as `scheduled` of an option that may also be None."""
+        """Return None for None, otherwise the same as `scheduled`."""
         return None if value is None else self.scheduled(name, value, above=above, option=option)
 
     def take_options(self, **given: Any) -> None:  # noqa: ANN401 - parameters of a constructor
-        """Put the values that arrived at a constructor into `options`.
-
-        A subclass may hand on other values than it was given: the values that arrive have effect.
-
-        Args:
-            **given: By parameter of the constructor.
-        """
+        """Store the arguments of a constructor in `options`: a subclass may have passed other values than it got."""
         self.options |= plain_options(flat(given, default_groups(type(self))))
 
     def policy_options(self) -> dict[str, Any]:
-        """Return the arguments of `ActorCritic` that the options give."""
+        """Return the keyword arguments of `ActorCritic`."""
         return {name: self.options[option] for name, option in POLICY_OPTIONS.items()}
-
-    def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
-        """Take over parameters from a checkpoint of any algorithm, to begin a new run with; say what fits and what not.
-
-        Unlike `ckpt_path` this does not go on with optimiser and clock, and network and spaces may differ.
-
-        Args:
-            path: The checkpoint.
-            parts: Some of `policy` (with an encoder that actor and critic share), `critic` and `normalizers`; None
-                takes all of them, as far as they are there.
-
-        Returns:
-            What became of each tensor of these parts.
-
-        Raises:
-            ConfigurationError: It is no checkpoint of this package, or nothing of a part that was asked for fits.
-        """
-        checkpoint = read_checkpoint(path, "init_from")
-        result = warm_start(self, checkpoint, parts, str(path))
-        rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
-        return result
 
     # ------------------------------------------------------------------ learning from a rollout
 
     @property
     def env_steps(self) -> int:
-        """Environment steps of all ranks that were learned from: the clock of the run."""
+        """Number of environment steps of all ranks that were learned from: the clock of the run."""
         return self.clock.env_steps
 
     @env_steps.setter
@@ -465,19 +395,38 @@ class OnPolicyAlgorithm(LightningModule):
         """Number of rollouts that were learned from."""
         return self.clock.policy_version
 
-    @policy_version.setter
-    def policy_version(self, policy_version: int) -> None:
-        self.clock.policy_version = policy_version
-
     def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, dict[str, float]]:
-        """Learn from one rollout, and return `{"losses": …}`, for `on_train_batch_end` of callbacks.
+        """Learn from one rollout, and return `{"losses": …}` for the callbacks' `on_train_batch_end`.
 
         Raises:
-            RuntimeError: The rollout was not collected with the current parameters, and older ones are not learned
-                from; or values are normalized, and no loss is about values.
-            FloatingPointError: A loss term or gradient was not finite; no parameter was touched by it.
+            RuntimeError: An earlier policy collected the rollout, and `learns_off_policy` is false; or
+                `normalization.values` is set, and no loss called `add_value`.
+            FloatingPointError: A loss term or gradient was not finite; it has not changed the parameters.
         """
         lag, start = self.clock.lag(rollout, self.learns_off_policy), time.perf_counter()
+        scheduled = self._begin_update(lag)
+        profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
+        with suppress(NotFiniteError), profiled:
+            self.update(rollout)
+        self.losses = self.steps.means()
+        not_finite = self.steps.not_finite(self.losses)
+        if not_finite:
+            self._skip_update(rollout, not_finite)
+        else:
+            self._commit_update(rollout)
+        skipped = {"skipped_updates": float(bool(not_finite))} if self.max_skipped_updates else {}
+        for config in self.trainer.lr_scheduler_configs:
+            step_scheduler(config.scheduler, scheduler_spec(self.options))
+        self.clock.policy_version += 1
+        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
+            publish()  # to asynchronous actors
+        self.clock.advance(rollout, self.device)
+        self.metrics.take_in(self, rollout, self.losses | skipped | scheduled, time.perf_counter() - start)
+        self.updating = False
+        return {"losses": self.losses}
+
+    def _begin_update(self, lag: int) -> dict[str, float]:
+        """Set scheduled options, and return the learning rates and scheduled options to log."""
         self.updating = True
         scheduled = self.schedules.apply(self, self.clock, [x.optimizer for x in self.steps.all_optimizers])
         rates = {name: x.param_groups[0]["lr"] for name, x in zip(RATES, self.steps.optimizers, strict=False)}
@@ -486,83 +435,54 @@ class OnPolicyAlgorithm(LightningModule):
             self.steps.observe(policy_lag=torch.tensor(float(lag), device=self.device))
         for replay in self.replays.values():
             replay.begin()
-        profiled = self.trainer.profiler.profile("update")  # type: ignore[attr-defined]
-        with suppress(NotFiniteError), profiled:
-            self.update(rollout)
-        means = self.losses = self.steps.means()
-        if not_finite := self.steps.not_finite(means):
-            try:
-                skip_or_raise(self, rollout, not_finite)
-            finally:
-                self._undo()
-            self.normalizers.forget_returns()
-        else:
-            self._commit(rollout, means)
-        if self.max_skipped_updates:
-            means = means | {"skipped_updates": float(bool(not_finite))}
-        means = means | rates | {name: value for name, value in scheduled.items() if name not in RATES}
-        made = self.lr_schedulers() or []
-        for scheduler in made if isinstance(made, list) else [made]:
-            step_scheduler(scheduler, scheduler_spec(self.options))
-        self.clock.policy_version += 1
-        if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
-            publish()  # to asynchronous actors
-        self.clock.advance(rollout, self.device)
-        self.metrics.take_in(self, rollout, means, time.perf_counter() - start)
-        self.updating = False
-        return {"losses": self.losses}
+        return rates | {name: value for name, value in scheduled.items() if name not in RATES}
+
+    def _commit_update(self, rollout: Rollout) -> None:
+        """Keep the effects of the updates from a rollout."""
+        if self.normalizers.of_values is not None and not self.steps.has_value:
+            raise RuntimeError("normalization.values needs a loss of values: call loss.add_value")
+        self.skipped_updates = 0
+        self.steps.adapt_learning_rate(self.losses)
+        self.after_update(self.losses)
+        self.normalizers.commit(rollout)
+        for replay in self.replays.values():
+            replay.commit()
+
+    def _skip_update(self, rollout: Rollout, not_finite: dict[str, float]) -> None:
+        """Skip the rest of the updates from a rollout if `debug.max_skipped_updates` allows it, else raise."""
+        try:
+            skip_or_raise(self, rollout, not_finite)
+        finally:
+            self._roll_back()
+        self.normalizers.forget_returns()
+
+    def _roll_back(self) -> None:
+        """Restore replays and normalizers from before updates that failed."""
+        for replay in self.replays.values():
+            replay.rollback()
+        self.normalizers.rollback()
 
     @torch.no_grad()
     def compute_loss(self, rollout: Rollout | Batch) -> dict[str, float]:
-        """Return the loss over a rollout or batch, and what it is made of, without learning from it.
+        """Return the terms of the loss over a rollout, or rows of its `batch`, without learning: `policy_loss`, ….
 
-        Nothing changes: neither parameters nor their gradients, normalizers, clock, generators or what is logged. It
-        needs no Trainer; with several ranks it is a collective call about the rows of all of them. With
-        `normalization.update: before` a rollout is seen through normalizers that know it, as it would be in learning.
-
-        Args:
-            rollout: A rollout, or what `batch` made of one, all of it or a part.
-
-        Returns:
-            By the name that each is logged by (`train/<name>`): `loss`, `policy_loss`, `value_loss`, `entropy`, ….
-
-        Raises:
-            NotImplementedError: The algorithm has no `loss(batch)`.
+        Changes nothing: no parameter, gradient, normalizer, clock, generator or logged value. Needs no Trainer. With
+        several ranks it is a collective call over the rows of all ranks. With `normalization.update: before` the
+        normalizers know the rollout, as they would when learning.
         """
         with self.normalizers.isolated(), self.steps.isolated():
             self.record_loss(rollout)
             return self.steps.means()
 
     def record_loss(self, rollout: Rollout | Batch) -> None:
-        """Record the loss that `compute_loss` returns; override it where that is not `loss` of `batch`."""
+        """Record the terms for `compute_loss`; override it if they are not `loss(batch(rollout))`."""
         batch = self.batch(rollout) if isinstance(rollout, Rollout) else rollout.replace()
         batch = self.estimator.normalized_over_rollout(batch)
         set_global_weights([batch])
         self.steps.record_loss(self.loss(batch))
 
-    def _commit(self, rollout: Rollout, means: dict[str, float]) -> None:
-        """Make what the updates from a rollout have left for good."""
-        if self.normalizers.of_values is not None and not self.steps.has_value:
-            raise RuntimeError("normalization.values needs a loss of values: call loss.add_value")
-        self.skipped_updates = 0
-        self.steps.adapt_learning_rate(means)
-        self.after_update(means)
-        self.normalizers.commit(rollout)
-        for replay in self.replays.values():
-            replay.commit()
-
-    def _undo(self) -> None:
-        """Make replays and normalizers what they were before updates that were not made to their end."""
-        for replay in self.replays.values():
-            replay.rollback()
-        self.normalizers.rollback()
-
     def checked_weights(self, rollout: Rollout) -> Tensor | None:
-        """Return what `step_weights` says.
-
-        Raises:
-            ConfigurationError: That has another shape than the rollout, so that it would weigh something else.
-        """
+        """Return `step_weights(rollout)`, or raise a `ConfigurationError` if its shape is not `[T, B]`."""
         weights = self.step_weights(rollout)
         if weights is not None:
             found, expected = tuple(weights.shape), rollout.shape
@@ -572,19 +492,18 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ acting
 
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
-        """Return actions `[B, ...]` for observations `[B, ...]`: the mode of the policy, or a sample from it.
+        """Return actions `[B, ...]` for observations `[B, ...]`, in the units of the action space.
 
-        In the units of the action space; `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes
-        them for an environment.
+        `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes them for an environment.
 
         Args:
-            observations: `[B, *shape]`, nested as the space is.
-            deterministic: Take the mode.
-            memory: Of a policy that has one: `self.policy.initial_memory(B)` where episodes begin, then the one that
-                came with the last actions. A pair is returned: actions, and the memory for the next step.
+            observations: `[B, *shape]`, nested as the space.
+            deterministic: Return the mode of the distribution instead of a sample.
+            memory: Recurrent state: `self.policy.initial_memory(B)` at the start of episodes, then the state that was
+                returned last. Actions are then returned with the next state, as a pair.
 
         Raises:
-            ValueError: A policy with memory was not given one.
+            ValueError: The policy is recurrent, and `memory` is None.
         """
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action
@@ -598,19 +517,20 @@ class OnPolicyAlgorithm(LightningModule):
         memory: Nested | None = None,
         episode_starts: Any = None,  # noqa: ANN401 - flags, of one environment or several
     ) -> Nested:
-        """Return what an environment takes for what it gives, one or several at once: arrays or numbers, no tensors.
+        """Return the action of one environment or several, as NumPy arrays or numbers to pass to `env.step`.
 
         Args:
-            observation: `[*shape]` of one environment or `[B, *shape]` of several, nested as the space is, with masks
-                where these are in it; what only the critic sees may be missing.
-            deterministic: Take the mode of the policy rather than a sample from it.
-            memory: Of a policy that has one: what came with the last action, None where episodes begin. A pair is
-                returned: action, and the memory for the next step.
+            observation: `[*shape]` of one environment or `[B, *shape]` of several, nested as the space, with its action
+                masks. Parts that only the critic sees may be missing.
+            deterministic: Return the mode of the policy instead of a sample.
+            memory: Recurrent state that was returned with the last action; None at the start of episodes. With a
+                recurrent policy the action is returned with the next state, as a pair.
             episode_starts: Where an episode has started since the last call, `[B]`: `terminated | truncated` of a
-                vectorized environment that resets by itself. The memory is forgotten there.
+                vectorized environment with autoreset. The recurrent state is reset there.
 
         Raises:
-            ConfigurationError: A part of the observation is missing or of another shape, or there is a memory too many.
+            ConfigurationError: A part of the observation is missing or has another shape, or `memory` is given to a
+                policy without memory.
         """
         return act(
             self.policy,
@@ -622,90 +542,75 @@ class OnPolicyAlgorithm(LightningModule):
             episode_starts=episode_starts,
         )
 
-    # ------------------------------------------------------------------ what Lightning calls
+    # ------------------------------------------------------------------ optimizers
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make the optimizer, that of the critic if it has its own, and, if there are, their schedulers."""
+        """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
         rates = [self.schedules.first(name, getattr(self, name)) for name in RATES]
-        self.try_optimizers(on_any_device=False)
+        self._try_optimizers(on_any_device=False)
         optimizers = make_optimizers(self.policy, self._optimizer_specs(), self.options["optimizer.groups"], rates)
         if (scheduler := scheduler_spec(self.options)) is None:
             return optimizers if len(optimizers) > 1 else optimizers[0]
         return optimizers, [instantiate(SCHEDULER, scheduler, LRScheduler, optimizer) for optimizer in optimizers]
 
-    def try_optimizers(self, on_any_device: bool) -> None:
-        """Take steps with optimizers and schedulers of the kinds that the options ask for, if any.
+    def _optimizer_specs(self) -> dict[str, ClassSpec]:
+        return optimizer_specs(self.options, self.default_optimizer())
 
-        Args:
-            on_any_device: Try the optimizers that are known to run on every device, or the others.
+    def _set_learning_rates(self, learning_rate: Scheduled) -> None:
+        """Set the initial learning rates of the optimizer and of the critic's own one, and their schedules."""
+        self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
+        rates = RATES[: len(self._optimizer_specs())]
+        if len(rates) > 1:
+            option = "optimizer.critic.learning_rate"
+            option = "learning_rate" if self.options[option] is None else option
+            rate = self.options[option]
+            self.critic_learning_rate = self.scheduled("critic_learning_rate", rate, above=0, option=option)
+        if self.options["optimizer.anneal"]:
+            for name in rates:
+                self.schedules.anneal(name, getattr(self, name))
 
-        Raises:
-            ConfigurationError: One refuses an argument or cannot take a step.
-        """
+    def _check_policy(self) -> None:
+        """Raise a `ConfigurationError` unless the optimizers and penalties of the options fit the policy."""
+        check_optimizers(self.policy, self._optimizer_specs(), self.options["optimizer.groups"])
+        self._try_optimizers(on_any_device=True)
+        penalties = (self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))
+        self.weight_penalty = WeightPenalty(*penalties)
+        self.weight_penalty.check_policy(self.policy)
+        if warmup_steps := self.options["optimizer.critic_warmup_steps"]:
+            check_critic(self.policy, "optimizer.critic_warmup_steps", warmup_steps)
+
+    def _try_optimizers(self, on_any_device: bool) -> None:
+        """Take test steps with optimizers and schedulers other than the default ones."""
         names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
         if any(self.options[f"optimizer.{name}"] for name in names):
             groups, scheduler = self.options["optimizer.groups"], scheduler_spec(self.options)
             try_optimizers(self.policy, self._optimizer_specs(), groups, scheduler, on_any_device)
 
-    def _optimizer_specs(self) -> dict[str, ClassSpec]:
-        """Return class and arguments of each optimizer, by the group of options that they come from."""
-        return optimizer_specs(self.options, self.default_optimizer())
+    # ------------------------------------------------------------------ hooks of Lightning
 
     def configure_callbacks(self) -> list[Callback]:
-        """Guard every Trainer against interruptions, and keep `step` current; what overrides it adds to these.
+        """Return the callbacks that every run needs; call `super()` when you override it.
 
         Raises:
-            ConfigurationError: Lightning's Tuner, or a callback of it, was to choose learning rate or batch size, or a
-                Trainer that trains was to clip or add up gradients.
+            ConfigurationError: The Trainer has Lightning's learning rate or batch size finder, or clips or accumulates
+                gradients.
         """
         filter_misleading_warnings()
-        # Before anything else: Lightning's own checks say something else.
+        # First: Lightning's own errors would suggest something else.
         refuse_tuners(self.trainer)
         if self.trainer.state.fn == "fit":
             refuse_automatic_optimization(self.trainer)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         clips_actions = any(isinstance(leaf, spaces.Box) for leaf in space_leaves(self.action_space).values())
         wanted: list[type[Callback]] = [BottleneckHint, *([SaturationCheck] if clips_actions else [])]
-        # The guard may save in its hook, with `step` in the name.
+        # The guard comes after `StepMetric`: it may save a checkpoint, whose name contains `step`.
         wanted += [StepMetric, InterruptionGuard]
         wanted += [HistogramLogger] if self.options["debug.histograms"] else []
         return [kind() for kind in wanted if not any(isinstance(callback, kind) for callback in present)]
 
-    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Refuse what cannot work before anything is collected; the command line asks before anything is written.
-
-        Args:
-            trainer: Will run it.
-            rollout_shape: `(T, B)` of the rollouts of one rank, None where that is not known.
-
-        Raises:
-            ConfigurationError: A setting does not go with that.
-        """
-        has_update = type(self).update is not OnPolicyAlgorithm.update
-        check(has_update, "model", type(self).__name__, "an algorithm, a class that has an update")
-        refuse_tuners(trainer)
-        # float16 needs loss scaling, which hides gradient norms. XLA would cast what learns, not the copy that acts.
-        on_xla = "xla" in (self.device.type, trainer.strategy.root_device.type)
-        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
-        problem = None
-        problem = fast.compiler_problem(trainer.strategy.root_device)
-        possible = self.fast_paths != "compiled" or problem is None
-        check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
-        check_modes_agree(self.policy)
-        if (memory := getattr(self.policy, "memory", None)) is not None:
-            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
-            check(not on_xla, "policy.memory", self.options["policy.memory"], expected)
-            if rollout_shape is not None:
-                memory.num_sequences(rollout_shape)
-        self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
-        check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")
-
     def setup(self, stage: str) -> None:
-        """Refuse a strategy that cannot work before it wraps the module, and environments of other spaces."""
-        # What is left of updates that an exception has ended: nobody goes on with them.
-        self._undo()
+        """Check the strategy and the spaces of the data."""
+        self._roll_back()  # an update that an exception interrupted
         self.updating = False
         check_strategy(self.trainer.strategy)
         compile_policy_alone(self, self.policy)
@@ -719,31 +624,51 @@ class OnPolicyAlgorithm(LightningModule):
                     f"{type(self).__name__} was made for"
                 )
 
+    def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
+        """Raise a `ConfigurationError` if an option does not work with the Trainer or the shape `(T, B)` of rollouts.
+
+        Runs before anything is collected or written.
+        """
+        has_update = type(self).update is not OnPolicyAlgorithm.update
+        check(has_update, "model", type(self).__name__, "an algorithm, a class that has an update")
+        refuse_tuners(trainer)
+        device = trainer.strategy.root_device
+        # float16 needs loss scaling, which hides gradient norms. XLA would cast the learner's policy, not the acting
+        # copy.
+        on_xla = "xla" in (self.device.type, device.type)
+        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
+        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+        problem = fast.compiler_problem(device)
+        possible = self.fast_paths != "compiled" or problem is None
+        check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
+        check_modes_agree(self.policy)
+        if (memory := getattr(self.policy, "memory", None)) is not None:
+            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
+            check(not on_xla, "policy.memory", self.options["policy.memory"], expected)
+            if rollout_shape is not None:
+                memory.num_sequences(rollout_shape)
+        self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
+        shown = not self.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
+        check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")
+
+    def check_actors(self, num_actors: int) -> None:
+        """Raise a `ConfigurationError` for asynchronous actors if the algorithm needs on-policy rollouts."""
+        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
+        check(not num_actors or self.learns_off_policy, "actors.count", num_actors, expected)
+
     def on_fit_start(self) -> None:
-        """Refuse what cannot work; note where the clock of a new run begins."""
+        """Check the run."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:
+        if not self._restored_ranks and self.trainer.fit_loop.total_batch_idx < 0:  # a new run
             self.clock.env_steps_before_epochs = self.env_steps
         self.check_run(self.trainer, getattr(data, "rollout_shape", None))
         self.check_actors(getattr(data, "num_actors", 0))
 
-    def check_actors(self, num_actors: int) -> None:
-        """Refuse rollouts of earlier policies where they would be taken for rollouts of this one.
-
-        Args:
-            num_actors: Asynchronous actors on each rank.
-
-        Raises:
-            ConfigurationError: There are some, and the algorithm does not correct for their lag.
-        """
-        expected = f"0: {type(self).__name__} learns from rollouts of the current policy alone"
-        check(not num_actors or self.learns_off_policy, "actors.count", num_actors, expected)
-
     def on_train_start(self) -> None:
-        """Go on from where this rank was, if it was; find out how long the run is."""
+        """Restore the state of this rank, and find out how long the run is."""
         self._restore_this_rank()
         for optimizer in self.steps.all_optimizers:
-            for group in optimizer.param_groups:  # a checkpoint brings those of the device that it was made on
+            for group in optimizer.param_groups:  # a checkpoint may come from another device
                 group |= {name: optimizer.defaults[name] for name in ("fused", "capturable") if name in group}
         self.clock.planned_env_steps = planned_env_steps(self.trainer)
         self.schedules.report_new_end(self.env_steps, self.clock.planned_env_steps, self._restored_plan)
@@ -752,56 +677,70 @@ class OnPolicyAlgorithm(LightningModule):
         self.schedules.check_end(self, is_known, "a run whose length is known: set max_env_steps")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:  # noqa: ANN401 - whatever a loader yields
-        """Refuse a batch that is no rollout.
-
-        Raises:
-            ConfigurationError: It is something else.
-        """
+        """Raise a `ConfigurationError` if the batch is not a rollout."""
         if not isinstance(batch, Rollout):
             raise ConfigurationError(
                 f"the train loader yields {type(batch).__name__}: expected rollouts, as RolloutDataModule makes them"
             )
 
     def on_train_epoch_end(self) -> None:
-        """Let callbacks see what has not been logged yet."""
+        """Show callbacks the values that are not logged yet."""
         self.metrics.show_unlogged(self.trainer)
 
     def on_train_end(self) -> None:
-        """Log what is left.
-
-        What a signal or an exception ends does not come here: it has not ended for the run that goes on from it.
-        """
+        """Log the last values. Lightning skips this hook when a signal or exception ends the run; it can be resumed."""
         self.metrics.log_rest(self)
 
-    def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+    def log(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - arguments of LightningModule.log
         """Log a value as `LightningModule.log` does, against environment steps."""
         super().log(*args, **kwargs)
         if self.trainer.training:
             self.metrics.logged(self, bool(kwargs.get("on_epoch")))
 
     def validation_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Take in played episodes."""
+        """Add evaluation episodes to the metrics."""
         self.metrics.eval_episodes.update([e.episode_return for e in episodes], [e.length for e in episodes])
 
     def test_step(self, episodes: list[Episode], batch_idx: int) -> None:
-        """Take in played episodes."""
+        """Add evaluation episodes to the metrics."""
         self.validation_step(episodes, batch_idx)
 
     def predict_step(self, episodes: list[Episode], batch_idx: int) -> list[Episode]:
-        """Return the played episodes with observations, actions and rewards."""
+        """Return the episodes with observations, actions and rewards."""
         return episodes
 
     def on_validation_epoch_end(self) -> None:
-        """Log returns and lengths."""
+        """Log returns and lengths of the episodes."""
         self.metrics.log_evaluation(self, "val")
         if self.trainer.state.fn == "fit":
             self.metrics.show_unlogged(self.trainer)
 
     def on_test_epoch_end(self) -> None:
-        """Log returns and lengths."""
+        """Log returns and lengths of the episodes."""
         self.metrics.log_evaluation(self, "test")
 
     # ------------------------------------------------------------------ checkpoints
+
+    def init_from(self, path: str | Path, parts: Sequence[Part] | None = None) -> WarmStart:
+        """Copy the parameters that fit from a checkpoint of any algorithm, to start a new run with them.
+
+        Unlike `ckpt_path`, optimizer and clock start from the beginning, and network and spaces may differ.
+
+        Args:
+            path: Path of the checkpoint.
+            parts: Some of `policy` (includes an encoder that actor and critic share), `critic` and `normalizers`. None
+                copies all that the checkpoint has.
+
+        Returns:
+            Which tensors were copied, and which not.
+
+        Raises:
+            ConfigurationError: The file is no checkpoint of this package, or nothing of a requested part fits.
+        """
+        checkpoint = read_checkpoint(path, "init_from")
+        result = warm_start(self, checkpoint, parts, str(path))
+        rank_zero_info(f"Beginning with parameters from {path}:\n  {result}")
+        return result
 
     @classmethod
     def load_from_checkpoint(
@@ -815,24 +754,24 @@ class OnPolicyAlgorithm(LightningModule):
         trust: Sequence[str] = (),
         **kwargs: Any,  # noqa: ANN401 - options of the algorithm
     ) -> Self:
-        """Return the algorithm in a checkpoint, as Lightning does, but construct no class that is not trusted.
+        """Load an algorithm from a checkpoint like Lightning, but construct only trusted classes.
 
-        A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no
-        module but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is
-        imported.
+        A class that the checkpoint names must be a subclass of the class that its field expects, and its module must
+        belong to `lightning_rl`, `torch`, `gymnasium`, a package in `trust`, or be imported already.
 
         Args:
             checkpoint_path: A file, a URL or an open file.
-            map_location: Where tensors are put; None: where they were, or the CPU if there is no such device.
-            hparams_file: None, since the checkpoint has all options.
-            strict: Whether names of parameters must match; None: as `strict_loading`.
-            weights_only: False unpickles the checkpoint, which executes what it says.
+            map_location: Device of the tensors, as for `torch.load`. None: the stored device, or the CPU if there is no
+                such device.
+            hparams_file: Must be None: the checkpoint has all options.
+            strict: Whether names of parameters must match. None: `strict_loading`.
+            weights_only: False unpickles the checkpoint, which can execute code in it.
             trust: Packages whose modules may be imported: `["my_package"]`.
-            **kwargs: Options to change; a dict changes single fields of a stored group.
+            **kwargs: Options to change; a dict changes single options of a stored group.
 
         Raises:
-            ConfigurationError: The file is damaged; a class in the checkpoint is not trusted, cannot be imported or
-                is another one than its field expects; or it is no checkpoint of this package in its format.
+            ConfigurationError: The file is damaged or no checkpoint of this package in its format, or a class in it is
+                not trusted, cannot be imported or is not what its field expects.
         """
         check_intact(checkpoint_path, "checkpoint_path", "an intact checkpoint")
         check(hparams_file is None, "hparams_file", hparams_file, "None; the checkpoint has all options")
@@ -842,11 +781,11 @@ class OnPolicyAlgorithm(LightningModule):
         with loading(trust):
             algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
             groups = default_groups(algorithm)
-            changes = {
+            given = {
                 name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
                 for name, value in kwargs.items()
             }
-            module = algorithm(**constructor_options(algorithm, stored) | changes)
+            module = algorithm(**constructor_options(algorithm, stored) | given)
             module.configure_model()
         module.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
@@ -854,30 +793,30 @@ class OnPolicyAlgorithm(LightningModule):
         return cast(Self, module.to(next((x.device for x in state.values()), torch.device("cpu"))))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the clock and what each rank has of its own."""
+        """Add the clock and the state of each rank."""
         state = checkpoint[CHECKPOINT_KEY] = run_state(self)
-        if self._restored_ranks:  # training has not begun, nor taken them over
+        if self._restored_ranks:  # not taken over yet: training has not started
             state |= {"ranks": self._restored_ranks, "planned_env_steps": self._restored_plan}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them back.
+        """Take over the clock; when resuming, also adapt the optimizer states to changed options.
 
         Raises:
-            ConfigurationError: The file is damaged; the checkpoint was made for other spaces or another network, or in
-                another format; or training cannot go on from it: see `check_resumable`.
+            ConfigurationError: The file is damaged, the checkpoint is in another format or belongs to other spaces or
+                another network, or training cannot be resumed from it (see `check_resumable`).
         """
-        if self._trainer is not None and not isinstance(self._trainer.strategy.checkpoint_io, AtomicCheckpointIO):
-            check_intact(self._trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
+        trainer = self._trainer
+        if trainer is not None and not isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            check_intact(trainer.ckpt_path, "ckpt_path", "an intact checkpoint")
         check_format(checkpoint)
-        resumes = self._trainer is not None and self._trainer.state.fn == "fit"
+        resumes = trainer is not None and trainer.state.fn == "fit"
         if resumes:
             check_resumable(checkpoint, self)
         check_fits(checkpoint, self)
-        if self._trainer is not None and self._trainer.precision == "64-true":
-            # Lightning would do so after it has loaded the parameters, and so round them to float32.
+        if trainer is not None and trainer.precision == "64-true":
+            # Lightning converts after it has loaded the parameters, which would round them to float32.
             self.double()
-        state = checkpoint[CHECKPOINT_KEY]
-        clock = self.clock
+        state, clock = checkpoint[CHECKPOINT_KEY], self.clock
         clock.env_steps, clock.policy_version = state["env_steps"], state["policy_version"]
         clock.frames = state["frames"]
         if resumes:
@@ -889,7 +828,7 @@ class OnPolicyAlgorithm(LightningModule):
             self._restored_ranks, self._restored_plan = state["ranks"], state["planned_env_steps"]
 
     def _restore_this_rank(self) -> None:
-        """Seed or restore the random generators; take over what the rank kept and has not logged."""
+        """Seed or restore the random generators, and restore replays and values that are not logged yet."""
         if self.global_rank < len(self._restored_ranks):
             restore_rank(self, self._restored_ranks[self.global_rank])
         else:
@@ -898,15 +837,21 @@ class OnPolicyAlgorithm(LightningModule):
         restore_own_replays(self, self._restored_ranks)
         if len(self._restored_ranks) == self.trainer.world_size:
             self.metrics.restore(self._restored_ranks[self.global_rank]["window"])
-        else:  # ranks that were not there could not add up what they have not seen
+        else:  # a rank that is new could not reduce metrics that it does not have
             self.metrics.begin(self.env_steps)
         self._restored_ranks = []
 
     def __getstate__(self) -> dict[str, Any]:
-        # PyTorch cannot send a generator to a process that it spawns, nor a tensor that nothing else refers to.
+        # PyTorch cannot send a generator to a spawned process, nor a tensor without another reference.
         return super().__getstate__() | {"generator": self.generator.get_state().numpy().tobytes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         generator = torch.Generator()
         generator.set_state(torch.frombuffer(bytearray(state["generator"]), dtype=torch.uint8))
         super().__setstate__(state | {"generator": generator})  # type: ignore[no-untyped-call]
+
+
+def _nearest_device(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """Return None to keep a tensor's device, or the storage on the CPU if this machine has no such device."""
+    found, kind = torch.accelerator.current_accelerator(check_available=True), location.partition(":")[0]
+    return None if kind == "cpu" or (found is not None and found.type == kind) else storage.cpu()  # type: ignore[no-untyped-call]
