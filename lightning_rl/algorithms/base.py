@@ -494,7 +494,7 @@ class OnPolicyAlgorithm(LightningModule):
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, ...]`, in the units of the action space.
 
-        `lightning_rl.policies.distributions.to_environment` clips, shifts and shapes them for an environment.
+        `lightning_rl.policies.interface.to_environment` clips, shifts and shapes them for an environment.
 
         Args:
             observations: `[B, *shape]`, nested as the space.

@@ -17,7 +17,7 @@ from lightning_rl.distributed import all_reduce
 from lightning_rl.nested import Nested, map_leaves, space_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions import Distribution
-from lightning_rl.policies.networks.layers import HeadLinear
+from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.rollouts.batch import Batch, on_grid, set_global_weights
 from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout

@@ -30,8 +30,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.contract import LIFE_LOST
 from lightning_rl.environments.seeding import SAMPLING, TRAINING, derive_seed
 from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked
-from lightning_rl.policies.distributions import tensor_conversion, to_environment
-from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent
+from lightning_rl.policies.interface import Policy, PolicyOutput, as_recurrent, tensor_conversion, to_environment
 from lightning_rl.policies.recurrent_state import RecurrentState
 from lightning_rl.policies.values import Finals, estimate
 from lightning_rl.rollouts.rollout import EpisodeSummary, Rollout
@@ -258,8 +257,7 @@ class Collector:
         self._convert: Callable[[Nested], Nested]
         if self._has_tensors:
             device = first_leaf(cast(TensorEnvironments, self.environments).observations).device
-            conversion = tensor_conversion(self.action_space, device)
-            self._convert = functools.partial(map_leaves, _call, conversion)
+            self._convert = tensor_conversion(self.action_space, device)
         else:
             self._convert = profiled(profile, TRANSFER, functools.partial(_to_arrays, self.action_space))
 
@@ -484,10 +482,6 @@ def _to_arrays(space: spaces.Space[Any], action: Nested) -> Nested:
     """Return actions as environments with arrays take them."""
     taken = _to_numpy(action) if isinstance(action, Tensor) else map_leaves(_to_numpy, action)
     return to_environment(space, taken)
-
-
-def _call(convert: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return convert(x)
 
 
 def _to_numpy(x: Tensor) -> np.ndarray[Any, Any]:

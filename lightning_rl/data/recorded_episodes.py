@@ -16,7 +16,7 @@ from lightning_rl.data.minari import read_minari
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.files import load_plain
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
-from lightning_rl.policies.distributions import from_environment
+from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import observation_dtype

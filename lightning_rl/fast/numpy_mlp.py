@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.distributions.base import fill_log_exponential, fill_normal
-from lightning_rl.policies.distributions.heads import CategoricalHead, GaussianHead
+from lightning_rl.policies.distributions.continuous import GaussianHead
+from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import MLPEncoder
-from lightning_rl.policies.networks.layers import HeadLinear
+from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.policies.normalization import ObservationNormalizer
 
 Array = NDArray[np.floating[Any]]
@@ -108,10 +108,10 @@ class Actor:
         noise = np.zeros_like(outputs)
         if self._std:  # a mean, to which `DiagonalGaussian` adds
             if not deterministic:
-                fill_normal(torch.from_numpy(noise), generator)
+                torch.from_numpy(noise).normal_(generator=generator)
             return PolicyOutput(torch.from_numpy(outputs + self._std[0] * noise))
         if not deterministic:  # logits, of which `Categorical` subtracts
-            fill_log_exponential(torch.from_numpy(noise), generator)
+            torch.from_numpy(noise).exponential_(generator=generator).log_()
         return PolicyOutput(torch.from_numpy((outputs - noise).argmax(-1)))
 
     def outputs(self, x: Array) -> Array:

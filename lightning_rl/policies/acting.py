@@ -10,8 +10,7 @@ from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves, without
-from lightning_rl.policies.distributions import to_environment
-from lightning_rl.policies.interface import as_recurrent
+from lightning_rl.policies.interface import as_recurrent, to_environment
 from lightning_rl.policies.recurrent_state import forget
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError, check

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_rl.masks import find_masks
 from lightning_rl.nested import Nested, join, map_leaves, part_at, replace_leaves, space_leaves, without
 from lightning_rl.policies.distributions import ActionDistribution, Distribution, make_action_head
-from lightning_rl.policies.distributions.heads import BetaHead
+from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
 from lightning_rl.policies.networks import DiscreteEncoding, Network, is_image, make_encoder
-from lightning_rl.policies.networks.layers import HeadLinear
+from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
     ObservationNormalizer,
@@ -410,8 +410,8 @@ class ActorCritic(Trunk):
     def saturation(self, actions: Nested) -> Tensor | None:
         """Return the share of components of `actions` that are clipped to the bounds; None where none may be."""
         head: Any = self.action_head
-        counts = head.saturation(actions) if hasattr(head, "saturation") else None
-        return None if counts is None else counts[0] / max(counts[1], 1)
+        clipped: Tensor | None = head.clipped(actions) if hasattr(head, "clipped") else None
+        return None if clipped is None else clipped.sum() / max(clipped.numel(), 1)
 
     def _distribution(self, features: Tensor, observations: Nested) -> Distribution:
         if self._mask_path is None:

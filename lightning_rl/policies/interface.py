@@ -1,14 +1,17 @@
-"""What a policy is to those who let it act and learn from it."""
+"""The interface of policies: how they act, and how environments take their actions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor
 
-from lightning_rl.nested import Nested
+from lightning_rl.nested import Nested, map_leaves, map_space
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.rollouts.sequences import Sequences
@@ -16,15 +19,15 @@ from lightning_rl.rollouts.sequences import Sequences
 
 @dataclass
 class PolicyOutput:
-    """What acting on a batch of observations gave.
+    """What a policy returns for a batch of observations.
 
     Attributes:
-        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is. In the policy's own form,
+        action: One action per row, shape `[B]` or `[B, a]`, nested as the action space is; in the policy's own form,
             in which its log-probability is exact (see `lightning_rl.policies.distributions.Distribution`).
-        log_prob: Its log-probability, shape `[B]`; None when it is cheaper to compute for the whole rollout at once.
-        value: Value estimate of the observation, shape `[B]`; None likewise.
-        environment_action: The action in the units of the action space, for `to_environment`; None: the same.
-        memory: What to act from at the next step, `[B, ...]`; None of a policy without memory.
+        log_prob: Log-probability of the action, shape `[B]`. If None, the collector computes it after the rollout.
+        value: Value of the observation, shape `[B]`. If None, the collector computes it after the rollout.
+        environment_action: The action in the units of the action space. None means `action`.
+        memory: Recurrent state for the next step, `[B, ...]`; None without memory.
     """
 
     action: Nested
@@ -39,11 +42,11 @@ class PolicyOutput:
 
 
 class Policy(Protocol):
-    """What a collector needs: `ActorCritic` is one, and so is any object with these three methods.
+    """The methods that collecting rollouts needs; `ActorCritic` has them, and a custom policy may be any object.
 
-    Observations are tensors, or for `Dict` and `Tuple` spaces dicts and tuples of them. An attribute
-    `chooses_rows_alone = True` declares that each action depends only on its own observation and a fixed amount of
-    noise: then the policy acts for half of the worker processes while the other half steps.
+    Observations are tensors, or dicts and tuples of tensors for `Dict` and `Tuple` spaces. A policy may declare
+    `chooses_rows_alone = True` if each action depends only on its own observation and a fixed amount of noise. Then it
+    acts for half of the worker processes while the other half steps.
     """
 
     def act(
@@ -62,16 +65,16 @@ class Policy(Protocol):
 
 
 class RecurrentPolicy(Protocol):
-    """What a collector needs of a policy that remembers: `ActorCritic` with `memory` is one.
+    """The methods that collecting and learning need of a policy with memory, such as `ActorCritic` with `memory`.
 
     Attributes:
-        memory: How rollouts are cut into sequences; None of a policy that does not remember.
+        memory: How rollouts are cut into sequences; None without memory.
     """
 
     memory: MemoryOptions | None
 
     def initial_memory(self, batch_size: int, critic: bool = True) -> Nested:
-        """Return the memory before an episode, nested zeros `[B, ...]`, with that of the critic or without."""
+        """Return the recurrent state before an episode, nested zeros `[B, ...]`, with or without the critic's state."""
         ...
 
     def act(
@@ -81,21 +84,96 @@ class RecurrentPolicy(Protocol):
         deterministic: bool = False,
         memory: Nested = None,
     ) -> PolicyOutput:
-        """Choose actions for rows `[B, ...]`, and say in the output what to act from next.
+        """Choose an action for every row `[B, ...]`, and return the next recurrent state in the output.
 
-        With the memory of the critic it gives log-probabilities and values too.
+        If `memory` has the critic's state, the output has log-probabilities and values too.
         """
         ...
 
     def value(self, observations: Nested, memory: Nested) -> Tensor:
-        """Return value estimates `[B]` of observations `[B, ...]` that are seen with a memory."""
+        """Return value estimates `[B]` of observations `[B, ...]` seen with a recurrent state `[B, ...]`."""
         ...
 
     def __call__(self, observations: Nested, sequences: Sequences) -> tuple[Distribution, Tensor]:
-        """Return the action distribution and values `[N]` of rows `[N, ...]`, which follow one another in sequences."""
+        """Return the action distribution and values `[N]` of the rows `[N, ...]` of sequences."""
         ...
 
 
 def as_recurrent(policy: object) -> RecurrentPolicy | None:
-    """Return a policy that remembers as such; None where it does not, which need not know of memories at all."""
+    """Return the policy if it has memory, else None."""
     return cast(RecurrentPolicy, policy) if getattr(policy, "memory", None) is not None else None
+
+
+def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
+    """Convert actions `[B, ...]`, in the units of the space, to what the environments take.
+
+    Discrete choices are shifted by the space's `start` (for an integer `Box` by its `low`), and continuous actions are
+    clipped to the bounds. All parts get the space's shape and dtype.
+
+    Args:
+        space: Action space of one environment.
+        action: Arrays, nested as the space is.
+    """
+    if isinstance(space, spaces.Discrete):
+        return action + space.start if space.start else action
+    if isinstance(space, spaces.Dict):
+        return {key: to_environment(part, action[key]) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(to_environment(part, x) for part, x in zip(space, action, strict=True))
+    shaped = action.reshape(-1, *cast(tuple[int, ...], space.shape))
+    if isinstance(space, spaces.MultiDiscrete):
+        shaped = shaped + space.start
+    elif isinstance(space, spaces.Box):
+        if not np.issubdtype(space.dtype, np.floating):
+            # The cast may wrap around; adding the bound wraps back.
+            return shaped.astype(space.dtype) + space.low
+        shaped = np.clip(shaped, space.low, space.high)
+    return shaped.astype(space.dtype, copy=False)
+
+
+def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
+    """Convert actions `[B, ...]` that environments took to actions in the units of the space; undoes `to_environment`.
+
+    Args:
+        space: Action space of one environment.
+        action: Arrays, nested as the space is.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: from_environment(part, action[key]) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(from_environment(part, x) for part, x in zip(space, action, strict=True))
+    if isinstance(space, spaces.Discrete):
+        return np.asarray(action, np.int64).reshape(-1) - int(space.start)
+    rows = np.asarray(action).reshape(len(action), *cast(tuple[int, ...], space.shape))
+    if isinstance(space, spaces.MultiDiscrete):
+        rows = rows.astype(np.int64) - np.asarray(space.start)
+    elif isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
+        rows = rows.astype(np.int64) - space.low.astype(np.int64)
+    return rows.reshape(len(rows), -1)
+
+
+def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callable[[Nested], Nested]:
+    """Return a function that converts tensors as `to_environment` converts arrays.
+
+    Args:
+        space: Action space of one environment.
+        device: Device of the environments, and of the result.
+    """
+
+    def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
+        if isinstance(leaf, spaces.Discrete):
+            return lambda x: x.to(device) + int(leaf.start)
+        shape, dtype = cast(tuple[int, ...], leaf.shape), torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
+        if isinstance(leaf, spaces.MultiBinary):
+            return lambda x: x.to(device, dtype).reshape(-1, *shape)
+        if isinstance(leaf, spaces.MultiDiscrete):
+            start = torch.from_numpy(np.asarray(leaf.start)).to(device)
+            return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
+        box = cast(spaces.Box, leaf)
+        low, high = (torch.from_numpy(bound).to(device) for bound in (box.low, box.high))
+        if not np.issubdtype(box.dtype, np.floating):
+            return lambda x: x.to(device).reshape(-1, *shape).to(dtype) + low
+        return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
+
+    conversions = map_space(conversion, space)
+    return lambda action: map_leaves(lambda convert, x: convert(x), conversions, action)

@@ -21,7 +21,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.tensor_batch import AsArrays
 from lightning_rl.nested import map_leaves
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.distributions import tensor_conversion, to_environment
+from lightning_rl.policies.interface import tensor_conversion, to_environment
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import Recorder, make_data, make_model, make_trainer
 from tests.torch_environments import ID, MASKED_ID, Reach

@@ -18,7 +18,7 @@ from lightning_rl.algorithms.ppo import READ_BY_LOSS
 from lightning_rl.fast.engine import closed_form_of
 from lightning_rl.fast.ppo import KnownLoss, PPOLoss
 from lightning_rl.policies.actor_critic import ActorCritic
-from lightning_rl.policies.distributions.heads import CategoricalHead
+from lightning_rl.policies.distributions.discrete import CategoricalHead
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.loss import Loss
 from tests.helpers import CONTINUOUS, DISCRETE, VECTOR, make_data, make_model, make_trainer, merged

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_rl import PPO, __version__
 from lightning_rl.masks import ActionMask
 from lightning_rl.nested import first_leaf, leaves, map_leaves, map_space, part_at
-from lightning_rl.policies.distributions import to_environment
+from lightning_rl.policies.interface import to_environment
 from lightning_rl.spaces import observation_dtype, space_from_dict
 from lightning_rl.tools.export import RoundTripError, export_policy, export_program, policy
 from lightning_rl.validation import ConfigurationError

@@ -6,10 +6,11 @@ Log-probabilities, entropies and divergences are computed in at least float32, w
 
 from __future__ import annotations
 
+from lightning_rl.policies.distributions.autoregressive import Autoregressive
 from lightning_rl.policies.distributions.base import Distribution
 from lightning_rl.policies.distributions.continuous import Beta, Bounds, DiagonalGaussian, SquashedGaussian
-from lightning_rl.policies.distributions.discrete import Autoregressive, Bernoulli, Categorical, MultiCategorical
-from lightning_rl.policies.distributions.joint import Joint, from_environment, tensor_conversion, to_environment
+from lightning_rl.policies.distributions.discrete import Bernoulli, Categorical, MultiCategorical
+from lightning_rl.policies.distributions.joint import Joint
 from lightning_rl.policies.distributions.make import ActionDistribution, make_action_head
 
 __all__ = [
@@ -24,8 +25,5 @@ __all__ = [
     "Joint",
     "MultiCategorical",
     "SquashedGaussian",
-    "from_environment",
     "make_action_head",
-    "tensor_conversion",
-    "to_environment",
 ]

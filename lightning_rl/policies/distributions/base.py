@@ -1,40 +1,27 @@
-"""The interface of action distributions, and the precision and noise that they share."""
+"""The interface of action distributions, and the linear layer of the heads that make them."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rl.nested import Nested
+from lightning_rl.policies.networks.mlp import HeadLinear, at_least_float32
+from lightning_rl.validation import check, is_one_of
 
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Return half-precision parameters in float32: log-probabilities need more digits than networks do."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def fill_log_exponential(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill `x` with log E, E ~ Exp(1): the negative of Gumbel's distribution."""
-    return x.exponential_(generator=generator).log_()
-
-
-def fill_normal(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill `x` with standard normal numbers."""
-    return x.normal_(generator=generator)
-
-
-def fill_uniform(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill `x` with numbers between 0 and 1, 1 excluded."""
-    return x.uniform_(generator=generator)
+Initialization = Literal["orthogonal", "tf_agents"]
+"""`orthogonal` weights with a gain of 0.01, or a truncated normal distribution of variance 0.1 / `in_features`."""
 
 
 class Distribution(ABC):
-    """A batch of action distributions; leading dimensions are free, the action's own come last.
+    """A batch of action distributions, `[...]`.
 
-    Actions are in the policy's own form, in which their log-probability is exact: what a rollout stores. `to_space`
-    brings them to the units of the action space, in which densities and entropies are measured.
+    Actions are in the policy's own form, the one that a rollout stores and whose log-probability is exact. `to_space`
+    converts them to the units of the action space; densities and entropies are in these units.
     """
 
     @abstractmethod
@@ -55,23 +42,34 @@ class Distribution(ABC):
 
     @abstractmethod
     def kl(self, other: Distribution) -> Tensor:
-        """Return KL(self ‖ other) in nats, shape `[...]`; `other` is of the same kind."""
+        """Return KL(self ‖ other) in nats, shape `[...]`; `other` has the same class."""
 
     @abstractmethod
     def parameters(self) -> Nested:
-        """Return the tensors that tell one distribution of this kind from another, one row `[...]` for each row.
-
-        What a batch carries through shuffling and splitting, to measure later how far a policy has moved.
-        """
+        """Return the tensors that define the distributions, `[...]` rows each, for `with_parameters`."""
 
     @abstractmethod
     def with_parameters(self, parameters: Nested) -> Distribution:
-        """Return distributions of the same kind with the given `parameters`, of any leading dimensions."""
+        """Return distributions of the same class with other `parameters`, of any leading dimensions."""
 
     def to_space(self, action: Nested) -> Nested:
-        """Return `action` in the units of the action space; the same unless the distribution says otherwise."""
+        """Return `action` in the units of the action space; unchanged by default."""
         return action
 
     def entropies(self) -> dict[str, Tensor]:
-        """Return the entropies of the parts, which add up to `entropy`, by their path; an only part has the path ''."""
+        """Return the entropies of the parts by path, `[...]` each; they add up to `entropy`."""
         return {"": self.entropy()}
+
+
+def projection(in_features: int, out_features: int, initialization: Initialization) -> HeadLinear:
+    """Return the linear layer from features to the parameters of a distribution."""
+    kinds = get_args(Initialization)
+    check(is_one_of(initialization, kinds), "action_distribution.initialization", initialization, f"one of {kinds}")
+    # With a small gain the first policy is nearly uniform (Andrychowicz et al. 2021, section 3.2).
+    layer = HeadLinear(in_features, out_features, gain=0.01)
+    if initialization == "tf_agents":
+        # As TensorFlow's `VarianceScaling`: the divisor is the standard deviation after truncation at ±2.
+        std = math.sqrt(0.1 / in_features) / 0.87962566103423978
+        with torch.no_grad():
+            layer.weight.copy_(nn.init.trunc_normal_(at_least_float32(layer.weight), std=std, a=-2 * std, b=2 * std))
+    return layer

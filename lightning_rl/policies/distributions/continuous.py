@@ -1,31 +1,33 @@
-"""Distributions of continuous actions, and the bounds of their parameters."""
+"""Distributions of continuous actions, and the heads that make them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from lightning_rl.policies.distributions.base import Distribution, at_least_float32, fill_normal
+from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
+from lightning_rl.policies.networks.mlp import at_least_float32
+from lightning_rl.validation import check, check_number, is_one_of
+
+LOG_2PI = math.log(2 * math.pi)
+_NUM_NODES = 32
 
 
 class Bounds:
-    """Bounds of the components of a `Box`, flattened to `[a]`, in any dtype and on any device.
+    """Bounds of the components of a `Box`, flattened to `[a]`, as tensors of any dtype on any device.
 
-    No buffers: a module in bfloat16 would round them.
-
-    Args:
-        space: The box.
+    The tensors are no buffers, because a bfloat16 module would round them.
 
     Attributes:
-        low: Lowest values, float64.
-        high: Highest values, float64.
+        low: Lower bounds, float64.
+        high: Upper bounds, float64.
         log_volume: Logarithm of the volume of the box.
     """
 
@@ -38,7 +40,7 @@ class Bounds:
 
     @property
     def any_finite(self) -> bool:
-        """Whether some component is bounded on some side."""
+        """Whether any component is bounded on any side."""
         return bool(np.isfinite(self.low).any() or np.isfinite(self.high).any())
 
     def from_unit(self, x: Tensor) -> Tensor:
@@ -47,52 +49,22 @@ class Bounds:
         return center + half_width * x
 
     def outside(self, x: Tensor) -> Tensor:
-        """Return where components lie outside the bounds, shape `[..., a]`."""
+        """Return which components lie outside the bounds, shape `[..., a]`."""
         low, high, _, _ = self._on(x)
         return (x < low) | (x > high)
 
     def _on(self, x: Tensor) -> tuple[Tensor, ...]:
         key = (x.device, x.dtype)
         if key not in self._tensors:
-            # Halves first: their sum and difference may be too large for the dtype, or infinite minus infinite.
+            # The bounds are halved first, because their sum or difference may overflow or be inf - inf.
             with np.errstate(invalid="ignore"):
                 arrays = (self.low, self.high, self.high / 2 + self.low / 2, self.high / 2 - self.low / 2)
-            with torch.inference_mode(False):  # made while acting, used while learning
+            with torch.inference_mode(False):  # tensors made while acting are used in updates too
                 self._tensors[key] = tuple(torch.as_tensor(array, dtype=x.dtype, device=x.device) for array in arrays)
         return self._tensors[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_tensors": {}}  # copies may live elsewhere
-
-
-class _Limit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, low: float | None, high: float | None) -> Tensor:  # noqa: ANN401 - PyTorch's
-        ctx.save_for_backward(x)
-        ctx.limits = low, high
-        return x.clamp(low, high)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (x,), (low, high), gradient = ctx.saved_tensors, ctx.limits, gradients[0]
-        # Descent raises x where the gradient is negative.
-        if low is not None:
-            gradient = torch.where((x < low) & (gradient > 0), 0, gradient)
-        if high is not None:
-            gradient = torch.where((x > high) & (gradient < 0), 0, gradient)
-        return gradient, None, None
-
-
-def limit(x: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Clamp `x`, but stop only those gradients that lead further out.
-
-    `Tensor.clamp` stops all of them: what once left its limits would stay there for the rest of the run.
-    """
-    limited: Tensor = _Limit.apply(x, low, high)  # type: ignore[no-untyped-call]
-    return limited
-
-
-LOG_2PI = math.log(2 * math.pi)
+        return self.__dict__ | {"_tensors": {}}  # a copy may be on another device
 
 
 class DiagonalGaussian(Distribution):
@@ -106,18 +78,18 @@ class DiagonalGaussian(Distribution):
     def __init__(self, mean: Tensor, log_std: Tensor) -> None:
         self.mean = at_least_float32(mean)
         self.log_std = at_least_float32(log_std)
-        self._log_volume: Tensor | None = None
+        self._sum_log_std: Tensor | None = None
 
     @property
-    def log_volume(self) -> Tensor:
-        """Σ log std over action dimensions; one number where all rows have the same, else `[...]`."""
-        if self._log_volume is None:
-            self._log_volume = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1]).sum(-1)
-        return self._log_volume
+    def sum_log_std(self) -> Tensor:
+        """Sum of `log_std` over action dimensions, `[...]`; a scalar if all rows share it."""
+        if self._sum_log_std is None:
+            self._sum_log_std = self.log_std.expand(*self.log_std.shape[:-1], self.mean.shape[-1]).sum(-1)
+        return self._sum_log_std
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw mean + std · ε; the action is not clipped to any bounds."""
-        return self.mean + self.log_std.exp() * fill_normal(torch.empty_like(self.mean), generator)
+        return self.mean + self.log_std.exp() * torch.empty_like(self.mean).normal_(generator=generator)
 
     def mode(self) -> Tensor:
         """Return the mean."""
@@ -126,11 +98,11 @@ class DiagonalGaussian(Distribution):
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of `action` (shape `[..., a]`), summed over action dimensions."""
         z = (action - self.mean) * (-self.log_std).exp()
-        return -0.5 * z.square().sum(-1) - (self.log_volume + 0.5 * LOG_2PI * self.mean.shape[-1])
+        return -0.5 * z.square().sum(-1) - (self.sum_log_std + 0.5 * LOG_2PI * self.mean.shape[-1])
 
     def entropy(self) -> Tensor:
         """Return Σ (log std + ½ log 2πe)."""
-        entropy = self.log_volume + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
+        entropy = self.sum_log_std + 0.5 * (1 + LOG_2PI) * self.mean.shape[-1]
         return entropy.expand(self.mean.shape[:-1])
 
     def kl(self, other: Distribution) -> Tensor:
@@ -142,75 +114,68 @@ class DiagonalGaussian(Distribution):
         return per_dimension.sum(-1)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return mean and logarithm of the standard deviation, one for each row even if all rows have the same."""
+        """Return `mean` and `log_std`, `[..., a]` each."""
         return {"mean": self.mean, "log_std": self.log_std.expand_as(self.mean)}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> DiagonalGaussian:
-        """Return distributions with other ones."""
+        """Return distributions with other means and standard deviations."""
         return DiagonalGaussian(parameters["mean"], parameters["log_std"])
-
-
-_NUM_NODES = 32
 
 
 class SquashedGaussian(Distribution):
     """center + half width · tanh(u), with u from a diagonal Gaussian: actions never leave the bounds.
 
-    An action's own form is u: from the bounded action, which rounds to the very bound, u could not be got back.
-    Densities and entropies are those of the bounded action, in its units.
+    The policy's form of an action is u, because u cannot be recovered from an action that was rounded to its bound.
 
     Args:
-        mean: Of u, shape `[..., a]`.
+        mean: Mean of u, shape `[..., a]`.
         log_std: Logarithm of the standard deviation of u, broadcastable to `mean`.
-        bounds: Of the actions.
+        bounds: Bounds of the actions.
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor, bounds: Bounds) -> None:
-        self.before = DiagonalGaussian(mean, log_std)
+        self.gaussian = DiagonalGaussian(mean, log_std)
         self.bounds = bounds
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw u."""
-        return self.before.sample(generator)
+        return self.gaussian.sample(generator)
 
     def mode(self) -> Tensor:
-        """Return the mean of u, whose image is the median; the density itself may peak at the bounds."""
-        return self.before.mode()
+        """Return the mean of u, which maps to the median; the density itself may peak at the bounds."""
+        return self.gaussian.mode()
 
     def log_prob(self, action: Tensor) -> Tensor:
-        """Return the log-density of the bounded action that `action` (u, shape `[..., a]`) becomes."""
-        return self.before.log_prob(action) - self._log_slope(action).sum(-1)
+        """Return the log-density of the bounded action to which `action` (u, shape `[..., a]`) maps."""
+        log_slope = _log_tanh_slope(action) + self._log_half_volume / action.shape[-1]
+        return self.gaussian.log_prob(action) - log_slope.sum(-1)
 
     def entropy(self) -> Tensor:
-        """Return that of u plus the mean logarithm of the slope, by Gauss-Hermite quadrature.
+        """Return the entropy of u plus the mean log-slope of the map, by Gauss-Hermite quadrature.
 
-        With 32 nodes for each dimension the error is below 1e-6 for deviations of u up to 1, below 1e-3 up to 2, and
-        below 0.03 up to 5.
+        With 32 nodes per dimension the error is below 1e-6 for standard deviations of u up to 1, below 1e-3 up to 2,
+        and below 0.03 up to 5.
         """
-        mean, std = self.before.mean.unsqueeze(-1), self.before.log_std.exp().unsqueeze(-1)
+        mean, std = self.gaussian.mean.unsqueeze(-1), self.gaussian.log_std.exp().unsqueeze(-1)
         nodes, weights = _quadrature(mean.device, mean.dtype)
         slope = (_log_tanh_slope(mean + std * nodes) * weights).sum(-1)
-        return self.before.entropy() + slope.sum(-1) + self._log_half_volume
+        return self.gaussian.entropy() + slope.sum(-1) + self._log_half_volume
 
     def kl(self, other: Distribution) -> Tensor:
-        """Return that of u: an invertible map does not change it."""
-        return self.before.kl(cast(SquashedGaussian, other).before)
+        """Return the divergence of u, which an invertible map does not change."""
+        return self.gaussian.kl(cast(SquashedGaussian, other).gaussian)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return those of u."""
-        return self.before.parameters()
+        """Return `mean` and `log_std` of u, `[..., a]` each."""
+        return self.gaussian.parameters()
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
-        """Return distributions with other ones."""
+        """Return distributions with other means and standard deviations of u."""
         return SquashedGaussian(parameters["mean"], parameters["log_std"], self.bounds)
 
     def to_space(self, action: Tensor) -> Tensor:
         """Return the bounded action."""
         return self.bounds.from_unit(action.tanh())
-
-    def _log_slope(self, u: Tensor) -> Tensor:
-        """Return the logarithm of the derivative of the bounded action, up to what is the same for all of them."""
-        return _log_tanh_slope(u) + self._log_half_volume / u.shape[-1]
 
     @property
     def _log_half_volume(self) -> float:
@@ -218,13 +183,13 @@ class SquashedGaussian(Distribution):
 
 
 def _log_tanh_slope(u: Tensor) -> Tensor:
-    """Return log(1 - tanh² u), which tanh itself would be too coarse for."""
+    """Return log(1 - tanh² u), without the cancellation near the bounds."""
     return 2 * (math.log(2) - u - softplus(-2 * u))
 
 
 @functools.lru_cache
 def _quadrature(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights of a mean over a standard normal distribution."""
+    """Return nodes and weights for means over a standard normal distribution."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(_NUM_NODES)
     weights = weights / weights.sum()
     with torch.inference_mode(False):
@@ -234,13 +199,12 @@ def _quadrature(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
 class Beta(Distribution):
     """low + width · x, with independent x from beta distributions (Chou et al. 2017): actions never leave the bounds.
 
-    An action's own form is the logit z = log x - log(1 - x): log x and log(1 - x), which its density is made of, are
-    exact from z, also where x rounds to 0 or 1. Densities and entropies are those of the bounded action, in its units.
+    The policy's form of an action is z = log x - log(1 - x). From z the density is exact even where x rounds to 0 or 1.
 
     Args:
         alpha: Concentration at the upper bound, at least 1, shape `[..., a]`.
         beta: Concentration at the lower bound, at least 1, shape `[..., a]`.
-        bounds: Of the actions.
+        bounds: Bounds of the actions.
     """
 
     def __init__(self, alpha: Tensor, beta: Tensor, bounds: Bounds) -> None:
@@ -251,15 +215,17 @@ class Beta(Distribution):
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw z, the difference of the logarithms of two gamma variables."""
         with torch.no_grad():
-            return _log_gamma_sample(self.alpha, generator) - _log_gamma_sample(self.beta, generator)
+            # `torch.distributions.Gamma` takes no generator; the private function was checked with PyTorch 2.13.
+            gammas = [torch._standard_gamma(x.contiguous(), generator=generator) for x in (self.alpha, self.beta)]
+            return gammas[0].log() - gammas[1].log()
 
     def mode(self) -> Tensor:
-        """Return the logit of (α - 1) / (α + β - 2); the middle where both are 1 and every action is as likely."""
+        """Return the logit of (α - 1) / (α + β - 2); 0 for the uniform distribution α = β = 1."""
         tiny = torch.finfo(self.alpha.dtype).tiny
         return (self.alpha - 1).clamp(min=tiny).log() - (self.beta - 1).clamp(min=tiny).log()
 
     def log_prob(self, action: Tensor) -> Tensor:
-        """Return the log-density of the bounded action that `action` (z, shape `[..., a]`) becomes."""
+        """Return the log-density of the bounded action to which `action` (z, shape `[..., a]`) maps."""
         log_x, log_rest = -softplus(-action), -softplus(action)
         per_dimension = (self.alpha - 1) * log_x + (self.beta - 1) * log_rest - _log_beta(self.alpha, self.beta)
         return per_dimension.sum(-1) - self.bounds.log_volume
@@ -278,11 +244,11 @@ class Beta(Distribution):
         return (_log_beta(c, d) - _log_beta(a, b) + moments).sum(-1)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return both concentrations."""
+        """Return both concentrations, `[..., a]` each."""
         return {"alpha": self.alpha, "beta": self.beta}
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> Beta:
-        """Return distributions with other ones."""
+        """Return distributions with other concentrations."""
         return Beta(parameters["alpha"], parameters["beta"], self.bounds)
 
     def to_space(self, action: Tensor) -> Tensor:
@@ -290,12 +256,175 @@ class Beta(Distribution):
         return self.bounds.from_unit((action / 2).tanh())
 
 
-def _log_gamma_sample(concentration: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the logarithms of samples of gamma distributions with rate 1."""
-    # Private to PyTorch, because `torch.distributions.Gamma` takes no generator.
-    return torch._standard_gamma(concentration.contiguous(), generator=generator).log()
-
-
 def _log_beta(a: Tensor, b: Tensor) -> Tensor:
     """Return the logarithm of the beta function."""
     return a.lgamma() + b.lgamma() - (a + b).lgamma()
+
+
+class _Limit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: float | None, high: float | None) -> Tensor:  # noqa: ANN401 - PyTorch's
+        ctx.save_for_backward(x)
+        ctx.limits = low, high
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (x,), (low, high), gradient = ctx.saved_tensors, ctx.limits, gradients[0]
+        # Gradient descent increases x where the gradient is negative.
+        if low is not None:
+            gradient = torch.where((x < low) & (gradient > 0), 0, gradient)
+        if high is not None:
+            gradient = torch.where((x > high) & (gradient < 0), 0, gradient)
+        return gradient, None, None
+
+
+def limit(x: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Clamp `x`, and stop only the gradients that lead further out.
+
+    `Tensor.clamp` stops all gradients, so that a parameter outside the limits would stay there for the rest of the run.
+    """
+    limited: Tensor = _Limit.apply(x, low, high)  # type: ignore[no-untyped-call]
+    return limited
+
+
+class _GaussianHead(nn.Module):
+    """Linear mean, and a standard deviation that is linear or independent of the features.
+
+    Args:
+        in_features: Number of features.
+        space: A `Box`.
+        initial_log_std: Logarithm of the initial standard deviation, unless `initial_std` is given.
+        std: `state_independent`: one parameter per action dimension. `state_dependent`: a linear layer.
+        std_transform: `exp` or `softplus`; makes the standard deviation positive.
+        min_std: Lower limit of the standard deviation; None for no limit.
+        max_std: Upper limit of the standard deviation; None for no limit.
+        initial_std: Initial standard deviation; approximate if state-dependent.
+        initialization: See `Initialization`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        space: spaces.Box,
+        *,
+        initial_log_std: float = 0.0,
+        std: Literal["state_independent", "state_dependent"] = "state_independent",
+        std_transform: Literal["exp", "softplus"] = "exp",
+        min_std: float | None = None,
+        max_std: float | None = None,
+        initial_std: float | None = None,
+        initialization: Initialization = "orthogonal",
+    ) -> None:
+        super().__init__()
+        check_number("initial_log_std", initial_log_std, at_least=-20, at_most=20)
+        _check_choice("std", std, "state_independent", "state_dependent")
+        _check_choice("std_transform", std_transform, "exp", "softplus")
+        initial_log_std = _check_stds(min_std, max_std, initial_std, initial_log_std)
+        self.bounds = Bounds(space)
+        self.log_limits = [None if x is None else math.log(x) for x in (min_std, max_std)]
+        self.softplus = std_transform == "softplus"
+        num_dimensions = len(self.bounds.low)
+        raw = initial_log_std
+        if self.softplus:  # the inverse of softplus
+            std_ = math.exp(initial_log_std)
+            raw = std_ + math.log(-math.expm1(-std_))
+        self.mean = projection(in_features, num_dimensions, initialization)
+        self.std_layer: nn.Linear | None = None
+        if std == "state_dependent":
+            self.std_layer = projection(in_features, num_dimensions, initialization)
+            nn.init.constant_(self.std_layer.bias, raw)
+        elif self.softplus:
+            self.raw_std = nn.Parameter(torch.full((num_dimensions,), raw))
+        else:
+            self.log_std = nn.Parameter(torch.full((num_dimensions,), raw))
+
+    def _log_std(self, features: Tensor) -> Tensor:
+        if self.std_layer is not None:
+            raw = self.std_layer(features)
+        else:
+            raw = self.raw_std if self.softplus else self.log_std
+        low, high = self.log_limits
+        if self.softplus:
+            std = softplus(at_least_float32(raw))
+            raw = std.clamp(min=torch.finfo(std.dtype).tiny).log()
+        return raw if low is None and high is None else limit(raw, low, high)
+
+
+def _check_choice(name: str, value: str, *choices: str) -> None:
+    check(is_one_of(value, choices), f"action_distribution.{name}", value, f"one of {choices}")
+
+
+def _check_stds(low: float | None, high: float | None, initial: float | None, initial_log_std: float) -> float:
+    """Return the logarithm of the initial standard deviation."""
+    for name, value in (("min_std", low), ("max_std", high), ("initial_std", initial)):
+        if value is not None:
+            check_number(f"action_distribution.{name}", value, above=0)
+    if low is not None and high is not None:
+        check(low <= high, "action_distribution.min_std", low, f"at most max_std={high:g}")
+    first = math.exp(initial_log_std) if initial is None else initial
+    inside = (low is None or first >= low) and (high is None or first <= high)
+    expected = f"a value between min_std={low} and max_std={high}; the default is exp(initial_log_std)"
+    check(inside, "action_distribution.initial_std", first, expected)
+    return float(initial_log_std) if initial is None else math.log(initial)
+
+
+class GaussianHead(_GaussianHead):
+    """A diagonal Gaussian for a `Box`. Only the environment clips its actions to the bounds.
+
+    Args:
+        in_features: Number of features.
+        space: The box.
+        mean_transform: `none`, or `tanh` to squash the mean into the bounds, which must be finite.
+        **options: See `_GaussianHead`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        space: spaces.Box,
+        *,
+        mean_transform: Literal["none", "tanh"] = "none",
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(in_features, space, **options)
+        _check_choice("mean_transform", mean_transform, "none", "tanh")
+        bounded = mean_transform == "none" or space.is_bounded()
+        check(bounded, "action_distribution.mean_transform", mean_transform, f"none, since {space} has no bounds")
+        self.squashes_mean = mean_transform == "tanh"
+
+    def forward(self, features: Tensor) -> DiagonalGaussian:
+        """Map features `[..., f]` to a distribution."""
+        mean = self.mean(features)
+        if self.squashes_mean:
+            mean = self.bounds.from_unit(mean.tanh())
+        return DiagonalGaussian(mean, self._log_std(features))
+
+    def clipped(self, actions: Tensor) -> Tensor | None:
+        """Return which components of actions `[..., a]` the environment clips; None without finite bounds."""
+        return self.bounds.outside(actions) if self.bounds.any_finite else None
+
+
+class SquashedGaussianHead(_GaussianHead):
+    """A diagonal Gaussian squashed by tanh into a bounded `Box`; its options apply to the Gaussian before tanh."""
+
+    def forward(self, features: Tensor) -> SquashedGaussian:
+        """Map features `[..., f]` to a distribution."""
+        return SquashedGaussian(self.mean(features), self._log_std(features), self.bounds)
+
+
+class BetaHead(nn.Module):
+    """Linear layer to the concentrations of beta distributions over a bounded `Box`.
+
+    Each concentration is 1 + softplus, so that the density has one peak.
+    """
+
+    def __init__(self, in_features: int, space: spaces.Box, *, initialization: Initialization = "orthogonal") -> None:
+        super().__init__()
+        self.bounds = Bounds(space)
+        self.concentrations = projection(in_features, 2 * len(self.bounds.low), initialization)
+
+    def forward(self, features: Tensor) -> Beta:
+        """Map features `[..., f]` to a distribution."""
+        alpha, beta = (1 + softplus(self.concentrations(features))).chunk(2, -1)
+        return Beta(alpha, beta, self.bounds)

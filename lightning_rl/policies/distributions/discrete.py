@@ -1,30 +1,29 @@
-"""Distributions of discrete actions."""
+"""Distributions of discrete actions, and the heads that make them."""
 
 from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import softplus
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn.functional import pad, softplus
 
-from lightning_rl.nested import Nested, leaves, map_leaves
-from lightning_rl.policies.distributions.base import (
-    Distribution,
-    at_least_float32,
-    fill_log_exponential,
-    fill_uniform,
-)
+from lightning_rl.masks import num_choices
+from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
+from lightning_rl.policies.networks.mlp import at_least_float32
 
-# More components than this are reported as one.
+IMPOSSIBLE = -1e9
+"""Logit of a masked choice: its probability is 0 in float32. It is finite, so that 0 times it is 0."""
 _MAX_NAMED_COMPONENTS = 16
 
 
 class Categorical(Distribution):
-    """One of `n` actions.
+    """A choice between `n` actions.
 
     Args:
-        logits: Unnormalised log-probabilities, shape `[..., n]`.
+        logits: Unnormalized log-probabilities, shape `[..., n]`.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -33,14 +32,14 @@ class Categorical(Distribution):
 
     @property
     def log_probs(self) -> Tensor:
-        """Normalised log-probabilities, shape `[..., n]`."""
+        """Normalized log-probabilities, shape `[..., n]`."""
         if self._log_probs is None:
             self._log_probs = self.logits.log_softmax(-1)
         return self._log_probs
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw by the Gumbel-max trick: argmax(logits - log E) with E ~ Exp(1)."""
-        return (self.logits - fill_log_exponential(torch.empty_like(self.logits), generator)).argmax(-1)
+        return (self.logits - torch.empty_like(self.logits).exponential_(generator=generator).log_()).argmax(-1)
 
     def mode(self) -> Tensor:
         """Return the action with the largest logit."""
@@ -65,54 +64,35 @@ class Categorical(Distribution):
 
     def with_parameters(self, parameters: Tensor) -> Categorical:
         """Return distributions with other logits."""
-        return Categorical(parameters)
+        return type(self)(parameters)
 
 
-class MultiCategorical(Distribution):
-    """Independent choices, one of `n` in each of `k` components; an action has the shape `[..., k]`.
+class MultiCategorical(Categorical):
+    """`k` independent choices between `n` values; an action has the shape `[..., k]`.
 
     Args:
-        logits: Unnormalised log-probabilities, shape `[..., k, n]`. Where components differ in their number of choices,
-            those that one has not have logits so low that their probability is 0; they must be finite.
+        logits: Unnormalized log-probabilities, shape `[..., k, n]`. A component with fewer than `n` choices is padded
+            with `IMPOSSIBLE`.
     """
-
-    def __init__(self, logits: Tensor) -> None:
-        self.components = Categorical(logits)
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw every component."""
-        return self.components.sample(generator)
-
-    def mode(self) -> Tensor:
-        """Return the likeliest choice in every component."""
-        return self.components.mode()
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-probability of `action` (integers, shape `[..., k]`), summed over components."""
-        return self.components.log_prob(action).sum(-1)
+        return super().log_prob(action).sum(-1)
 
     def entropy(self) -> Tensor:
         """Return the entropy, summed over components."""
-        return self.components.entropy().sum(-1)
+        return super().entropy().sum(-1)
 
     def kl(self, other: Distribution) -> Tensor:
         """Return the divergence, summed over components."""
-        return self.components.kl(cast(MultiCategorical, other).components).sum(-1)
-
-    def parameters(self) -> Tensor:
-        """Return the logits."""
-        return self.components.logits
-
-    def with_parameters(self, parameters: Tensor) -> MultiCategorical:
-        """Return distributions with other logits."""
-        return MultiCategorical(parameters)
+        return super().kl(other).sum(-1)
 
     def entropies(self) -> dict[str, Tensor]:
-        """Return the entropy of every component by its place, unless they are more than 16."""
-        entropy = self.components.entropy()
+        """Return the entropy of every component by its index; of more than 16 components only the sum."""
+        entropy = super().entropy()
         if entropy.shape[-1] > _MAX_NAMED_COMPONENTS:
             return {"": entropy.sum(-1)}
-        return {str(place): component for place, component in enumerate(entropy.unbind(-1))}
+        return {str(index): component for index, component in enumerate(entropy.unbind(-1))}
 
 
 class Bernoulli(Distribution):
@@ -127,11 +107,15 @@ class Bernoulli(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         """Draw every switch."""
-        uniform = _uniform(self.logits, generator)
+        # Both draw the same numbers: an exported `uniform_` cannot be loaded, and `rand_like` takes no generator.
+        if generator is None:
+            uniform = torch.rand_like(self.logits)
+        else:
+            uniform = torch.empty_like(self.logits).uniform_(generator=generator)
         return (uniform < self.logits.sigmoid()).to(torch.int8)
 
     def mode(self) -> Tensor:
-        """Return 1 where that is likelier than 0."""
+        """Return 1 where its probability is above one half."""
         return (self.logits > 0).to(torch.int8)
 
     def log_prob(self, action: Tensor) -> Tensor:
@@ -156,75 +140,66 @@ class Bernoulli(Distribution):
         return Bernoulli(parameters)
 
 
-def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the same numbers either way: an exported `uniform_` cannot be loaded, `rand_like` takes no generator."""
-    return torch.rand_like(like) if generator is None else fill_uniform(torch.empty_like(like), generator)
+def _masked(logits: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if mask is None else logits.masked_fill(mask == 0, IMPOSSIBLE)
 
 
-class Autoregressive(Distribution):
-    """Components of an action of which each depends on those before it, as one choice among all combinations.
+class CategoricalHead(nn.Module):
+    """Linear layer from features to the logits of a `Discrete` action space."""
 
-    Args:
-        logits: Log-probability of each combination, shape `[..., n_1 · … · n_k]`, the last component counting fastest.
-        counts: Number of choices of each component.
-        names: What the components are called.
-        strides: How far apart the combinations are in which a component differs by one, shape `[k]`.
-        places: Nested as actions are: the place of a component, or a list of the places of the entries of a leaf.
-    """
+    def __init__(
+        self, in_features: int, space: spaces.Discrete, *, initialization: Initialization = "orthogonal"
+    ) -> None:
+        super().__init__()
+        self.logits = projection(in_features, int(space.n), initialization)
 
-    def __init__(self, logits: Tensor, counts: list[int], names: list[str], strides: Tensor, places: Nested) -> None:
-        self.combinations = Categorical(logits)
-        self.counts = counts
-        self.names = names
-        self.strides = strides
-        self.places = places
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Categorical:
+        """Map features `[..., f]` to a distribution over the choices that a mask `[..., n]` allows."""
+        return Categorical(_masked(self.logits(features), mask))
 
-    def sample(self, generator: torch.Generator | None = None) -> Nested:
-        """Draw a combination."""
-        return self._action(self.combinations.sample(generator))
 
-    def mode(self) -> Nested:
-        """Return the likeliest combination, which need not begin with the likeliest first choice."""
-        return self._action(self.combinations.mode())
+class MultiCategoricalHead(nn.Module):
+    """Linear layer to the logits of every component of a `MultiDiscrete` space, or of an integer `Box`."""
 
-    def log_prob(self, action: Nested) -> Tensor:
-        """Return the log-probability of `action` (integers, nested as the space is)."""
-        strides = self.strides
+    def __init__(
+        self,
+        in_features: int,
+        space: spaces.MultiDiscrete | spaces.Box,
+        *,
+        initialization: Initialization = "orthogonal",
+    ) -> None:
+        super().__init__()
+        counts = num_choices(space)
+        self.shape = (len(counts), max(counts))
+        self.logits = projection(in_features, sum(counts), initialization)
+        self.places: Tensor | None
+        places = None
+        if len(set(counts)) > 1:  # the padding entries of shorter components point to one logit after the last
+            exists = np.arange(max(counts)) < np.asarray(counts)[:, None]
+            places = torch.from_numpy(np.where(exists, exists.cumsum().reshape(exists.shape) - 1, sum(counts)).ravel())
+        self.register_buffer("places", places, persistent=False)
 
-        def term(place: int | list[int], x: Tensor) -> Tensor:
-            return (x * strides[place]).sum(-1) if isinstance(place, list) else x * strides[place]
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> MultiCategorical:
+        """Map features `[..., f]` to a distribution over the choices that a mask allows, `[..., sum of choices]`."""
+        logits = _masked(self.logits(features), mask)
+        if self.places is not None:
+            logits = pad(logits, (0, 1), value=IMPOSSIBLE).index_select(-1, self.places)
+        return MultiCategorical(logits.unflatten(-1, self.shape))  # type: ignore[no-untyped-call]
 
-        terms = list(leaves(map_leaves(term, self.places, action)))
-        return self.combinations.log_prob(torch.stack(terms).sum(0))
 
-    def entropy(self) -> Tensor:
-        """Return -Σ p log p over all combinations."""
-        return self.combinations.entropy()
+class BernoulliHead(nn.Module):
+    """Linear layer to the log-odds of every switch of a `MultiBinary` space."""
 
-    def kl(self, other: Distribution) -> Tensor:
-        """Return Σ p (log p - log q) over all combinations."""
-        return self.combinations.kl(cast(Autoregressive, other).combinations)
+    def __init__(
+        self, in_features: int, space: spaces.MultiBinary, *, initialization: Initialization = "orthogonal"
+    ) -> None:
+        super().__init__()
+        self.logits = projection(in_features, int(np.prod(space.shape)), initialization)
 
-    def parameters(self) -> Tensor:
-        """Return the log-probabilities of all combinations."""
-        return self.combinations.logits
-
-    def with_parameters(self, parameters: Tensor) -> Autoregressive:
-        """Return distributions with other log-probabilities."""
-        return Autoregressive(parameters, self.counts, self.names, self.strides, self.places)
-
-    def entropies(self) -> dict[str, Tensor]:
-        """Return the entropy of every component given those before it, by its name."""
-        found: dict[str, Tensor] = {}
-        joint, size = self.combinations.log_probs, 1
-        before = joint.new_zeros(())
-        for name, count in zip(self.names, self.counts, strict=True):
-            size *= count
-            up_to = Categorical(joint.reshape(*joint.shape[:-1], size, -1).logsumexp(-1)).entropy()
-            found[name], before = up_to - before, up_to
-        return found
-
-    def _action(self, combination: Tensor) -> Nested:
-        counts = self.strides.new_tensor(self.counts)
-        choices = combination.unsqueeze(-1) // self.strides % counts
-        return map_leaves(lambda place: choices[..., place], self.places)
+    def forward(self, features: Tensor, mask: Tensor | None = None) -> Bernoulli:
+        """Map features `[..., f]` to a distribution over the values that a mask `[..., *shape, 2]` allows."""
+        logits = self.logits(features)
+        if mask is not None:
+            allowed = (mask != 0).reshape(*logits.shape, 2)
+            logits = logits.masked_fill(~allowed[..., 1], IMPOSSIBLE).masked_fill(~allowed[..., 0], -IMPOSSIBLE)
+        return Bernoulli(logits)

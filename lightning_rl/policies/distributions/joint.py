@@ -1,27 +1,25 @@
-"""Distributions of nested actions, and conversion of actions for the environment."""
+"""Distributions of nested actions, and their head."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
-import numpy as np
 import torch
-from gymnasium import spaces
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_rl.nested import Nested, leaves, map_leaves, map_space
+from lightning_rl.nested import Nested, leaves, map_leaves, part_at
 from lightning_rl.policies.distributions.base import Distribution
 
 
 class Joint(Distribution):
-    """Independent distributions in dicts and tuples, as the parts of a `Dict` or `Tuple` space; so are its actions.
+    """Independent distributions, nested as the parts of a `Dict` or `Tuple` space.
 
     Args:
         parts: Nested distributions.
-        paths: Names of the parts, in the order of `leaves`.
+        paths: Paths of the parts, in the order of `leaves`.
     """
 
     def __init__(self, parts: Nested, paths: list[str]) -> None:
@@ -38,116 +36,73 @@ class Joint(Distribution):
 
     def log_prob(self, action: Nested) -> Tensor:
         """Return the log-probability of `action`, summed over parts."""
-        return _sum(map_leaves(lambda part, x: part.log_prob(x), self.parts, action))
+        return self._sum(lambda part, x: part.log_prob(x), action)
 
     def entropy(self) -> Tensor:
         """Return the entropy, summed over parts."""
-        return _sum(map_leaves(lambda part: part.entropy(), self.parts))
+        return self._sum(lambda part: part.entropy())
 
     def kl(self, other: Distribution) -> Tensor:
         """Return the divergence, summed over parts."""
-        return _sum(map_leaves(lambda part, another: part.kl(another), self.parts, cast(Joint, other).parts))
+        return self._sum(lambda part, x: part.kl(x), cast(Joint, other).parts)
 
     def parameters(self) -> Nested:
-        """Return those of every part, nested as the parts are."""
+        """Return the parameters of every part, nested as the parts are."""
         return map_leaves(lambda part: part.parameters(), self.parts)
 
     def with_parameters(self, parameters: Nested) -> Joint:
-        """Return distributions of the same parts with other ones."""
-        parts = map_leaves(lambda part, x: part.with_parameters(x), self.parts, parameters)
-        return Joint(parts, self.paths)
+        """Return distributions with other parameters of the parts."""
+        return Joint(map_leaves(lambda part, x: part.with_parameters(x), self.parts, parameters), self.paths)
 
     def to_space(self, action: Nested) -> Nested:
-        """Return every part in the units of its space."""
+        """Return every part of `action` in its units."""
         return map_leaves(lambda part, x: part.to_space(x), self.parts, action)
 
     def entropies(self) -> dict[str, Tensor]:
-        """Return the entropy of every part by its path: `{"move": …, "arm.0": …}`."""
+        """Return the entropies of the parts by path, `arm.0.2` for a component of a part."""
         return {
             ".".join(filter(None, (path, inner))): entropy
             for path, part in zip(self.paths, leaves(self.parts), strict=True)
             for inner, entropy in part.entropies().items()
         }
 
+    def _sum(self, term: Callable[..., Tensor], *others: Nested) -> Tensor:
+        total: Tensor = functools.reduce(operator.add, leaves(map_leaves(term, self.parts, *others)))
+        return total
 
-def _sum(terms: Nested) -> Tensor:
-    total: Tensor = functools.reduce(operator.add, leaves(terms))
-    return total
 
-
-def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
-    """Turn a batch of actions `[B, ...]` into what the environments take.
-
-    Choices are counted from the space's `start` (those of an integer `Box` from its `low`); continuous actions are
-    clipped to the bounds; all get the space's shape and dtype, those of a `Dict` or `Tuple` part by part.
+class JointHead(nn.Module):
+    """A head for every part of a `Dict` or `Tuple` space.
 
     Args:
-        space: Of one environment.
-        action: In the units of the space (`Distribution.to_space`), nested as the space is.
-    """
-    if isinstance(space, spaces.Discrete):
-        return action + space.start if space.start else action
-    if isinstance(space, spaces.Dict):
-        return {key: to_environment(part, action[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(to_environment(part, x) for part, x in zip(space, action, strict=True))
-    shaped = action.reshape(-1, *cast(tuple[int, ...], space.shape))
-    if isinstance(space, spaces.MultiDiscrete):
-        return (shaped + space.start).astype(space.dtype, copy=False)
-    if isinstance(space, spaces.MultiBinary):
-        return shaped.astype(space.dtype, copy=False)
-    space = cast(spaces.Box, space)
-    if not np.issubdtype(space.dtype, np.floating):
-        # Where that wraps around, adding the bound wraps back.
-        return shaped.astype(space.dtype) + space.low
-    clipped: np.ndarray = np.clip(shaped, space.low, space.high)
-    return clipped.astype(space.dtype, copy=False)
-
-
-def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
-    """Turn actions `[B, ...]` that environments got into those of a policy: the way back of `to_environment`.
-
-    For distributions whose actions are in the units of the space; what was clipped stays clipped.
-
-    Args:
-        space: Of one environment.
-        action: Nested as the space is.
-    """
-    if isinstance(space, spaces.Dict):
-        return {key: from_environment(part, action[key]) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(from_environment(part, x) for part, x in zip(space, action, strict=True))
-    if isinstance(space, spaces.Discrete):
-        return np.asarray(action, np.int64).reshape(-1) - int(space.start)
-    rows = np.asarray(action).reshape(len(action), *cast(tuple[int, ...], space.shape))
-    if isinstance(space, spaces.MultiDiscrete):
-        rows = rows.astype(np.int64) - np.asarray(space.start)
-    elif isinstance(space, spaces.Box) and not np.issubdtype(space.dtype, np.floating):
-        rows = rows.astype(np.int64) - space.low.astype(np.int64)
-    return rows.reshape(len(rows), -1)
-
-
-def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Nested:
-    """Return functions that do with tensors what `to_environment` does with arrays, nested as the space is.
-
-    Args:
-        space: Of one environment.
-        device: Of the environments, which the actions are brought to.
+        heads: Heads, nested as the space is.
+        paths: Paths of the parts, in the order of `leaves`.
+        masked: Paths of the parts with masks.
     """
 
-    def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
-        if isinstance(leaf, spaces.Discrete):
-            return lambda x: x.to(device) + int(leaf.start)
-        shape, dtype = cast(tuple[int, ...], leaf.shape), torch.from_numpy(np.zeros(0, leaf.dtype)).dtype
-        if isinstance(leaf, spaces.MultiBinary):
-            return lambda x: x.to(device, dtype).reshape(-1, *shape)
-        if isinstance(leaf, spaces.MultiDiscrete):
-            start = torch.from_numpy(np.asarray(leaf.start)).to(device)
-            return lambda x: (x.to(device).reshape(-1, *shape) + start).to(dtype)
-        box = cast(spaces.Box, leaf)
-        low, high = (torch.from_numpy(bound).to(device) for bound in (box.low, box.high))
-        if not np.issubdtype(box.dtype, np.floating):
-            return lambda x: x.to(device).reshape(-1, *shape).to(dtype) + low
-        return lambda x: x.to(device, dtype).reshape(-1, *shape).clamp(low, high)
+    def __init__(self, heads: Nested, paths: list[str], masked: Collection[str] = ()) -> None:
+        super().__init__()
+        self.paths = paths
+        self.masked = frozenset(masked)
+        # A list, since the path of a part may be no valid name of a module.
+        self.heads = nn.ModuleList(leaves(heads))
+        places = iter(range(len(self.heads)))
+        self.places = map_leaves(lambda _: next(places), heads)
 
-    return map_space(conversion, space)
+    def forward(self, features: Tensor, mask: Nested = None) -> Joint:
+        """Map features `[..., f]` to a distribution over the actions that nested masks allow."""
+
+        def part(place: int) -> Any:  # noqa: ANN401
+            path = self.paths[place]
+            if mask is None or path not in self.masked:
+                return self.heads[place](features)
+            return self.heads[place](features, part_at(mask, path))
+
+        return Joint(map_leaves(part, self.places), self.paths)
+
+    def clipped(self, actions: Nested) -> Tensor | None:
+        """Return which components of actions the environment clips, of all parts with bounds, as one vector."""
+        heads = cast(Any, self.heads)
+        parts = [head.clipped(x) for head, x in zip(heads, leaves(actions), strict=True) if hasattr(head, "clipped")]
+        flags = [part.flatten() for part in parts if part is not None]
+        return torch.cat(flags) if flags else None

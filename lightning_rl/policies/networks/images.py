@@ -12,7 +12,7 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_rl.policies.networks.layers import orthogonal, orthogonal_linear
+from lightning_rl.policies.networks.mlp import orthogonal, orthogonal_linear
 from lightning_rl.spaces import image_layout
 from lightning_rl.validation import check
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_rl.nested import space_leaves
 from lightning_rl.policies.networks.images import ImpalaEncoder, NatureEncoder, network_for_image
-from lightning_rl.policies.networks.inputs import DiscreteEncoding
-from lightning_rl.policies.networks.mlp import MLPEncoder
+from lightning_rl.policies.networks.mlp import DiscreteEncoding, MLPEncoder
 from lightning_rl.spaces import is_image, sampled_observations
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, instantiate, to_class_spec
 

@@ -16,8 +16,7 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.nested import Nested, join, leaves, map_leaves
 from lightning_rl.policies.acting import acting_space
 from lightning_rl.policies.actor_critic import copy_to_cpu
-from lightning_rl.policies.distributions import tensor_conversion
-from lightning_rl.policies.interface import as_recurrent
+from lightning_rl.policies.interface import as_recurrent, tensor_conversion
 from lightning_rl.spaces import sampled_observations, space_to_dict
 from lightning_rl.validation import ConfigurationError
 
@@ -124,7 +123,7 @@ class DeployedPolicy(nn.Module):
         policy: Any = self.policy
         acting = {} if memory is None else {"memory": memory}
         output = policy.act(observations, deterministic=self.deterministic, **acting)
-        actions = map_leaves(lambda convert, x: convert(x), self._to_environment, output.environment_action)
+        actions = self._to_environment(output.environment_action)
         return actions if memory is None else (actions, output.memory)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from lightning_rl.policies.distributions import to_environment
+from lightning_rl.policies.interface import to_environment
 
 
 def test_discrete_actions_are_shifted_by_the_start_of_the_space():

@@ -20,7 +20,7 @@ from lightning_rl.policies.distributions import (
     SquashedGaussian,
     make_action_head,
 )
-from lightning_rl.policies.distributions.autoregressive_head import AutoregressiveHead
+from lightning_rl.policies.distributions.autoregressive import AutoregressiveHead
 from lightning_rl.policies.distributions.make import KINDS
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import VECTOR
@@ -120,7 +120,7 @@ def test_a_head_of_ones_own_is_named_by_its_class():
         (BOX, {"kind": "beta", "initialization": "xavier"}, r"action_distribution.initialization='xavier'"),
         (BOX, {"kind": "gaussian", "min_std": 0.0}, r"action_distribution.min_std=0.0 .* above 0"),
         (BOX, {"kind": "gaussian", "min_std": 2.0, "max_std": 1.0}, r"min_std=2.0 .* at most max_std=1"),
-        (BOX, {"kind": "gaussian", "max_std": 0.5}, r"initial_std=1.0 is not valid: expected initial_std within"),
+        (BOX, {"kind": "gaussian", "max_std": 0.5}, r"initial_std=1.0 is not valid: expected a value between"),
         (BOX, {"kind": "gaussian", "initial_std": "x"}, r"action_distribution.initial_std='x' .* a number above 0"),
         (BOX, {"class_path": "torch.nn.Linear"}, r"action_distribution: torch.nn.Linear refused"),
         (BOX, {"class_path": "nowhere.Head"}, r"action_distribution='nowhere.Head' cannot be imported"),
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_named(space, choice, message):
 def stds(choice: Any, features: Tensor = FEATURES) -> Tensor:
     head = make_action_head(BOX, 4, action_distribution=choice)
     distribution = head(features)
-    gaussian = distribution.before if isinstance(distribution, SquashedGaussian) else distribution
+    gaussian = distribution.gaussian if isinstance(distribution, SquashedGaussian) else distribution
     return gaussian.log_std.exp().expand(len(features), 2)
 
 

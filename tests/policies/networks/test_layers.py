@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rl.policies.networks.layers import HeadLinear, orthogonal_linear
+from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
 
 
 def assert_orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> None:
