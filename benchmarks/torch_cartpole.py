@@ -39,7 +39,7 @@ class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.device = torch.device(device)
-        self.generator = torch.Generator(self.device)
+        self.random = torch.zeros(num_envs, 4, dtype=torch.int64, device=self.device)
         self.state = torch.zeros(num_envs, 4, device=self.device)
         self.steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         self._rewards = torch.ones(num_envs, device=self.device)
@@ -47,7 +47,8 @@ class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Begin an episode everywhere."""
         if seed is not None:
-            self.generator.manual_seed(seed)
+            generator = torch.Generator().manual_seed(seed)
+            self.random = torch.randint(2**62, self.random.shape, generator=generator).to(self.device)
         self.state, self.steps = self._first(), torch.zeros_like(self.steps)
         return self.state, {}
 
@@ -63,7 +64,9 @@ class TorchCartPole(VectorEnv[Tensor, Tensor, Tensor]):
         return self.state, self._rewards, terminated, truncated, {"final_obs": reached}
 
     def _first(self) -> Tensor:
-        return torch.rand(self.num_envs, 4, generator=self.generator, device=self.device) * 0.1 - 0.05
+        # A linear congruential generator modulo 2**64 (Knuth): `torch.compile` cannot trace a `torch.Generator`.
+        self.random = self.random * 6364136223846793005 + 1442695040888963407
+        return ((self.random >> 40) & 0xFFFFFF).to(torch.float32) * (0.1 / 2**24) - 0.05
 
 
 def advance(state: Tensor, actions: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class OnPolicyAlgorithm(LightningModule):
         with options_named(POLICY_OPTIONS):
             self.policy = self.make_policy()
         # Acting may happen in another process, which has the policy alone.
-        self.policy.fast_paths = self.fast_paths != "none"
+        self.policy.fast_paths = self.fast_paths
         self._check_policy()
         self.reward_normalizer = make_reward_normalizer(
             options["normalization.rewards"], gamma, options["normalization.reward_clip"]

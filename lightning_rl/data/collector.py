@@ -201,6 +201,8 @@ class Collector:
         recurrent = as_recurrent(policy)
         acts: Callable[..., PolicyOutput] = policy.act if recurrent is None else recurrent.act
         acts = fast.actor(policy) or acts
+        if isinstance(self.environments, TensorEnvironments) and getattr(policy, "fast_paths", None) == "compiled":
+            self.environments.compile()
         self.start(acts, profile)
         if getattr(policy, "chooses_rows_alone", False):
             self._acts_ahead = getattr(self.environments, "can_step_ahead", False)

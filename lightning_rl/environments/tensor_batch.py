@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
 
 from lightning_rl.environments.batch import Step
@@ -45,6 +46,17 @@ class TensorEnvironments:
         self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
         self._steps = 0
+        self._advance = _advance
+
+    def compile(self) -> None:
+        """Compile the environment's `step`, with the checks after it, by `torch.compile`.
+
+        Code that PyTorch cannot trace, such as random numbers from the environment's own `torch.Generator`, runs as it
+        is between compiled parts.
+        """
+        if self._advance is _advance:
+            rank_zero_info("compiling the step of the environments, once, about 10 s (cached for the next run)")
+            self._advance = torch.compile(_advance)
 
     def reset(self) -> Nested:
         """Begin again with the seed, and return the first observations `[B, ...]`.
@@ -69,41 +81,32 @@ class TensorEnvironments:
         """
         self._steps += 1
         with self._named("step"):
-            observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        terminated, truncated = terminated.bool(), truncated.bool()
-        ended = terminated | truncated
-        valid: Tensor | None = None
+            observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
+                self.env, actions, self._resets_next
+            )
         if self.mode is AutoresetMode.NEXT_STEP:
-            if self._resets_next is not None:
-                valid = ~self._resets_next
-                rewards = torch.where(valid, rewards, 0)
             self._resets_next = ended
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
-        bad = ~torch.isfinite(rewards)
-        finals = self._cut_off(truncated & ~terminated, reached, bad)
+        finals = self._cut_off(cut, reached, bad) if bool(cut.any()) else []
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
-            # They may be the environment's own tensors, which its reset clears.
+            # The environment's reset may clear its own tensors.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
-        self.observations = observations
-        for leaf in leaves(observations):
-            if leaf.is_floating_point():
+            for leaf in leaves(observations):
                 bad = bad | _rows_not_finite(leaf)
+        self.observations = observations
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
         return Step(observations, rewards, terminated, truncated, valid, finals, infos)
 
     def _cut_off(self, cut: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
         """Return what episodes reached that were `cut` off, `[B]`, and mark in `bad`, `[B]`, what is not finite."""
-        if not bool(cut.any()):
-            return []
         indices = cut.nonzero().flatten()
         if reached is None:
             return [(index, None) for index in indices.tolist()]
         rows = map_leaves(itemgetter(indices), reached)  # copies: the environments may write over theirs
         for leaf in leaves(rows):
-            if leaf.is_floating_point():
-                bad[indices] |= _rows_not_finite(leaf)
+            bad[indices] |= _rows_not_finite(leaf)
         return [(index, map_leaves(itemgetter(k), rows)) for k, index in enumerate(indices.tolist())]
 
     def check_finite(self) -> None:
@@ -185,9 +188,49 @@ def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
     check(isinstance(first, Tensor), "backend", "torch", expected)
 
 
-def _rows_not_finite(x: Tensor) -> Tensor:
-    """Return which rows of `x`, `[N, ...]`, have an entry that is NaN or infinite, `[N]`."""
-    return ~torch.isfinite(x).reshape(len(x), -1).all(1)
+class _Advance(NamedTuple):
+    """One step of all environments; every tensor `[B, ...]`.
+
+    Attributes:
+        observations: Observations that `env.step` returned.
+        rewards: Rewards; 0 where the step was a reset.
+        terminated: Whether the step ended its episode in a terminal state.
+        truncated: Whether the step cut its episode off.
+        infos: Additional values of the environments.
+        valid: False where the step was a reset; None if no step was.
+        ended: Whether the episode ended.
+        cut: Whether the episode was truncated without being terminated.
+        bad: Whether the reward or the observation is NaN or infinite.
+    """
+
+    observations: Nested
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    infos: dict[str, Any]
+    valid: Tensor | None
+    ended: Tensor
+    cut: Tensor
+    bad: Tensor
+
+
+def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> _Advance:
+    """Step all environments; `resets`, `[B]`, is where the step is a reset."""
+    observations, rewards, terminated, truncated, infos = env.step(actions)
+    terminated, truncated = terminated.bool(), truncated.bool()
+    valid = None if resets is None else ~resets
+    if valid is not None:
+        rewards = torch.where(valid, rewards, 0)
+    bad = ~torch.isfinite(rewards)
+    for leaf in leaves(observations):
+        bad = bad | _rows_not_finite(leaf)
+    ended, cut = terminated | truncated, truncated & ~terminated
+    return _Advance(observations, rewards, terminated, truncated, infos, valid, ended, cut, bad)
+
+
+def _rows_not_finite(x: Tensor) -> Tensor | bool:
+    """Return which rows of `x`, `[N, ...]`, have an entry that is NaN or infinite, `[N]`; False for integers."""
+    return ~torch.isfinite(x).reshape(len(x), -1).all(1) if x.is_floating_point() else False
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.

@@ -131,10 +131,10 @@ def actor(policy: object) -> Actor | None:
     """Return an actor for the rollout to come; None unless the policy is a plain tanh MLP on the CPU.
 
     Args:
-        policy: Any; nothing changes it until the rollout ends. Where it has an attribute `fast_paths` that is false,
+        policy: Any; nothing changes it until the rollout ends. Where its attribute `fast_paths` is "none",
             there is no actor.
     """
-    if not isinstance(policy, ActorCritic) or not getattr(policy, "fast_paths", True):
+    if not isinstance(policy, ActorCritic) or getattr(policy, "fast_paths", None) == "none":
         return None
     parameters = actor_parameters(policy)
     # With one encoder for both, acting gives values too.

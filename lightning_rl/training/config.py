@@ -190,8 +190,9 @@ class DebugConfig:
         histograms: Log histograms of actions, advantages, parameters and gradients at the end of the first and the last
             pass over a logged rollout; needs a logger like TensorBoard's.
         fast_paths: Faster code for acting and learning, with the same numbers up to rounding. `auto` uses code that
-            needs no compiler, such as a closed form of PPO's loss for small networks on the CPU; `compiled` compiles
-            the update into one program; `none` uses plain PyTorch and Lightning. See docs/algorithms/ppo.md.
+            needs no compiler, such as a closed form of PPO's loss for small networks on the CPU. `compiled` compiles
+            the update into one program, and the `step` of environments of tensors. `none` uses plain PyTorch and
+            Lightning. See docs/algorithms/ppo.md.
     """
 
     check_numerics: bool = False

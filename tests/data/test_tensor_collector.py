@@ -71,6 +71,34 @@ def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memor
         map_leaves(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=0), own.memory, other.memory)
 
 
+class Traced(Reach):
+    """Records whether PyTorch's compiler traced its step."""
+
+    traced = False
+
+    def step(self, actions: Tensor):
+        self.traced = torch.compiler.is_compiling()
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP.value, AutoresetMode.NEXT_STEP.value])
+def test_compiled_steps_of_environments_give_the_same_rollouts(mode):
+    rollouts = []
+    for fast_paths in ("auto", "compiled"):
+        policy, _, _ = collectors()
+        policy.fast_paths = fast_paths
+        env = Traced(3, mode=mode)
+        options = (env.single_observation_space, env.single_action_space, 20, torch.Generator().manual_seed(1))
+        collector = Collector(TensorEnvironments(env, 5), *options)
+        rollouts.append([collector.collect(policy) for _ in range(2)])
+        assert env.traced == (fast_paths == "compiled")
+    for plain, compiled in zip(*rollouts, strict=True):
+        for name in FIELDS:
+            torch.testing.assert_close(getattr(plain, name), getattr(compiled, name), msg=name)
+        torch.testing.assert_close(plain.final_observations, compiled.final_observations)
+        assert torch.equal(plain.final_indices, compiled.final_indices) and len(plain.final_indices)
+
+
 class Reusing(Reach):
     """Gives the same tensors in each step, and clears those that it resets."""
 
@@ -110,7 +138,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
     def refuse(*args: object) -> None:
         raise AssertionError("went through NumPy")
 
-    policy.fast_paths = False  # acting by NumPy is for the CPU alone
+    policy.fast_paths = "none"  # acting by NumPy is for the CPU alone
     tensors.collect(policy)  # the bounds of actions are brought to the device once
     tensors.start(policy.act)
     for name in ("numpy", "__array__"):
