@@ -16,6 +16,8 @@ from lightning_rl.nested import Nested, map_space
 from lightning_rl.validation import ConfigurationError
 
 SpaceDict = dict[str, Any]
+SpaceOrDict = spaces.Space[Any] | SpaceDict
+"""A space, or its description by `space_to_dict`."""
 
 
 def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
@@ -31,7 +33,7 @@ _WRAPPERS = {
 _OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.env.wrappers can convert it"
 
 
-def space_to_dict(space: spaces.Space[Any] | SpaceDict, field: str = "space") -> SpaceDict:
+def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
     Args:
@@ -100,7 +102,7 @@ def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> Spac
     return {"type": "Dict", "spaces": {key: space_to_dict(part, f"{field}.{key}") for key, part in space.items()}}
 
 
-def space_from_dict(spec: spaces.Space[Any] | SpaceDict) -> spaces.Space[Any]:
+def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
     """Build the space that `space_to_dict` described; a space is returned unchanged.
 
     Raises:

@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 _ALWAYS = ("lightning_rl", "torch", "gymnasium")
 # None outside `loading`: the user named the classes.
 _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=None)
@@ -94,15 +95,17 @@ def is_one_of(value: object, choices: Iterable[str]) -> TypeGuard[str]:
     return isinstance(value, str) and value in choices
 
 
-def check_bool(field: str, value: object) -> None:
-    """Raise unless `value` is True or False."""
+def check_bool(field: str, value: T) -> T:
+    """Return `value`, or raise unless it is True or False."""
     check(isinstance(value, bool), field, value, "true or false")
+    return value
 
 
-def check_positive_int(field: str, value: object) -> None:
-    """Raise unless `value` is an integer of at least 1 that fits into 64 bits."""
+def check_positive_int(field: str, value: T) -> T:
+    """Return `value`, or raise unless it is an integer of at least 1 that fits into 64 bits."""
     check(is_int(value) and value >= 1, field, value, "an integer of at least 1")
     check(is_int(value) and value < 2**63, field, value, "an integer of 64 bits")
+    return value
 
 
 def check_names(field: str, value: object, expected: str) -> None:
@@ -122,8 +125,8 @@ def check_number(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
-) -> None:
-    """Raise unless `value` is a finite number inside the given bounds, and float32 can hold it."""
+) -> float:
+    """Return `value`, or raise unless it is a finite number inside the given bounds, and float32 can hold it."""
     bounds = [
         f"{word} {bound:g}"
         for word, bound in (("above", above), ("at least", at_least), ("at most", at_most))
@@ -139,6 +142,7 @@ def check_number(
     )
     check(inside, field, value, "a number " + " and ".join(bounds))
     check(abs(value) <= _LARGEST, field, value, f"a number of at most {_LARGEST:.3g}, the largest of float32")
+    return value
 
 
 def check_can_make(field: str, folder: str | Path) -> None:

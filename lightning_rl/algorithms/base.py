@@ -47,7 +47,7 @@ from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.replay import Replay
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict, differing, space_from_dict, space_to_dict
+from lightning_rl.spaces import SpaceOrDict, differing, space_from_dict, space_to_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import (
     check_options,
@@ -151,8 +151,8 @@ class OnPolicyAlgorithm(LightningModule):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         learning_rate: Scheduled = 3e-4,
         gamma: float = 0.99,

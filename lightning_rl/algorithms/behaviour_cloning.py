@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gymnasium import spaces
 from torch import nn
 
 from lightning_rl.algorithms.base import OnPolicyAlgorithm
 from lightning_rl.nested import Nested
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
@@ -53,8 +52,8 @@ class BehaviourCloning(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         num_epochs: int = 1,
         num_minibatches: int = 4,

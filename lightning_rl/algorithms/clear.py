@@ -7,7 +7,6 @@ import sys
 from typing import Any, get_args
 
 import torch
-from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import on_grid, set_common_weight
 from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless_alike, layout_of_unrolls
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.unroll import Unroll, example_unroll, unroll
 from lightning_rl.validation import check, check_bool, check_number, is_one_of
@@ -54,8 +53,8 @@ class CLEAR(IMPALA):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         replay_ratio: float = 1.0,
         replay_memory_gib: float = 1.0,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl import functional as rl
@@ -15,7 +14,7 @@ from lightning_rl.environments.wrappers.rewards import RewardClip
 from lightning_rl.policies.values import on_rows
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
@@ -90,8 +89,8 @@ class CriticPretraining(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         target: Literal["discounted_return", "vtrace"] = "discounted_return",
         vtrace_lambda: Scheduled = 1.0,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -18,7 +17,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import values_reached
 from lightning_rl.rollouts.batch import Batch, set_common_weight
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import explained_variance
 from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
@@ -65,8 +64,8 @@ class IMPALA(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         learning_rate: Scheduled = 6e-4,
         vtrace_lambda: Scheduled = 1.0,

@@ -22,7 +22,7 @@ from lightning_rl.rollouts.batch import Batch, on_grid, set_global_weights
 from lightning_rl.rollouts.replay import Layout, RolloutMemory, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.spaces import SpaceDict, observation_dtype
+from lightning_rl.spaces import SpaceOrDict, observation_dtype
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, OptimizerConfig, OptimizerOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.parameter_groups import ActorOrCritic
@@ -148,8 +148,8 @@ class PPG(PPO):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         num_policy_iterations: int = 32,
         num_aux_epochs: int = 6,

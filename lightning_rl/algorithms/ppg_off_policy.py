@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from gymnasium import spaces
 from lightning.pytorch import Trainer
 
 from lightning_rl.algorithms.ppg import PPG
@@ -15,7 +14,7 @@ from lightning_rl.nested import map_leaves
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.replay import Layout, UseLimitedBuffer, drop_unless_alike
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import BatchPair
@@ -57,8 +56,8 @@ class OffPolicyPPG(PPG):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         updates_per_rollout: int = 4,
         batch_size: int = 256,

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from lightning_rl.options import defaults_of
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.rollouts.batch import Batch, check_minibatches
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, ClippingConfig, ClippingOptions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
@@ -61,8 +60,8 @@ class PPO(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         num_epochs: int = 4,
         num_minibatches: int | None = 4,

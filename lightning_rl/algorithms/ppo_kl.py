@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from lightning_rl import functional as rl
@@ -16,7 +15,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import in_chunks
 from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import divergence, with_acting_distributions
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
@@ -56,8 +55,8 @@ class PPOKLPenalty(PPO):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         initial_kl_coef: float = 1.0,
         adaptive_kl_target: Scheduled = 0.01,

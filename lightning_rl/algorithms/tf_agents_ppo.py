@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from gymnasium import spaces
 from lightning.pytorch import Trainer
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.normalization import RunningMoments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import (
     AdvantageConfig,
@@ -128,8 +127,8 @@ class TFAgentsPPO(PPOKLPenalty):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         num_epochs: int = 25,
         num_minibatches: int | None = 1,

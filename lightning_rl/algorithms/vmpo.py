@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
@@ -17,7 +16,7 @@ from lightning_rl.nested import Nested
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceDict
+from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import divergence, with_acting_distributions
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
@@ -61,8 +60,8 @@ class VMPO(OnPolicyAlgorithm):
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any] | SpaceDict,
-        action_space: spaces.Space[Any] | SpaceDict,
+        observation_space: SpaceOrDict,
+        action_space: SpaceOrDict,
         *,
         learning_rate: Scheduled = 1e-3,
         num_epochs: int = 4,
