@@ -71,7 +71,7 @@ from lightning_rl.training.config import (
 from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric
-from lightning_rl.training.normalizers import Normalizers
+from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer
 from lightning_rl.training.observing import HistogramLogger, SaturationCheck, histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
@@ -91,7 +91,6 @@ from lightning_rl.training.parameter_groups import (
     parameters_of_other_half,
     parameters_of_policy,
 )
-from lightning_rl.training.reward_normalization import make_reward_normalizer
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.training.warning_filters import filter_misleading_warnings
 from lightning_rl.validation import (

@@ -19,7 +19,7 @@ from lightning_rl.rollouts.replay import ReplayPolicy, UnrollMemory, drop_unless
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.unroll import Unroll, example_unroll, unroll
+from lightning_rl.training.minibatches import Unroll, example_unroll, unroll
 from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 

@@ -18,9 +18,9 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import OPTIONS_OF_PASSES
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.minibatches import Reduction, reduction_scale, unroll
 from lightning_rl.training.parameter_groups import ActorOrCritic, check_critic, parameters_of_policy
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.training.unroll import Reduction, reduction_scale, unroll
 from lightning_rl.validation import check, check_positive_int, is_one_of
 
 

@@ -21,8 +21,8 @@ from lightning_rl.spaces import SpaceOrDict
 from lightning_rl.training.advantages import explained_variance
 from lightning_rl.training.config import OPTIONS_OF_PASSES, OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.minibatches import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
 from lightning_rl.training.schedules import Scheduled
-from lightning_rl.training.unroll import Reduction, Unroll, VTraceEstimates, reduction_scale, unroll
 from lightning_rl.validation import ClassSpec, check, check_bool, check_number, is_one_of
 
 

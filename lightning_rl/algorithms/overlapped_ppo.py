@@ -21,7 +21,7 @@ from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.config import OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
-from lightning_rl.training.unroll import unroll
+from lightning_rl.training.minibatches import unroll
 
 # Bounds of the importance weights of temporal differences, traces and advantages.
 _CLIP = 1.0

@@ -18,9 +18,9 @@ from lightning_rl.__about__ import __version__
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, is_weights_only
 from lightning_rl.options import default_groups, flat
 from lightning_rl.spaces import differing, space_from_dict
+from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.optimizers import SCHEDULER, has_own_critic_optimizer, optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import SCALE
-from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import FROM_COMMAND_LINE, ConfigurationError, import_class, loading
 

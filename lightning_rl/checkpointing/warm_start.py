@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_rl.training.normalizers import reward_scale
 from lightning_rl.training.parameter_groups import PARTS, Part, part_of
-from lightning_rl.training.reward_normalization import reward_scale
 from lightning_rl.validation import ConfigurationError, check
 
 

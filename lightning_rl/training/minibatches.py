@@ -1,21 +1,25 @@
-"""What a step is taken from, and how it is written to a file."""
+"""Inputs of a gradient step besides `Batch`, and minibatches as plain data for a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
 
+from lightning_rl.distributed import world_size
 from lightning_rl.nested import Nested, map_leaves
-from lightning_rl.rollouts.batch import Batch, set_common_weight
+from lightning_rl.policies.interface import as_recurrent
+from lightning_rl.rollouts.batch import Batch, on_grid, set_common_weight
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.rollouts.sequences import Sequences
-from lightning_rl.training.unroll import Unroll
+from lightning_rl.spaces import sampled_observations
 
 
 class BatchPair(NamedTuple):
-    """Two batches for one step: one for the loss of the policy, one for that of the value."""
+    """Two batches for one step: one for the policy loss, one for the value loss."""
 
     policy: Batch
     value: Batch
@@ -26,39 +30,148 @@ class BatchPair(NamedTuple):
         return self.policy.num_bytes + self.value.num_bytes
 
 
+class VTraceEstimates(NamedTuple):
+    """The learner's estimates for the rows of an unroll, without gradient, `[N]` each.
+
+    Attributes:
+        values: Values of the critic.
+        log_rhos: Logarithms of the importance weights.
+        advantages: V-trace advantages.
+        returns: V-trace value targets.
+    """
+
+    values: Tensor
+    log_rhos: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+class Unroll:
+    """A rollout in time order, together with its real steps as rows of a batch.
+
+    Attributes:
+        rollout: The rollout, `[T, B]`.
+        batch: The rows. Its field `places` has the index t · B + b of each row.
+        replayed: Unroll of earlier steps that the same gradient step learns from. None: no replay.
+        estimates: Estimates of the last loss. None before the first.
+        distributions: Parameters of the learner's action distributions at that time, `[N, ...]`, if they are stored.
+    """
+
+    def __init__(self, rollout: Rollout, batch: Batch, replayed: Unroll | None = None) -> None:
+        self.rollout = rollout
+        self.batch = batch
+        self.replayed = replayed
+        self.estimates: VTraceEstimates | None = None
+        self.distributions: Nested | None = None
+
+    @property
+    def parts(self) -> list[Unroll]:
+        """This unroll, and the replayed one if there is one."""
+        return [self] if self.replayed is None else [self, self.replayed]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the rows."""
+        return sum(part.batch.num_bytes for part in self.parts)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the entries of `x`, `[T, B]`, for the rows, `[N]`."""
+        return x.reshape(-1)[self.batch.places]
+
+    def grid(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
+        """Return `elsewhere`, `[T, B]`, with the entries of the rows replaced by `rows`, `[N]`."""
+        return on_grid(rows, self.batch.places, elsewhere)
+
+
+def unroll(rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Unroll:
+    """Return the unroll of a rollout. Steps of weight 0 stay among the rows, because traces pass through them.
+
+    Args:
+        rollout: The rollout.
+        weights: Weight of each step, `[T, B]`. None: equal weights.
+        **per_step: Further tensors `[T, B, ...]` for the rows.
+    """
+    places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
+    if weights is not None:
+        per_step["weights"] = weights
+    return Unroll(rollout, rollout.flatten(places=places, **per_step))
+
+
+Reduction = Literal["mean", "sum"]
+
+
+def reduction_scale(reduction: Reduction, batch: Batch) -> float:
+    """Return the factor that turns a mean into the reduction: 1, or the number of rows of all ranks."""
+    return 1.0 if reduction == "mean" or not batch.weight else world_size() / batch.weight
+
+
+def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], length: int) -> Rollout:
+    """Return a rollout of one environment in which every step is truncated; actions and rewards are 0.
+
+    Args:
+        policy: Gives the device and the precision.
+        observation_space: Observation space of one environment.
+        length: Number of steps.
+    """
+    weight = next(policy.parameters())
+    row = sampled_observations(observation_space, weight.dtype, 1)
+    observations = map_leaves(lambda x: x.to(weight.device).expand(length + 1, *x.shape), row)
+    flags = torch.ones(length, 1, dtype=torch.bool, device=weight.device)
+    numbers = torch.zeros_like(flags, dtype=torch.promote_types(weight.dtype, torch.float32))
+    rollout = Rollout(
+        observations=observations,
+        actions=numbers,
+        rewards=numbers,
+        terminated=~flags,
+        truncated=flags,
+        log_probs=numbers,
+        values=numbers,
+        next_values=numbers,
+        final_indices=flags.nonzero(),
+        final_observations=map_leaves(lambda x: x[1:, 0], observations),
+        starts=flags.cpu(),
+    )
+    if (recurrent := as_recurrent(policy)) is not None and recurrent.memory is not None:
+        num_states = len(recurrent.memory.stored_steps(length))
+        rollout.memory = map_leaves(lambda x: x.expand(num_states, *x.shape), recurrent.initial_memory(1))
+        rollout.burn_in = recurrent.memory.burn_in
+    return rollout
+
+
 Minibatch = Batch | BatchPair | Unroll
 
 
 def minibatch_state(minibatch: Minibatch) -> dict[str, Any]:
-    """Return a minibatch as tensors on the CPU and plain values, without the weight that other ranks give its rows."""
+    """Return a minibatch as CPU tensors and plain values, without the rows of other ranks in its weight."""
     if isinstance(minibatch, BatchPair):
-        return {"pair": [_state_of(batch) for batch in minibatch]}
+        return {"pair": [_batch_state(batch) for batch in minibatch]}
     if isinstance(minibatch, Unroll):
-        return {"unroll": [{"rollout": x.rollout.state_dict(), "batch": _state_of(x.batch)} for x in minibatch.parts]}
-    return {"batch": _state_of(minibatch)}
+        parts = minibatch.parts
+        return {"unroll": [{"rollout": x.rollout.state_dict(), "batch": _batch_state(x.batch)} for x in parts]}
+    return {"batch": _batch_state(minibatch)}
 
 
 def minibatch_from_state(state: Mapping[str, Any]) -> Minibatch:
     """Return the minibatch that `minibatch_state` described."""
     if "pair" in state:
-        return BatchPair(*map(_batch_of, state["pair"]))
+        return BatchPair(*map(_batch_from, state["pair"]))
     if "unroll" in state:
-        parts = [Unroll(Rollout(**part["rollout"]), _batch_of(part["batch"])) for part in state["unroll"]]
+        parts = [Unroll(Rollout(**part["rollout"]), _batch_from(part["batch"])) for part in state["unroll"]]
         set_common_weight([part.batch for part in parts])
         parts[0].replayed = parts[1] if len(parts) > 1 else None
         return parts[0]
-    return _batch_of(state["batch"])
+    return _batch_from(state["batch"])
 
 
-def _state_of(batch: Batch) -> dict[str, Any]:
+def _batch_state(batch: Batch) -> dict[str, Any]:
     sequences = None if batch.sequences is None else _sequences_state(batch.sequences)
     flags = {"counts_all_rows": batch.counts_all_rows, "is_normalized": batch.is_normalized}
     return {"fields": map_leaves(_copied, batch.fields), "sequences": sequences, **flags}
 
 
-def _batch_of(state: Mapping[str, Any]) -> Batch:
-    sequences = state["sequences"]
-    batch = Batch(state["fields"], sequences=None if sequences is None else _sequences_of(sequences))
+def _batch_from(state: Mapping[str, Any]) -> Batch:
+    sequences = None if state["sequences"] is None else _sequences_from(state["sequences"])
+    batch = Batch(state["fields"], sequences=sequences)
     batch.counts_all_rows, batch.is_normalized = state["counts_all_rows"], state["is_normalized"]
     return batch
 
@@ -68,15 +181,12 @@ def _sequences_state(sequences: Sequences) -> dict[str, Any]:
     state: dict[str, Nested] = map_leaves(_copied, tensors)
     if sequences.burn_in is None:
         return state
-    return {
-        **state,
-        "burn_in": _sequences_state(sequences.burn_in),
-        "burn_in_observations": map_leaves(_copied, sequences.burn_in_observations),
-    }
+    burn_in_observations = map_leaves(_copied, sequences.burn_in_observations)
+    return {**state, "burn_in": _sequences_state(sequences.burn_in), "burn_in_observations": burn_in_observations}
 
 
-def _sequences_of(state: Mapping[str, Any]) -> Sequences:
-    burn_in = {"burn_in": _sequences_of(state["burn_in"])} if "burn_in" in state else {}
+def _sequences_from(state: Mapping[str, Any]) -> Sequences:
+    burn_in = {"burn_in": _sequences_from(state["burn_in"])} if "burn_in" in state else {}
     return Sequences(**{**state, **burn_in})
 
 

@@ -1,34 +1,35 @@
-"""The running statistics of a run: frozen while a rollout is learned from, updated when that has succeeded."""
+"""Running statistics of observations, rewards and values: fixed during an update, and updated after it."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_rl.distributed import all_reduce
 from lightning_rl.environments.wrappers.rewards import RewardClip, check_reward_options, make_reward_transform
-from lightning_rl.policies.normalization import ValueNormalizer
+from lightning_rl.functional import reverse_scan
+from lightning_rl.policies.normalization import RewardScale, RunningMoments, ValueNormalizer
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.training.reward_normalization import RewardNormalizer
 from lightning_rl.validation import check
 
 
 class Normalizers:
-    """Normalizes observations, rewards and values, and takes each rollout in once it was learned from.
+    """Normalizes observations, rewards and values, and updates the running statistics with each learned rollout.
 
     Args:
-        policy: May have an `observation_normalizer` and a `value_normalizer`.
-        of_rewards: Normalizes rewards; None leaves them as they are.
-        when: Take a rollout in `after` its updates, or `before` them, to be undone if they fail.
+        policy: Policy that may have an `observation_normalizer` and a `value_normalizer`.
+        of_rewards: Reward normalizer. None leaves rewards unchanged.
+        when: Update the statistics `after` the updates from a rollout, or `before` them; failed updates are undone.
 
     Attributes:
-        counts_resets: Whether steps that only reset an environment are taken in too.
-        scale_rewards: Transforms rewards in place of a normalizer; None: none.
-        value_targets: What the critic learns from the present rollout, `[N]`; None where that is not known.
+        counts_resets: Whether rows that only reset an environment enter the statistics.
+        scale_rewards: Fixed transform of rewards, used instead of a normalizer.
+        value_targets: Targets of the value loss for the current rollout, `[N]`. None: unknown.
     """
 
     def __init__(
@@ -40,35 +41,36 @@ class Normalizers:
         self.counts_resets = False
         self.scale_rewards: Any = None
         self.value_targets: Tensor | None = None
-        self._before: tuple[list[Tensor], Tensor | None] | None = None
+        # Undoes an update of the statistics before learning.
+        self._undo: Callable[[], None] | None = None
 
     @property
     def of_observations(self) -> Any:  # noqa: ANN401
-        """That of the policy, None if it has none."""
+        """The policy's observation normalizer, or None."""
         return getattr(self.policy, "observation_normalizer", None)
 
     @property
     def of_values(self) -> ValueNormalizer | None:
-        """That of the policy, None if it has none."""
+        """The policy's value normalizer, or None."""
         return getattr(self.policy, "value_normalizer", None)
 
     def rewards(self, rollout: Rollout) -> Tensor:
-        """Return a rollout's rewards `[T, B]`, normalized."""
+        """Return the normalized rewards of a rollout, `[T, B]`."""
         if self.scale_rewards is not None:
             scaled: Tensor = self.scale_rewards(rollout.rewards)
             return scaled
         return rollout.rewards if self.of_rewards is None else self.of_rewards(rollout.rewards)
 
     def transform_rewards(self, scale: float, clip: RewardClip | None, normalize_rewards: object) -> None:
-        """Scale and bound rewards by fixed numbers, in place of a normalizer.
+        """Scale and clip rewards by fixed numbers, instead of by a normalizer.
 
         Args:
-            scale: Factor of rewards.
-            clip: Bounds of rewards after that; None: none.
-            normalize_rewards: The option that a normalizer was made by, for the error.
+            scale: Factor of the rewards.
+            clip: Bounds of the scaled rewards. None does not clip.
+            normalize_rewards: Value of `normalization.rewards`, for the error message.
 
         Raises:
-            ConfigurationError: A value is out of range, or there is a normalizer too.
+            ConfigurationError: A value is out of range, or there is also a normalizer.
         """
         check_reward_options(scale, clip)
         self.scale_rewards = make_reward_transform(scale, clip)
@@ -76,70 +78,154 @@ class Normalizers:
         check(not both, "normalization.rewards", normalize_rewards, "false beside reward_scale or reward_clip")
 
     def begin(self, rollout: Rollout) -> None:
-        """Take a rollout in before it is learned from, where that is wanted."""
+        """Update the statistics before learning from a rollout, if `when` is `before`."""
         if self.when == "before":
-            self._before = self._snapshot()
-            self._take_in(rollout)
+            self._undo = self._snapshot()
+            self._update(rollout)
 
     def commit(self, rollout: Rollout) -> None:
-        """Take in a rollout that was learned from, and the returns that the critic has learned."""
-        if self._before is None:
-            self._take_in(rollout)
+        """Update the statistics after learning from a rollout, including those of the value targets."""
+        if self._undo is None:
+            self._update(rollout)
         if self.of_values is not None and self.value_targets is not None:
             self.of_values.update(self.value_targets, self.policy.value_heads, all_reduce)  # type: ignore[arg-type]
-        self.value_targets = self._before = None
+        self.value_targets = self._undo = None
 
     def rollback(self) -> None:
-        """Make everything what it was before updates that were not made to their end."""
-        if self._before is not None:
-            self._restore(self._before)
-        self.value_targets = self._before = None
+        """Restore the statistics after a failed update."""
+        if self._undo is not None:
+            self._undo()
+        self.value_targets = self._undo = None
 
     def forget_returns(self) -> None:
-        """Begin the discounted returns anew: rewards in between are not known."""
+        """Start new discounted returns, because rewards in between are unknown."""
         if self.of_rewards is not None:
-            self.of_rewards.forget()
+            self.of_rewards.discounted_return = torch.zeros_like(self.of_rewards.discounted_return)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Leave everything as it is, whatever happens in between."""
-        kept = self._before, self.value_targets
-        before = self._snapshot()
-        self._before = self.value_targets = None
+        """Restore everything at the end of the context."""
+        restore, kept = self._snapshot(), (self._undo, self.value_targets)
+        self._undo = self.value_targets = None
         try:
             yield
         finally:
-            self._restore(before)
-            self._before, self.value_targets = kept
+            restore()
+            self._undo, self.value_targets = kept
 
-    def _take_in(self, rollout: Rollout) -> None:
-        """Take the real steps of a rollout into the running moments."""
+    def _update(self, rollout: Rollout) -> None:
         if self.counts_resets:
             rollout = copy.copy(rollout)
             rollout.valid = None
         if self.of_observations is not None:
             self.of_observations.update(rollout.flatten().observations, all_reduce)
         if self.of_rewards is not None:
-            # Each actor has environments of its own. After a rollout that was dropped a return goes on from what it was
-            # before: as likely as any other.
+            # Each actor has its own environments. If a rollout was dropped, their returns continue from the last
+            # learned one.
             first = None if rollout.actor is None else rollout.actor * rollout.shape[1]
-            # Episodes begin anew with another run, and where environments cannot be taken back to where they were.
             starts = None if rollout.starts is None else rollout.starts[0]
-            places: dict[str, Any] = {"first": first, "starts": starts}
-            self.of_rewards.update(rollout.rewards, rollout.dones, rollout.valid, all_reduce, **places)
+            self.of_rewards.update(rollout.rewards, rollout.dones, rollout.valid, first=first, starts=starts)
 
-    def _statistics(self) -> list[Tensor]:
-        """Return the tensors that a rollout changes before it is learned from."""
-        modules = [self.of_observations, self.of_rewards]
-        return [buffer for module in modules if module is not None for buffer in module.buffers()]
-
-    def _snapshot(self) -> tuple[list[Tensor], Tensor | None]:
+    def _snapshot(self) -> Callable[[], None]:
+        """Copy the statistics of observations and rewards, and return a function that restores them."""
+        modules = [module for module in (self.of_observations, self.of_rewards) if module is not None]
+        copies = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
         discounted_return = None if self.of_rewards is None else self.of_rewards.discounted_return
-        return [x.clone() for x in self._statistics()], discounted_return
 
-    def _restore(self, snapshot: tuple[list[Tensor], Tensor | None]) -> None:
-        tensors, discounted_return = snapshot
-        for x, old in zip(self._statistics(), tensors, strict=True):
-            x.copy_(old)
-        if self.of_rewards is not None and discounted_return is not None:
-            self.of_rewards.discounted_return = discounted_return
+        def restore() -> None:
+            for buffer, old in copies:
+                buffer.copy_(old)
+            if self.of_rewards is not None and discounted_return is not None:
+                self.of_rewards.discounted_return = discounted_return
+
+        return restore
+
+
+class RewardNormalizer(nn.Module):
+    """Divide rewards by the running standard deviation of the discounted return, and clip; the mean stays.
+
+    Like `VecNormalize` of OpenAI Baselines: R[t] = r[t] + gamma · R[t-1], starting at 0 in each episode. Gymnasium's
+    `NormalizeReward` drops R[t-1] already at a terminal step, and keeps R after a time limit. With `gamma=0`, R is the
+    reward itself.
+
+    Args:
+        gamma: Discount factor.
+        clip: Bound of the absolute normalized reward. None does not clip.
+        epsilon: Added to the variance.
+        initial_variance: Variance before any data.
+
+    Attributes:
+        discounted_return: R of each environment after the last rollout, `[B]`.
+    """
+
+    def __init__(
+        self, gamma: float, clip: float | None = 10.0, epsilon: float = 1e-8, initial_variance: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.moments = RunningMoments((), initial_variance)
+        self.gamma = gamma
+        self.clip = clip
+        self.epsilon = epsilon
+        # Not a buffer: every rank has its own environments, but DDP and checkpoints copy the buffers of the first rank.
+        self.discounted_return = torch.zeros(0, dtype=torch.float64)
+
+    def forward(self, rewards: Tensor) -> Tensor:
+        """Normalize rewards of any shape."""
+        scaled = rewards * self.moments.scale(self.epsilon).to(rewards.dtype)
+        return scaled if self.clip is None else scaled.clamp(-self.clip, self.clip)
+
+    @torch.no_grad()
+    def update(
+        self,
+        rewards: Tensor,
+        ends: Tensor,
+        valid: Tensor | None = None,
+        *,
+        first: int | None = None,
+        starts: Tensor | None = None,
+    ) -> None:
+        """Update the running variance with a rollout of each rank; a collective call.
+
+        Args:
+            rewards: Raw rewards, shape `[T, B]`.
+            ends: Whether the episode ended with the step, shape `[T, B]`.
+            valid: Which entries are real steps, shape `[T, B]`. None: all.
+            first: Index of the rollout's first environment, if several actors deliver rollouts in turn. None: the
+                rollout has all environments.
+            starts: Which environments start an episode with the rollout, shape `[B]`; in a resumed run this includes
+                environments whose last episode did not end. None: those whose last episode ended.
+        """
+        num_envs, start, known = rewards.shape[1], first or 0, self.discounted_return
+        size = num_envs if first is None else max(start + num_envs, len(known))
+        if len(known) != size:  # not at every call: it would compile another graph on XLA
+            known = nn.functional.pad(known, (0, size - len(known)))
+        known = known.to(self.moments.mean.device, self.moments.mean.dtype)
+        before = known[start : start + num_envs] if size != num_envs else known
+        if starts is not None:
+            before = before.masked_fill(starts.to(before.device), 0)
+        rewards = rewards.to(before.dtype)
+        if valid is not None:
+            rewards = rewards.where(valid, 0)
+            ends = ends | ~valid  # an environment reset, or failed in the first step of the rollout
+        keep = self.gamma * (~ends).to(rewards.dtype)
+        decay = torch.cat([torch.ones_like(keep[:1]), keep[:-1]])
+        returns = reverse_scan(rewards.flip(0), decay.flip(0), before).flip(0)
+        after = keep[-1] * returns[-1]  # 0 after the end of an episode
+        self.discounted_return = after if size == num_envs else known.slice_scatter(after, 0, start, start + num_envs)
+        self.moments.update(returns.flatten() if valid is None else returns[valid], all_reduce)
+
+
+def make_reward_normalizer(kind: bool | RewardScale, gamma: float, clip: float | None) -> RewardNormalizer | None:
+    """Return the normalizer for `normalization.rewards`, or None.
+
+    `reward_std` uses the epsilon of TF-Agents, 1e-3.
+    """
+    scale = reward_scale(kind)
+    if scale is None:
+        return None
+    return RewardNormalizer(0.0, clip, 1e-3) if scale == "reward_std" else RewardNormalizer(gamma, clip)
+
+
+def reward_scale(kind: bool | RewardScale | None) -> RewardScale | None:
+    """Return the divisor of rewards that `normalization.rewards` selects: True is `return_std`, False None."""
+    return "return_std" if kind is True else kind or None

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, FailedUpdate, Rollout
 from lightning_rl import functional as rl
 from lightning_rl.policies.values import values_reached, with_recomputed_values
-from lightning_rl.training.unroll import Unroll
+from lightning_rl.training.minibatches import Unroll
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
     DISCRETE,

@@ -14,7 +14,7 @@ from lightning_rl import PPO, RolloutDataModule
 from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.environments.seeding import EVALUATION, TRAINING, derive_seed
 from lightning_rl.functional import gae
-from lightning_rl.training.reward_normalization import RewardNormalizer
+from lightning_rl.training.normalizers import RewardNormalizer
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import MemoryLogger, make_trainer
 from tests.probes import Told, make_batch, make_collector, seeds_of

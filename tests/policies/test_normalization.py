@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.policies.normalization import ObservationNormalizer, RunningMoments
-from lightning_rl.training.reward_normalization import RewardNormalizer
+from lightning_rl.training.normalizers import RewardNormalizer
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
