@@ -1,8 +1,8 @@
-"""Pure functions of time-major ``[T, B, ...]`` tensors: returns, advantages and losses.
+"""Pure functions of tensors: returns, advantages and losses.
 
-Nothing here knows of modules, batches or environments, and nothing but torch is imported. ``returns`` makes
-the constant targets (computed without gradient), ``losses`` the differentiable per-step terms and the penalties
-that are added to their means.
+Nothing here knows modules, batches or environments, and only torch is imported. `returns` computes targets, without
+gradient. `losses` and `vmpo` have differentiable losses. All functions raise a `ValueError` if shapes do not fit or a
+coefficient is out of range, and none reads a value of a tensor on the host.
 """
 
 from lightning_rl.functional.losses import (

@@ -1,7 +1,6 @@
-"""Checks of shapes and ranges, for the places where broadcasting would silently give a wrong number.
+"""Checks of shapes and ranges, where broadcasting would silently give a wrong number.
 
-All look at shapes and Python numbers only: none reads a tensor's values, so none makes the host wait for the
-device.
+They look at shapes and Python numbers only, so that the host never waits for the device.
 """
 
 import torch
@@ -9,14 +8,7 @@ from torch import Tensor
 
 
 def same_shape(**tensors: Tensor) -> None:
-    """Raise unless all tensors have the shape of the first.
-
-    Args:
-        **tensors: The tensors by the names to call them in the error.
-
-    Raises:
-        ValueError: If a shape differs from the first one.
-    """
+    """Raise a `ValueError` unless all tensors have the shape of the first."""
     (reference, first), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != first.shape:
@@ -25,17 +17,9 @@ def same_shape(**tensors: Tensor) -> None:
 
 
 def broadcasts(like: Tensor, **coefficients: Tensor | float) -> None:
-    """Raise unless each coefficient is a scalar or broadcasts to `like` with as many dimensions.
+    """Raise a `ValueError` unless each coefficient is a scalar or broadcasts to `like` with as many dimensions.
 
-    The number of dimensions must agree because broadcasting aligns the last ones: a ``[T]`` tensor would be
-    taken for one of shape ``[B]`` whenever ``T == B``.
-
-    Args:
-        like: The tensor that the coefficients are applied to.
-        **coefficients: The coefficients by the names to call them in the error.
-
-    Raises:
-        ValueError: If a coefficient does not fit.
+    The number of dimensions must agree, because a `[T]` tensor would be taken for `[B]` whenever `T == B`.
     """
     for name, value in coefficients.items():
         if isinstance(value, Tensor) and value.ndim > 0:
@@ -46,58 +30,30 @@ def broadcasts(like: Tensor, **coefficients: Tensor | float) -> None:
 
 
 def not_negative(**numbers: Tensor | float | None) -> None:
-    """Raise if a Python number is negative or NaN; tensors are taken on trust.
-
-    Args:
-        **numbers: The numbers by the names to call them in the error.
-
-    Raises:
-        ValueError: If a number is below 0 or NaN.
-    """
+    """Raise a `ValueError` if a Python number is negative or NaN; the values of tensors are not checked."""
     for name, number in numbers.items():
         if number is not None and not isinstance(number, Tensor) and not number >= 0:
             raise ValueError(f"{name} is {number}, expected a number >= 0")
 
 
 def above_one(**numbers: float | None) -> None:
-    """Raise if a number is not above 1.
-
-    Args:
-        **numbers: The numbers by the names to call them in the error.
-
-    Raises:
-        ValueError: If a number is 1 or below, or NaN.
-    """
+    """Raise a `ValueError` if a number is not above 1."""
     for name, number in numbers.items():
         if number is not None and not number > 1:
             raise ValueError(f"{name} is {number}, expected a number > 1")
 
 
 def clip_range(like: Tensor, clip_range: Tensor | float) -> None:
-    """Raise unless `clip_range` is a number >= 0 or a tensor that broadcasts to `like`.
-
-    Args:
-        like: What is to be clipped.
-        clip_range: The argument of that name.
-
-    Raises:
-        ValueError: If it does not fit or is negative.
-    """
+    """Raise a `ValueError` unless `clip_range` broadcasts to `like` and is not negative."""
     broadcasts(like, clip_range=clip_range)
     not_negative(clip_range=clip_range)
 
 
 def computation_dtype(*arguments: Tensor | float | None) -> torch.dtype:
-    """Return the dtype to compute in: the promoted one, but float32 at least.
+    """Return the promoted dtype of the tensors, but at least float32, to compute in.
 
-    Sums over time or over a batch lose too much in the 8 bits of bfloat16. Scalars do not take part,
-    as in torch.
-
-    Args:
-        *arguments: At least one tensor; those with dimensions decide. Numbers and None are passed over.
-
-    Returns:
-        A floating-point dtype of 32 bits or more.
+    Sums over time or over a batch lose too much in the 8 bits of bfloat16. As in torch, scalar tensors only count if
+    there are no others.
     """
     tensors = [a for a in arguments if isinstance(a, Tensor)]
     dtype, *others = [a.dtype for a in tensors if a.ndim > 0] or [tensors[0].dtype]

@@ -1,30 +1,23 @@
 """Returns and advantages: one reverse scan, four recurrences.
 
-Every return is ``y[t] = x[t] + decay[t] * y[t + 1]``. The functions below differ only in what they put for
-``x`` and ``decay``:
+Every return is `y[t] = x[t] + decay[t] * y[t + 1]`. The functions differ only in `x` and `decay`:
 
-========================  =========================================================  =====================
-function                  x                                                          decay
-========================  =========================================================  =====================
-`discounted_returns`      ``r``                                                      ``discount``
-`td_lambda_returns`       ``r + discount * (1 - trace) * next_value``                ``discount * trace``
-`gae`                     ``r + discount * next_value - value``                      ``discount * trace``
-`vtrace`                  ``min(clip_rho, rho) * (the same)``                        ``discount * trace * c``
-========================  =========================================================  =====================
+| function             | x                                            | decay                  |
+|----------------------|----------------------------------------------|------------------------|
+| `discounted_returns` | `r`                                          | `discount`             |
+| `td_lambda_returns`  | `r + discount * (1 - trace) * next_value`    | `discount * trace`     |
+| `gae`                | `delta = r + discount * next_value - value`  | `discount * trace`     |
+| `vtrace`             | `min(clip_rho, rho) * delta`                 | `discount * trace * c` |
 
-How an episode ends is said by three tensors, so that no function takes ``done``:
+Three tensors say how episodes end, so that no function takes `done`:
 
-* ``discounts[t] = gamma * (1 - terminated[t])``: after a terminal state there is nothing to come.
-* ``traces[t] = lambda_ * (1 - (terminated | truncated)[t])``: no return reaches over the end of an episode.
-* ``next_values[t]`` is the value of the observation that action ``t`` really led to. Where an episode ends,
-  that is its final observation, not the one that the environment was reset to. A truncated episode therefore
-  bootstraps from the state in which it was cut, and needs no special case.
+* `discounts[t] = gamma * (1 - terminated[t])`: a terminal state has no value.
+* `traces[t] = lambda_ * (1 - (terminated | truncated)[t])`: no return reaches beyond the end of an episode.
+* `next_values[t]` is the value of the observation that action `t` led to. At the end of an episode this is its final
+  observation, not the first one of the next episode: a truncated episode bootstraps where it was cut.
 
-Rows are time-major, ``[T, B, ...]``, row ``t`` being what action ``t`` brought; the last row bootstraps from
-``next_values[-1]`` as any other would. Results are constants (targets): they are **computed without
-gradient**, in float32 or wider also when the inputs are bfloat16 or float16. The inputs are not modified.
-
-A value that the recurrence ignores must still be finite: ``0 * nan`` is ``nan`` here as everywhere in torch.
+Rows are time-major, `[T, B, ...]`. Results are targets: they are computed **without gradient**, in at least float32,
+and the inputs are not modified. All inputs must be finite, since `0 * nan` is `nan`.
 """
 
 from typing import NamedTuple
@@ -37,11 +30,11 @@ from lightning_rl.functional._checks import computation_dtype
 
 
 class VTraceReturns(NamedTuple):
-    """What `vtrace` returns.
+    """Targets and advantages of `vtrace`.
 
     Attributes:
-        targets: The value targets ``vs``, ``[T, B, ...]``, in units of return.
-        advantages: The policy-gradient advantages, clipped importance weight included, ``[T, B, ...]``.
+        targets: The value targets `vs`, `[T, B, ...]`, in units of return.
+        advantages: Advantages times their clipped importance weight, `[T, B, ...]`.
     """
 
     targets: Tensor
@@ -50,23 +43,20 @@ class VTraceReturns(NamedTuple):
 
 @torch.no_grad()
 def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None) -> Tensor:
-    """Solve ``y[t] = x[t] + decay[t] * y[t + 1]`` with ``y[T] = initial``; computed without gradient.
+    """Solve `y[t] = x[t] + decay[t] * y[t + 1]` with `y[T] = initial`, without gradient.
 
-    By doubling (Kogge and Stone, 1973, IEEE Trans. Comput. C-22): after ``k`` steps ``y[t]`` holds the terms
-    of ``[t, t + 2**k)``, so ``ceil(log2(T))`` vectorised steps do the work of ``T``. The order of additions
-    depends on the distance from ``t`` alone: an episode gives the same bits wherever in a rollout it lies.
+    The scan doubles its span (Kogge and Stone, 1973, IEEE Trans. Comput. C-22): after `k` steps `y[t]` holds the terms
+    of `[t, t + 2**k)`, so that `ceil(log2(T))` vectorized steps suffice. The order of additions depends only on the
+    distance from `t`: an episode gives the same bits wherever it lies in a rollout.
 
     Args:
-        x: The terms, ``[T, ...]``, of any real dtype.
-        decay: The weight of what follows, a scalar or broadcastable to `x` with as many dimensions. Products
-            of consecutive decays are formed, so they should not overflow (decays in ``[0, 1]`` cannot).
-        initial: What follows the last row, ``[...]``; zeros if None.
+        x: `[T, ...]`, of any real dtype.
+        decay: A scalar, or broadcastable to `x` with as many dimensions. Products of consecutive decays must not
+            overflow.
+        initial: `[...]`; None for zeros.
 
     Returns:
-        ``y``, in the shape of `x`, in the promoted dtype and at least float32. Empty if `x` is.
-
-    Raises:
-        ValueError: If `x` has no time dimension, or `decay` or `initial` does not fit it.
+        `y`, in the shape of `x` and the promoted dtype, at least float32.
 
     Example:
         >>> reverse_scan(torch.tensor([1.0, 2.0, 3.0]), 0.5, torch.tensor(8.0))
@@ -85,8 +75,8 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
         y[-1] += d[-1] * initial
     d = d[:-1]
     while span < steps:
-        # d[t] = decay[t] * … * decay[t + span - 1] has steps - span rows. The product is made before it is
-        # added, so that y may be updated in place although the two sides overlap.
+        # d[t] = decay[t] * … * decay[t + span - 1] has steps - span rows. y may be updated in place although the two
+        # sides overlap, because the product is computed before the addition.
         y[:-span].add_(d * y[span:])
         d = d[:-span] * d[span:]
         span *= 2
@@ -97,21 +87,18 @@ def reverse_scan(x: Tensor, decay: Tensor | float, initial: Tensor | None = None
 def discounted_returns(rewards: Tensor, discounts: Tensor | float, bootstrap: Tensor) -> Tensor:
     """Sum discounted rewards to the end of the rollout.
 
-    ``R[t] = rewards[t] + discounts[t] * R[t + 1]``, ``R[T] = bootstrap``.
+    `R[t] = rewards[t] + discounts[t] * R[t + 1]`, `R[T] = bootstrap`.
 
-    There is no trace here, so only a terminal state (``discounts == 0``) keeps the next episode out. Where
-    episodes can be truncated, use `td_lambda_returns` with traces 1 inside the episodes and 0 at their ends.
+    Only a terminal state separates episodes here. If episodes can be truncated, use `td_lambda_returns` with
+    `lambda_ = 1`.
 
     Args:
-        rewards: ``[T, B, ...]``.
-        discounts: ``gamma * (1 - terminated)``, a scalar or broadcastable to `rewards`.
-        bootstrap: The value of what follows the last row, ``[B, ...]``.
+        rewards: `[T, B, ...]`.
+        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
+        bootstrap: Value after the last row, `[B, ...]`.
 
     Returns:
-        The returns, ``[T, B, ...]``, in units of reward.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+        The returns, `[T, B, ...]`, in units of reward.
     """
     check.broadcasts(rewards, discounts=discounts)
     if bootstrap.shape != rewards.shape[1:]:
@@ -126,27 +113,25 @@ def td_lambda_returns(
 ) -> Tensor:
     """Compute TD(lambda) returns (Sutton and Barto, 2018, "Reinforcement Learning", eq. 12.18).
 
-    ``G[t] = rewards[t] + discounts[t] * ((1 - traces[t]) * next_values[t] + traces[t] * G[t + 1])`` with
-    ``G[T] = next_values[-1]``. Equal to ``gae(…) + values`` if ``next_values[t] == values[t + 1]`` wherever
-    ``traces[t] > 0``.
+    `G[t] = rewards[t] + discounts[t] * ((1 - traces[t]) * next_values[t] + traces[t] * G[t + 1])`,
+    `G[T] = next_values[-1]`.
+
+    This equals `gae(…) + values` if `next_values[t] == values[t + 1]` wherever `traces[t] > 0`.
 
     Args:
-        rewards: ``[T, B, ...]``.
-        next_values: The value of the observation that each action led to, ``[T, B, ...]``.
-        discounts: ``gamma * (1 - terminated)``, a scalar or broadcastable to `rewards`.
-        traces: ``lambda_ * (1 - (terminated | truncated))``, a scalar or broadcastable to `rewards`.
+        rewards: `[T, B, ...]`.
+        next_values: Value of the observation that each action led to, `[T, B, ...]`.
+        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
+        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
 
     Returns:
-        The returns, ``[T, B, ...]``, in units of reward.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+        The returns, `[T, B, ...]`, in units of reward.
     """
     check.same_shape(rewards=rewards, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
     rewards, next_values, discounts, traces = _as_floats(rewards, next_values, discounts, traces)
     x = rewards + discounts * (1 - traces) * next_values
-    # A rollout of no steps has no last row.
+    # A rollout without steps has no last row.
     return reverse_scan(x, discounts * traces, next_values[-1] if len(next_values) else None)
 
 
@@ -156,24 +141,21 @@ def gae(
 ) -> Tensor:
     """Estimate advantages by GAE (Schulman et al., 2016, arXiv 1506.02438, eq. 16).
 
-    ``A[t] = delta[t] + discounts[t] * traces[t] * A[t + 1]``, ``A[T] = 0``, with the temporal differences
-    ``delta = rewards + discounts * next_values - values``.
+    `A[t] = delta[t] + discounts[t] * traces[t] * A[t + 1]`, `A[T] = 0`, with the temporal differences
+    `delta = rewards + discounts * next_values - values`.
 
     Args:
-        rewards: ``[T, B, ...]``.
-        values: The value of the observation that each action was taken in, ``[T, B, ...]``.
-        next_values: The value of the observation that each action led to, ``[T, B, ...]``.
-        discounts: ``gamma * (1 - terminated)``, a scalar or broadcastable to `rewards`.
-        traces: ``lambda_ * (1 - (terminated | truncated))``, a scalar or broadcastable to `rewards`.
+        rewards: `[T, B, ...]`.
+        values: Value of the observation that each action was taken in, `[T, B, ...]`.
+        next_values: Value of the observation that each action led to, `[T, B, ...]`.
+        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
+        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
 
     Returns:
-        The advantages, ``[T, B, ...]``, in units of reward; add `values` for the value targets.
-
-    Raises:
-        ValueError: If the shapes do not fit.
+        The advantages, `[T, B, ...]`, in units of reward. Value targets are advantages plus `values`.
 
     Example:
-        The first row ends an episode by a time limit, the second goes on to the end of the rollout.
+        A time limit ends the first row's episode; the second row's episode continues after the rollout.
 
         >>> ones, traces = torch.ones(2, 1), torch.tensor([[0.0], [0.95]])
         >>> gae(ones, 0 * ones, 10 * ones, 0.9, traces).squeeze(1)
@@ -200,33 +182,32 @@ def vtrace(
 ) -> VTraceReturns:
     """Correct for off-policy data by V-trace (Espeholt et al., 2018, arXiv 1802.01561, eq. 1 and sec. 4.2).
 
-    With ``rho = exp(log_rhos)``, ``c = traces * min(clip_c, rho)`` and ``vs[T] = next_values[-1]``::
+    With `rho = exp(log_rhos)`, `c = traces * min(clip_c, rho)` and `vs[T] = next_values[-1]`:
 
-        delta[t] = min(clip_rho, rho[t]) * (rewards[t] + discounts[t] * next_values[t] - values[t])
-        vs[t] = values[t] + e[t],  e[t] = delta[t] + discounts[t] * c[t] * e[t + 1],  e[T] = 0
-        q[t] = rewards[t] + discounts[t] * (traces[t] * vs[t + 1] + (1 - traces[t]) * next_values[t])
-        advantages[t] = min(clip_pg_rho, rho[t]) * (q[t] - values[t])
+    ```
+    delta[t] = min(clip_rho, rho[t]) * (rewards[t] + discounts[t] * next_values[t] - values[t])
+    vs[t] = values[t] + e[t],  e[t] = delta[t] + discounts[t] * c[t] * e[t + 1],  e[T] = 0
+    q[t] = rewards[t] + discounts[t] * (traces[t] * vs[t + 1] + (1 - traces[t]) * next_values[t])
+    advantages[t] = min(clip_pg_rho, rho[t]) * (q[t] - values[t])
+    ```
 
-    On-policy and with all bounds >= 1, ``vs`` is `gae` + `values`. With a `leak`, what a bound cuts off a weight counts
-    by that share: ``(1 - leak) * min(bound, rho) + leak * rho`` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
+    On-policy and with all clips >= 1, `vs` is `gae` + `values`. With a `leak`, each `min(clip, rho)` becomes
+    `(1 - leak) * min(clip, rho) + leak * rho` (leaky V-trace, Zahavy et al., 2020, arXiv 2002.12928).
 
     Args:
-        log_rhos: ``log pi(a) - log mu(a)``, learner over actor, of the whole action, ``[T, B, ...]``.
-        rewards: ``[T, B, ...]``.
-        values: The learner's value of the observation that each action was taken in, ``[T, B, ...]``.
-        next_values: The learner's value of the observation that each action led to, ``[T, B, ...]``.
-        discounts: ``gamma * (1 - terminated)``, a scalar or broadcastable to `rewards`.
-        traces: ``lambda_ * (1 - (terminated | truncated))``, a scalar or broadcastable to `rewards`.
-        clip_rho: Upper bound of the weight of a temporal difference, None for none; decides the fixed point.
-        clip_c: Upper bound of the weight in the trace, None for none; decides the speed of convergence.
-        clip_pg_rho: Upper bound of the weight of an advantage, None for none.
-        leak: How much of the importance sampling that the bounds take away is left: 0 is V-trace, 1 has no bounds.
+        log_rhos: `log pi(a) - log mu(a)` of the whole action, learner over actor, `[T, B, ...]`.
+        rewards: `[T, B, ...]`.
+        values: The learner's value of the observation that each action was taken in, `[T, B, ...]`.
+        next_values: The learner's value of the observation that each action led to, `[T, B, ...]`.
+        discounts: `gamma * (1 - terminated)`, a scalar or broadcastable to `rewards`.
+        traces: `lambda_ * (1 - (terminated | truncated))`, a scalar or broadcastable to `rewards`.
+        clip_rho: Upper bound of the weight of a temporal difference, which decides the fixed point; None for none.
+        clip_c: Upper bound of the weight in the trace, which decides the speed of convergence; None for none.
+        clip_pg_rho: Upper bound of the weight of an advantage; None for none.
+        leak: Share of the importance sampling that the clips leave: 0 is V-trace, 1 disables the clips.
 
     Returns:
-        Value targets and advantages, both ``[T, B, ...]``.
-
-    Raises:
-        ValueError: If the shapes do not fit or a bound is negative.
+        Value targets and advantages.
     """
     check.same_shape(rewards=rewards, log_rhos=log_rhos, values=values, next_values=next_values)
     check.broadcasts(rewards, discounts=discounts, traces=traces)
@@ -243,7 +224,7 @@ def vtrace(
 
 
 def _bounded(rhos: Tensor, bound: float | None, leak: float) -> Tensor:
-    """Bound weights from above, but for a share of what lies beyond."""
+    """Clip importance weights from above, except for the share `leak`."""
     if bound is None:
         return rhos
     bounded = rhos.clamp(max=bound)
@@ -251,6 +232,6 @@ def _bounded(rhos: Tensor, bound: float | None, leak: float) -> Tensor:
 
 
 def _as_floats(*arguments: Tensor | float) -> tuple[Tensor, ...]:
-    """Bring all arguments to the dtype to compute in, numbers included."""
+    """Return all arguments as tensors of the dtype to compute in."""
     dtype = computation_dtype(*arguments)
     return tuple(torch.as_tensor(a, dtype=dtype) for a in arguments)

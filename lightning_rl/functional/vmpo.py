@@ -1,15 +1,15 @@
-"""Losses of V-MPO (Song et al. 2020)."""
+"""Losses of V-MPO (Song et al., 2020, arXiv 1909.12238)."""
 
 import torch
 from torch import Tensor
 
 
 def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the indices of the half of the rows that count, rounded up, whose advantages are the largest.
+    """Return the indices of the half of the rows, rounded up, with the largest advantages.
 
     Args:
         advantages: `[N]`.
-        weights: How much each row counts, `[N]`; those of weight 0 are not among the half, nor among the whole.
+        weights: Weights of the rows, `[N]`. Rows of weight 0 are left out, as if they were not there.
     """
     if weights is None:
         return advantages.topk((len(advantages) + 1) // 2).indices
@@ -20,13 +20,13 @@ def better_half(advantages: Tensor, weights: Tensor | None = None) -> Tensor:
 def vmpo_policy_loss(
     log_probs: Tensor, advantages: Tensor, temperature: Tensor, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the weighted maximum-likelihood loss of actions, -Σ ψ log π with ψ = softmax(A / η) (equations 3 and 4).
+    """Compute the policy loss -Σ ψ log π with ψ = softmax(A / η) (eqs. 3 and 4).
 
     Args:
-        log_probs: Of the actions of the better half of a batch, `[N]`; 0 is returned of none.
-        advantages: Theirs, `[N]`; without gradient.
-        temperature: η > 0, a scalar; it gets no gradient here.
-        weights: How much each of them counts, `[N]`, above 0: ψ is in proportion to it. None: all the same.
+        log_probs: Log-probabilities of the actions of the better half, `[N]`. The loss of no rows is 0.
+        advantages: Advantages of these actions, `[N]`; constants.
+        temperature: η > 0, a scalar; a constant.
+        weights: Weights > 0 of the rows, `[N]`, to which ψ is proportional. None for equal weights.
     """
     psi = torch.softmax(_logits(advantages, temperature.detach(), weights), dim=0)
     return -(psi * log_probs).sum()
@@ -35,13 +35,13 @@ def vmpo_policy_loss(
 def vmpo_temperature_loss(
     advantages: Tensor, temperature: Tensor, epsilon: float, weights: Tensor | None = None
 ) -> Tensor:
-    """Return η ε + η log mean exp(A / η), least at the η whose ψ is ε nats from uniform (equation 5).
+    """Compute the temperature loss η ε + η log mean exp(A / η), minimal where KL(ψ || uniform) = ε (eq. 5).
 
     Args:
-        advantages: Of the better half of a batch, `[N]`; 0 is returned of none.
+        advantages: Advantages of the better half, `[N]`. The loss of no rows is 0.
         temperature: η > 0, a scalar.
         epsilon: ε_η, in nats.
-        weights: How much each of them counts, `[N]`, above 0, in the mean and in what is uniform. None: all the same.
+        weights: Weights > 0 of the rows in the mean, `[N]`. None for equal weights.
     """
     if len(advantages) == 0:  # a rank may have no row of a minibatch
         return 0 * temperature
@@ -49,17 +49,17 @@ def vmpo_temperature_loss(
 
 
 def lagrangian(divergence: Tensor, coefficient: Tensor, epsilon: float) -> Tensor:
-    """Return α (ε - sg[KL]) + sg[α] KL, by which α grows where KL is above its bound, and KL is held back (equation 6).
+    """Compute α (ε - sg[KL]) + sg[α] KL: α grows while KL > ε, and penalizes KL (eq. 6).
 
     Args:
         divergence: Mean KL divergence, a scalar in nats.
         coefficient: α > 0, a scalar.
-        epsilon: ε_α, bound of the divergence.
+        epsilon: ε_α, the bound of the divergence in nats.
     """
     return coefficient * (epsilon - divergence.detach()) + coefficient.detach() * divergence
 
 
 def _logits(advantages: Tensor, temperature: Tensor, weights: Tensor | None) -> Tensor:
-    """Return A / η plus the logarithm of each row's share, so that the sum of their exponentials is a mean."""
+    """Return A / η plus the log-share of each row, so that the sum of their exponentials is a weighted mean."""
     weights = torch.ones_like(advantages) if weights is None else weights.to(advantages.dtype)
     return advantages / temperature + (weights / weights.sum()).log()
