@@ -164,7 +164,7 @@ def test_a_rollout_that_is_not_finite_on_one_rank_stops_both_unchanged(ranks):
         assert rank["failed"].startswith("unchanged: "), rank["failed"]
         assert "is nan in the update from rollout 0" in rank["failed"]
         # Where it began, and nowhere else, the update was saved, and is made again.
-        assert rank["failed"].endswith("failed-update-0-rank1.pt').replay() makes it again")
+        assert rank["failed"].endswith("failed-update-0-rank1.pt').replay() repeats it")
         path = re.search(r"load\('(.*)'\)", rank["failed"])[1]
         assert all(math.isnan(FailedUpdate.load(path).replay()[term]) for term in ("policy_loss", "grad_norm"))
         assert not Path(path.replace("rank1", "rank0")).exists()

@@ -22,7 +22,7 @@ from lightning_rl.checkpointing.failed_update import skip_or_raise
 from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, read_checkpoint
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.checkpointing.run_state import restore_own_replays, restore_rank, run_state
+from lightning_rl.checkpointing.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
 from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.distributed import world_size
@@ -833,7 +833,7 @@ class OnPolicyAlgorithm(LightningModule):
         else:
             path = (MINIBATCHES, self.global_rank, self.policy_version)
             self.generator.manual_seed(derive_seed(torch.initial_seed(), *path))
-        restore_own_replays(self, self._restored_ranks)
+        restore_replays(self, self._restored_ranks)
         if len(self._restored_ranks) == self.trainer.world_size:
             self.metrics.restore(self._restored_ranks[self.global_rank]["window"])
         else:  # a rank that is new could not reduce metrics that it does not have

@@ -1,1 +1,1 @@
-"""What a checkpoint holds, how runs resume, and how they end early without losing data."""
+"""Checkpoints: contents, resuming, interruption, run folders."""

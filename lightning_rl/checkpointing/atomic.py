@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and names the file when a disk is full."""
+"""Checkpoint files that are written whole or not at all, and clear errors when a disk is full."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ from lightning_rl.files import check_intact, read_data
 from lightning_rl.training.clock import ends_epoch, validates_now
 from lightning_rl.validation import check
 
-if TYPE_CHECKING:  # the loggers import TensorBoard, which is slow, only where they are used
+if TYPE_CHECKING:  # importing TensorBoard is slow
     from torch.utils.tensorboard import FileWriter
 
-# Ends unlike a checkpoint, and has no part of the name of one: Lightning looks for numbers in names.
+# Must not look like a checkpoint: Lightning looks for numbers in names.
 _PREFIX, _SUFFIX = ".unfinished-", ".tmp"
 
 
 class CheckpointFailure(Exception):
-    """A checkpoint could not be written: which, and why. The one that it would have replaced is as it was."""
+    """A checkpoint could not be written; an earlier file of the same name is unchanged."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and moves it there when all of it is on the disk; reads intact ones only.
+    """Writes checkpoints atomically, and checks and reads them without unpickling.
 
-    Whatever cuts the writing short, at the place of the checkpoint is the earlier one or the new one, and nothing else.
-    Lightning's own writes into the folder for temporary files, and copies from there if that is on another disk. What a
-    killed process leaves behind is removed by the next that writes into the same folder. Paths that are URLs are left
-    to Lightning. A checkpoint is read as data.
+    A checkpoint is written to a temporary file in its own folder, flushed to disk, and renamed. A process that is
+    killed therefore leaves the earlier checkpoint or the new one, never a part of a file. (Lightning writes to the
+    system's temporary folder, and copies from there if that is on another disk.) Lightning writes to URLs.
     """
 
     def load_checkpoint(
@@ -49,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,  # noqa: ANN401
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; unless `weights_only` is False, nothing in it is unpickled.
+        """Read a checkpoint; nothing is unpickled unless `weights_only` is False.
 
         Raises:
             DamagedFileError: The file does not match its checksums.
@@ -66,31 +65,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write a checkpoint.
 
         Raises:
-            CheckpointFailure: The disk is full, or the folder cannot be written.
+            CheckpointFailure: The disk is full, or the folder is not writable.
         """
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        # In memory first: torch hides why a file cannot be written.
+        # In memory first: the errors of torch.save hide why a file cannot be written.
         buffer = io.BytesIO()
         torch.save(checkpoint, buffer)
         try:
-            _replace(Path(path), buffer.getbuffer())
+            _write(Path(path), buffer.getbuffer())
         except OSError as error:
-            kept = "the one before is unchanged" if Path(path).is_file() else "earlier ones are unchanged"
             raise CheckpointFailure(
-                f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; {kept}. Make room, or "
-                "choose another folder, and go on from there"
+                f"checkpoint {str(path)!r} could not be written: {error.strerror or error}; earlier checkpoints are "
+                "unchanged. Free some space or choose another folder, then resume"
             ) from error
 
 
-def write_atomically(trainer: Trainer) -> None:
-    """Have a Trainer use `AtomicCheckpointIO`, unless its strategy or its plugins have a way of their own."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-
-
-def _replace(path: Path, content: memoryview) -> None:
+def _write(path: Path, content: memoryview) -> None:
+    """Write a file under a temporary name, flush it to disk, and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(path.parent)
     unfinished = path.parent / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
@@ -103,51 +96,42 @@ def _replace(path: Path, content: memoryview) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new name survive a power failure, where folders can be opened."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if os.name == "posix":  # so that the new name survives a power failure; Windows cannot open folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what processes left behind that are no more."""
-    for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        pid = path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
-        if pid.isdecimal() and not (int(pid) != os.getpid() and _runs(int(pid))):
+    """Remove temporary files of dead processes."""
+    for path in folder.glob(f"{_PREFIX}[0-9]*{_SUFFIX}"):
+        if not _is_running(int(path.stem.removeprefix(_PREFIX))):
             path.unlink(missing_ok=True)
 
 
-def _runs(pid: int) -> bool:
-    if os.name != "posix":  # asking would end it
+def _is_running(pid: int) -> bool:
+    if os.name != "posix":  # os.kill would end the process
         return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:  # PermissionError: the process belongs to another user
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
 class LastCheckpoint(ModelCheckpoint):
-    """Keep one checkpoint, `last.ckpt`, from the end of the newest epoch: what an interrupted run goes on from.
+    """Saves `last.ckpt` at the end of every epoch, so that interrupted runs can be resumed.
 
-    `ModelCheckpoint(monitor=..., save_last=True)` writes its `last.ckpt` only when it saves one of the best. A run that
-    a signal stops between two epochs saves it once more; see `InterruptionGuard`.
+    (`ModelCheckpoint(monitor=..., save_last=True)` writes its `last.ckpt` only when it saves one of the best.)
+    `InterruptionGuard` saves it once more when a signal stops the run.
 
     Args:
-        dirpath: Folder; by default `checkpoints` in that of the logger.
+        dirpath: Folder; by default `checkpoints` in the folder of the logger.
         train_time_interval: Also save within an epoch, after the first rollout that ends this long after the last save.
-            A rollout with a validation, or the last one of an epoch, is not saved until these are over, since a
-            resumed run would leave them out. None saves at the end of epochs only.
+            A save that falls on a validation or on the end of an epoch waits for it, since a resumed run would skip it.
+            None saves only at the end of epochs.
     """
 
     def __init__(self, dirpath: str | Path | None = None, train_time_interval: timedelta | None = None) -> None:
@@ -158,13 +142,13 @@ class LastCheckpoint(ModelCheckpoint):
         self._saved_at = time.monotonic()
 
     def save(self, trainer: Trainer) -> None:
-        """Save at once, between two rollouts; a collective call."""
+        """Save now; call it between two rollouts, on all ranks."""
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             super().on_train_epoch_end(trainer, trainer.lightning_module)
             self._saved_at = time.monotonic()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure the time."""
+        """Start the timer."""
         super().on_train_start(trainer, pl_module)
         self._saved_at = time.monotonic()
 
@@ -176,7 +160,7 @@ class LastCheckpoint(ModelCheckpoint):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Save after a rollout if the interval is over, at the same rollout on every rank."""
+        """Save if the interval is over, after the same rollout on all ranks."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self.train_time_interval is None or validates_now(trainer) or ends_epoch(trainer):
             return
@@ -186,11 +170,11 @@ class LastCheckpoint(ModelCheckpoint):
 
 
 class LogFailure(Exception):
-    """A log could not be written: which file, and why."""
+    """A log could not be written."""
 
 
 def event_files(logger: TensorBoardLogger) -> FileWriter:
-    """Return the writer of a logger's events, opened again if an earlier run has closed it."""
+    """Return the writer of a logger's event files; open it again if an earlier run closed it."""
     experiment: Any = logger.experiment
     if experiment.file_writer is None:
         from torch.utils.tensorboard import FileWriter
@@ -203,85 +187,68 @@ def event_files(logger: TensorBoardLogger) -> FileWriter:
 
 
 @rank_zero_only
-def name_event_files(trainer: Trainer) -> None:
-    """Make each `TensorBoardLogger` of a Trainer raise `LogFailure` where it would lose what it logs.
+def report_log_failures(trainer: Trainer) -> None:
+    """Make each `TensorBoardLogger` of a Trainer raise one `LogFailure` if its events cannot be written.
 
-    TensorBoard writes in a thread. Its error is printed there, and raised again by every later call of the logger,
-    some of which turn it into errors of another kind.
+    TensorBoard writes in a thread. Otherwise its error is printed there, and raised again by every later call of the
+    logger, which turns some of them into misleading errors.
     """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             writer = event_files(logger)
-            if not isinstance(writer.event_writer, _NamingWriter):
-                writer.event_writer = _NamingWriter(writer.event_writer)
-            if not isinstance(threading.excepthook, _QuietWriters):
-                threading.excepthook = _QuietWriters(threading.excepthook)
+            if not isinstance(writer.event_writer, _EventWriter):
+                writer.event_writer = _EventWriter(writer.event_writer)
+            if not isinstance(threading.excepthook, _ThreadErrors):
+                threading.excepthook = _ThreadErrors(threading.excepthook)
 
 
-class _QuietWriters:
-    """Handler of exceptions in threads that prints none of TensorBoard's writers: `_NamingWriter` raises them.
+class _ThreadErrors:
+    """A `threading.excepthook` that prints no errors of TensorBoard's threads, which `_EventWriter` raises."""
 
-    Args:
-        others: Handles all other exceptions.
-    """
-
-    def __init__(self, others: Callable[[threading.ExceptHookArgs], object]) -> None:
-        self._others = others
+    def __init__(self, default: Callable[[threading.ExceptHookArgs], object]) -> None:
+        self._default = default
 
     def __call__(self, args: threading.ExceptHookArgs) -> None:
-        """Handle an exception that has ended a thread."""
         is_writer = type(args.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
         if not (is_writer and isinstance(args.exc_value, OSError)):
-            self._others(args)
+            self._default(args)
 
 
-class _NamingWriter:
-    """Writes events to a file until that fails; `flush` or `close` then raises the error, once.
+class _EventWriter:
+    """Wraps TensorBoard's `EventFileWriter`; the first `flush` or `close` after a failed write raises `LogFailure`."""
 
-    Args:
-        writer: An `EventFileWriter` of TensorBoard.
-    """
-
-    def __init__(self, writer: Any) -> None:  # noqa: ANN401 - it has no types
+    def __init__(self, writer: Any) -> None:  # noqa: ANN401 - has no types
         self._writer, self._folder = writer, writer.get_logdir()
         files = glob.glob(os.path.join(glob.escape(self._folder), f"events.out.tfevents.*.{os.getpid()}.*"))
         self._path = max(files, key=os.path.getmtime, default=self._folder)
         self._error: OSError | None = None
-        self._is_raised = False
+        self._has_raised = False
 
     def get_logdir(self) -> str:
-        """Return the folder of the file."""
         return str(self._folder)
 
     def add_event(self, event: object) -> None:
-        """Hand an event to TensorBoard's thread."""
         self._call(self._writer.add_event, event)
 
     def flush(self) -> None:
-        """Flush the file.
-
-        Raises:
-            LogFailure: An event could not be written.
-        """
         self._call(self._writer.flush)
         self._raise_once()
 
     def close(self) -> None:
-        """Close the file; raises as `flush` does."""
         self._call(self._writer.close)
         self._raise_once()
 
     def _call(self, method: Callable[..., None], *args: object) -> None:
-        """Call a method of the writer, and keep the first error."""
+        """Call a method of the wrapped writer and keep its first error."""
         try:
             method(*args)
         except OSError as error:
             self._error = self._error or error
 
     def _raise_once(self) -> None:
-        if self._error is not None and not self._is_raised:
-            self._is_raised = True
+        if self._error is not None and not self._has_raised:
+            self._has_raised = True
             raise LogFailure(
-                f"log {self._path!r} could not be written: {self._error.strerror or self._error}. Make room, or choose "
-                "another folder, and go on from the last checkpoint"
+                f"log {self._path!r} could not be written: {self._error.strerror or self._error}. Free some space or "
+                "choose another folder, then resume from the last checkpoint"
             ) from self._error

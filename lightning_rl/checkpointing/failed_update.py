@@ -1,4 +1,4 @@
-"""Updates that met NaN or infinity: saved with all that it takes to make them again."""
+"""Saves and replays updates whose loss or gradient was NaN or infinite."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from lightning_rl.validation import ConfigurationError, constructor_options, imp
 
 
 class FailedUpdate:
-    """An update that was stopped because a loss term or gradient was not finite.
+    """A saved update whose loss or gradient was not finite, with everything that `replay` needs to compute it again.
 
-    It has the parameters as they were before that update and the minibatch that it was from, so that `replay` computes
-    the same loss and gradient. Of several ranks the one where it began saves it, and a replay takes that rank's rows
-    for those of all.
+    With several ranks, the rank where the failure began saves its own rows, and a replay uses only these.
 
     Attributes:
-        module: The algorithm with the parameters that the update began with, on the CPU.
-        optimizer_states: Those of the optimizers at that time.
-        minibatch: What the update was from: a `Batch`, or what else the loss takes.
-        loss: The name of the method that computes its loss.
-        terms: What was not finite, by name, as it was reported: means over the updates from the rollout.
-        env_steps: The clock.
-        checkpoint_path: The newest checkpoint of the run at that time; None if there was none.
+        module: The algorithm with the parameters from before the update, on the CPU.
+        optimizer_states: States of the optimizers before the update.
+        minibatch: A `Batch`, or another argument of the loss.
+        loss: Name of the method that computes the loss.
+        terms: Logged values that were not finite, by name: means over all updates from the rollout.
+        env_steps: Environment steps of the run.
+        checkpoint_path: The newest checkpoint of the run, or None.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         algorithm = import_class("algorithm", content["algorithm"], LightningModule)
         self.module: Any = algorithm(**constructor_options(algorithm, content["hyper_parameters"]))
-        # A real Trainer, for its precision: nothing is fitted.
+        # The Trainer provides the precision; it fits nothing.
         self._trainer = Trainer(
             accelerator="cpu", precision=content["precision"], logger=False, enable_checkpointing=False, barebones=True
         )
@@ -51,7 +49,7 @@ class FailedUpdate:
         optimizers, _ = optimizers_and_schedulers(self.module.configure_optimizers())
         self._trainer.strategy.optimizers = list(optimizers)
         self.optimizer_states: list[dict[str, Any]] = content["optimizer_states"]
-        for optimizer, state in zip(self._trainer.optimizers, self.optimizer_states, strict=True):
+        for optimizer, state in zip(optimizers, self.optimizer_states, strict=True):
             optimizer.load_state_dict(state)
         self.minibatch = minibatch_from_state(content["minibatch"])
         self.loss: str = content["loss"]
@@ -60,35 +58,35 @@ class FailedUpdate:
         self.checkpoint_path: str | None = content["checkpoint_path"]
         clock = self.module.clock
         clock.env_steps, clock.policy_version = self.env_steps, content["policy_version"]
-        clock.planned_env_steps = content["planned_env_steps"]  # schedules may end with the run
+        clock.planned_env_steps = content["planned_env_steps"]  # for schedules over the whole run
         self.module.schedules.apply(self.module, clock, optimizers)
         self.module.steps.part = content["part"]
 
     @classmethod
     def load(cls, path: str | Path, trust: Sequence[str] = ()) -> FailedUpdate:
-        """Load what a failed run has saved.
+        """Load a `failed-update-*.pt` file.
 
-        A class that the file names is constructed only if it is a subclass of what its field expects, and no module but
-        those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported.
+        Classes in the file are trusted as in `OnPolicyAlgorithm.load_from_checkpoint`.
 
         Args:
             path: The file that the error names.
             trust: Packages whose modules may be imported: `["my_package"]`.
 
         Raises:
-            ConfigurationError: There is no such file, it is something else, or a class in it is not trusted or cannot
-                be imported.
+            ConfigurationError: The file is missing or is not of a failed update; or a class in it is not trusted or
+                cannot be imported.
         """
-        content = load_plain(path, "path", "a file that a failed update has left")
+        expected = "a file that a failed update has left"
+        content = load_plain(path, "path", expected)
         if not isinstance(content, dict) or "minibatch" not in content:
-            raise ConfigurationError(f"path={str(path)!r} was not left by a failed update: expected a file that was")
+            raise ConfigurationError(f"path={str(path)!r} is another kind of file: expected {expected}")
         with loading(trust):
             return cls(content)
 
     def replay(self) -> dict[str, float]:
-        """Compute loss and gradient of the minibatch again, and return the terms of the loss, `grad_norm` included.
+        """Compute loss and gradients of the minibatch again; return the terms of the loss and `grad_norm`.
 
-        Afterwards the gradient is in the parameters of `module`.
+        The gradients stay in the parameters of `module`.
         """
         module = self.module
         module.zero_grad()
@@ -103,52 +101,48 @@ class FailedUpdate:
 
 
 def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> None:  # noqa: ANN401 - an algorithm
-    """Go on without the rest of the updates from a rollout, if that is allowed once more in a row.
+    """Count a skipped update and warn; raise if `debug.max_skipped_updates` does not allow another one.
 
     Args:
-        module: The algorithm, with the parameters that the failing update began with.
-        rollout: What it learned from.
-        terms: What was not finite.
+        module: The algorithm, with the parameters from before the failing update.
+        rollout: The rollout of the update.
+        terms: Values that were not finite, by name.
 
     Raises:
-        FloatingPointError: It is not; names the term, and the file in which the update was saved.
+        FloatingPointError: Too many updates in a row failed; names the term and the file with the saved update.
     """
     name, value = next(iter(terms.items()))
     what = f"{name} is {value} in the update from rollout {module.policy_version} (environment step {module.env_steps})"
     if module.skipped_updates < module.max_skipped_updates:
         module.skipped_updates += 1
         rank_zero_warn(
-            f"{what}: this and the later updates from it were left out, {module.skipped_updates} of at most "
+            f"{what}: this and the later updates from the rollout were skipped, {module.skipped_updates} of at most "
             f"debug.max_skipped_updates={module.max_skipped_updates} times in a row"
         )
         return
-    # Ranks have the gradient in common, and normalized advantages: it began where the rollout is not finite, or else
-    # where a term of the rank's own is not.
-    evidence = gather_ranks((not _is_finite(rollout), set(terms) != {"grad_norm"}))
+    # Ranks share gradients and normalized advantages. So the failure began on a rank whose rollout is not finite, or
+    # else on a rank with another term than the gradient.
+    numbers = (rollout.rewards, rollout.log_probs, rollout.values, rollout.next_values)
+    is_finite = all(bool(x.isfinite().all()) for x in numbers)
+    evidence = gather_ranks((not is_finite, set(terms) != {"grad_norm"}))
     culprit = evidence.index(max(evidence))
-    mine = None
+    message = None
     if module.global_rank == culprit:
         path = save_failed_update(module, terms)
-        saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() makes it again"
-        mine = (
-            f"{what}; the parameters were left as they were before that minibatch. {WHAT_TO_TRY}; "
-            "check_numerics=True stops at the very minibatch, the Trainer's detect_anomaly=True names the operation; "
-            f"{saved}"
+        saved = "it could not be saved" if path is None else f"FailedUpdate.load({str(path)!r}).replay() repeats it"
+        message = (
+            f"{what}; the parameters are those from before this minibatch. {WHAT_TO_TRY}; debug.check_numerics=true "
+            f"stops at the failing minibatch, the Trainer's detect_anomaly=True names the operation; {saved}"
         )
-    raise FloatingPointError(gather_ranks(mine)[culprit])
-
-
-def _is_finite(rollout: Rollout) -> bool:
-    numbers = (rollout.rewards, rollout.log_probs, rollout.values, rollout.next_values)
-    return all(bool(x.isfinite().all()) for x in numbers)
+    raise FloatingPointError(gather_ranks(message)[culprit])
 
 
 def save_failed_update(module: Any, terms: Mapping[str, float]) -> Path | None:  # noqa: ANN401 - an algorithm
-    """Save an update where the run keeps its files, and return the path; None if nothing can be written."""
+    """Save the failed update in the Trainer's folder; return the path, or None if it cannot be written."""
     trainer, failed = module.trainer, module.steps.failed_minibatch
     if failed is None:
         return None
-    saved = [
+    checkpoints = [
         getattr(c, name, "") for c in trainer.checkpoint_callbacks for name in ("last_model_path", "best_model_path")
     ]
     content = {
@@ -164,12 +158,12 @@ def save_failed_update(module: Any, terms: Mapping[str, float]) -> Path | None: 
         "env_steps": module.env_steps,
         "planned_env_steps": module.clock.planned_env_steps,
         "policy_version": module.policy_version,
-        "checkpoint_path": next((str(path) for path in saved if path), None),
+        "checkpoint_path": next((str(path) for path in checkpoints if path), None),
     }
     name = f"failed-update-{module.env_steps}" + (f"-rank{module.global_rank}" if trainer.world_size > 1 else "")
     path = Path(trainer.default_root_dir) / f"{name}.pt"
     try:
         AtomicCheckpointIO().save_checkpoint(content, path)
-    except CheckpointFailure:  # the failure itself is what matters
+    except CheckpointFailure:  # the failed update itself is the error to report
         return None
     return path

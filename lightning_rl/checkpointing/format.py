@@ -1,4 +1,4 @@
-"""The format of what this package adds to a Lightning checkpoint."""
+"""The format of the entry that this package adds to Lightning checkpoints."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from lightning_rl.files import load_plain
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINT_KEY = "lightning_rl"
-"""Key of what this package adds."""
 FORMAT = 1
-"""Number of the checkpoint format."""
+"""Changes when older code can no longer read the entry."""
 
 
 def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = False) -> dict[str, Any]:
@@ -20,12 +19,11 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
 
     Args:
         path: The file.
-        field: The option that named it, for errors; None: the `ckpt_path` of a Trainer's command, which takes names.
-        mapped: Leave what tensors hold on the disk until it is used, and checksums unchecked, for a look that does not
-            need it.
+        field: Option for error messages; None is the `ckpt_path` of a Trainer command, which also accepts names.
+        mapped: Map tensors from disk and skip checksums: faster if only a few values are needed.
 
     Raises:
-        ConfigurationError: The file is missing or damaged, is not a checkpoint of this package, or has another format.
+        ConfigurationError: The file is missing, damaged, from another program, or has another format.
     """
     names = ", 'last' or 'best'" if field is None else ""
     field = field or "ckpt_path"
@@ -35,14 +33,11 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
 
 
 def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
-    """Raise unless a checkpoint was written by this package in the format that it reads.
+    """Raise a `ConfigurationError` unless this package wrote a checkpoint, in the format that it reads.
 
     Args:
         checkpoint: Content of the file.
         named: Name of the checkpoint in error messages.
-
-    Raises:
-        ConfigurationError: Another program wrote it, or another version of this package with another format.
     """
     if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint:
         raise ConfigurationError(f"{named} was not written by lightning_rl: expected a checkpoint that was")
@@ -55,5 +50,5 @@ def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> N
 
 
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether nothing can be resumed from a checkpoint: `ModelCheckpoint(save_weights_only=True)` wrote it."""
+    """Whether a checkpoint cannot be resumed because `ModelCheckpoint(save_weights_only=True)` wrote it."""
     return "optimizer_states" not in checkpoint

@@ -1,4 +1,4 @@
-"""Runs end, and are saved, between two rollouts only: signals, preemption and exceptions cannot make it otherwise."""
+"""Signals and preemption stop a run between two rollouts, after saving it."""
 
 from __future__ import annotations
 
@@ -10,92 +10,96 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.rank_zero import (  # type: ignore[attr-defined]
     rank_zero_info,
     rank_zero_only,
     rank_zero_warn,
 )
 
-from lightning_rl.checkpointing.atomic import LastCheckpoint, name_event_files, write_atomically
+from lightning_rl.checkpointing.atomic import AtomicCheckpointIO, LastCheckpoint, report_log_failures
 from lightning_rl.distributed import all_reduce
 from lightning_rl.training.clock import ends_epoch, validates_now
 
-# Seconds within which a signal that comes twice is one: `timeout`, for one, sends it to a process and to its group.
-_SAME = 0.2
+# Seconds within which a repeated signal counts as one: `timeout`, for example, signals a process and its group.
+_SAME_SIGNAL = 0.2
 Handler = Callable[[int, FrameType | None], Any]
 
 
 class InterruptionGuard(Callback):
-    """Lets a run be interrupted at any moment; `OnPolicyAlgorithm` adds it to every Trainer by itself.
+    """Stops interrupted runs between two rollouts; `OnPolicyAlgorithm` adds it to every Trainer.
 
-    * The first SIGINT (Ctrl-C) or SIGTERM lets the update from the current rollout finish; a learner that waits for
-      asynchronous actors stops waiting. The Trainer's
-      `LastCheckpoint` then saves, and `SystemExit` with status 130 or 143 leaves `Trainer.fit`. A second signal ends
-      the process at once. With several ranks all stop after the same rollout, whichever got the signal.
-    * On SLURM the signal that asks Lightning to requeue the job (SIGUSR1) waits for the end of the update too.
-    * An exception in the middle of a rollout or its update is not saved by `ModelCheckpoint(save_on_exception=True)`,
-      and `Trainer.save_checkpoint` raises there.
-    * Checkpoints are written and read by `AtomicCheckpointIO`; a TensorBoard log on a full disk ends the run with one
-      error.
+    * After the first SIGINT (Ctrl-C) or SIGTERM, the update from the current rollout finishes, `LastCheckpoint` saves,
+      and `Trainer.fit` raises `SystemExit` with status 130 or 143. A learner that waits for asynchronous actors stops
+      at once. A second signal kills the process. All ranks stop after the same rollout.
+    * SLURM's signal for requeueing the job (SIGUSR1) waits for the end of the update, too.
+    * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` then
+      saves nothing.
+    * Checkpoints are written and read by `AtomicCheckpointIO`, unless the Trainer has another checkpoint plugin.
+    * A TensorBoard log that cannot be written ends the run with one `LogFailure`.
 
-    A signal that the program has a handler of its own for before `Trainer.fit` is left to that handler, and all of them
-    where `Trainer.fit` does not run in the main thread.
+    Signals for which the program has its own handler are left to that handler, and so are all signals if `Trainer.fit`
+    does not run in the main thread.
     """
 
     def __init__(self) -> None:
-        self._received: dict[int, float] = {}
-        self._leaving: list[int] = []
-        self._free: set[int] = set()
+        self._free: set[int] = set()  # signals without a handler of the program
+        self._handled: list[int] = []
+        self._received: dict[int, float] = {}  # signal: time
+        self._stopping: list[int] = []
         self._requeue_signal: int | None = None
         self._requeue: Handler | None = None
-        self._silenced: list[Any] = []
+        self._not_saving: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out which signals nobody handles, before Lightning does."""
-        write_atomically(trainer)
-        name_event_files(trainer)
+        """Find the signals without a handler, before Lightning handles them."""
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        report_log_failures(trainer)
         if stage != "fit":
             return
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
-        self._received, self._leaving, self._requeue_signal = {}, [], None
-        for callback in self._silenced:
+        self._handled, self._received, self._stopping, self._requeue_signal = [], {}, [], None
+        for callback in self._not_saving:
             callback.save_on_exception = True
-        self._silenced = []
+        self._not_saving = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take the signals over from Lightning, which gives them back when the fit is over."""
-        if trainer.received_sigterm:  # since the Trainer was set up
-            # Private to Lightning, or the run would end after this rollout: unsaved, and with status 0.
+        """Replace Lightning's signal handlers; Lightning restores the original ones after the fit."""
+        if trainer.received_sigterm:  # since `setup`
+            # Private to Lightning. Otherwise the run would end after this rollout, unsaved and with status 0.
             trainer._signal_connector.received_sigterm = False
             self._receive(trainer, signal.SIGTERM, None)
-        # Besides SIGTERM, Lightning handles only the signal that requeues a job of SLURM.
-        of_lightning = type(signal.getsignal(signal.SIGTERM))
-        for signum in self._free:
+        # Besides SIGTERM, Lightning only handles the signal that requeues a SLURM job.
+        kind = type(signal.getsignal(signal.SIGTERM))
+        for signum in self._free - {signal.SIGTERM}:
             handler = signal.getsignal(signum)
-            if signum != signal.SIGTERM and callable(handler) and type(handler) is of_lightning:
+            if callable(handler) and type(handler) is kind:
                 self._requeue_signal, self._requeue = signum, handler
-        for signum in self._free & {signal.SIGINT, signal.SIGTERM, self._requeue_signal}:
+        known = (self._requeue_signal, signal.SIGTERM, signal.SIGINT)
+        self._handled = [signum for signum in known if signum is not None]
+        for signum in self._free.intersection(self._handled):
             signal.signal(signum, partial(self._receive, trainer))
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
         if (call_while_waiting := getattr(datamodule, "call_while_waiting", None)) is not None:
             call_while_waiting(partial(self._stop_waiting, trainer))
 
     def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-        """Take note of a signal; end the process if it is the second."""
+        """Record a signal; kill the process if it is the second one."""
         now = time.monotonic()
         earlier = [at for other, at in self._received.items() if other != self._requeue_signal]
         if signum == self._requeue_signal or not earlier:
             self._received.setdefault(signum, now)
             if trainer.is_global_zero:
                 name = signal.Signals(signum).name
-                _write(f"\n{name}: stopping after the update from this rollout; a second signal stops at once\n")
-        elif now - earlier[0] > _SAME:
+                _print(f"{name}: stopping after the update from this rollout; a second signal stops at once")
+        elif now - earlier[0] > _SAME_SIGNAL:
             if (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(signal.SIGKILL)
             os._exit(128 + signum)
@@ -108,108 +112,97 @@ class InterruptionGuard(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Save and leave if any rank was asked to."""
-        # A resumed run would not make up for what comes with a validation or an epoch's end: leave after that.
-        if validates_now(trainer) or ends_epoch(trainer) or _ends_now(trainer):
-            return
-        if received := self._received_by_any(trainer, pl_module):
-            # They come after this callback, and one may be due.
-            for callback in trainer.checkpoint_callbacks:
-                callback.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            self._save(trainer, received)
-            self._leave(trainer, received)
+        """Save and stop if any rank received a signal."""
+        # A resumed run would skip a due validation, or the end of the epoch: stop after these.
+        if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
+            self._stop_if_asked(trainer, pl_module, "on_train_batch_end", outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save and leave, likewise, after a validation within an epoch."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer) or _ends_now(trainer):
-            return
+        """Save and stop after a validation within an epoch."""
+        is_fitting = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if is_fitting and not (ends_epoch(trainer) or _is_over(trainer)):
+            self._stop_if_asked(trainer, pl_module, "on_validation_end")
+
+    def _stop_if_asked(self, trainer: Trainer, pl_module: LightningModule, hook: str, *args: object) -> None:
         if received := self._received_by_any(trainer, pl_module):
+            # Lightning calls these callbacks after this one, and one of them may have to save.
             for callback in trainer.checkpoint_callbacks:
-                callback.on_validation_end(trainer, pl_module)
+                getattr(callback, hook)(trainer, pl_module, *args)
             self._save(trainer, received)
-            self._leave(trainer, received)
+            raise _exit_status(received[0], trainer.is_global_zero)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save, and leave when the callbacks that save or stop, which come after this one, are done with the epoch."""
-        if not _ends_now(trainer):
-            self._leaving = self._received_by_any(trainer, pl_module)
-            if self._leaving:
-                self._save(trainer, self._leaving)
+        """Save; the run stops when the next epoch starts, after later callbacks have saved or stopped training."""
+        if not _is_over(trainer):
+            self._stopping = self._received_by_any(trainer, pl_module)
+            if self._stopping:
+                self._save(trainer, self._stopping)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave, if that was put off until the epoch before was over."""
-        if self._leaving:
-            self._leave(trainer, self._leaving)
+        """Stop if a signal was received in the previous epoch."""
+        if self._stopping:
+            raise _exit_status(self._stopping[0], trainer.is_global_zero)
 
     def _stop_waiting(self, trainer: Trainer) -> None:
-        """Save and leave if this rank got a signal while no actor delivers a rollout.
+        """Save and stop if this rank received a signal while waiting for a rollout from an actor.
 
-        With several ranks nothing is saved: the others may be anywhere, and a checkpoint needs all of them.
+        With several ranks nothing is saved: a checkpoint needs all ranks, and the others are not waiting here.
         """
-        alone = trainer.world_size == 1
-        known = (self._requeue_signal, signal.SIGTERM, signal.SIGINT)
-        if not (received := [s for s in known if s in self._received and (alone or s != self._requeue_signal)]):
-            return
-        if alone:
+        is_alone = trainer.world_size == 1
+        received = [s for s in self._handled if s in self._received and (is_alone or s != self._requeue_signal)]
+        if received and is_alone:
             self._save(trainer, received)
-        else:
-            rank_zero_warn("stopped by a signal while no actor delivered a rollout: go on from the last checkpoint")
-        self._leave(trainer, received)
+        elif received:
+            rank_zero_warn("Stopped by a signal while waiting for an actor; resume from the last checkpoint")
+        if received:
+            raise _exit_status(received[0], trainer.is_global_zero)
 
     def _save(self, trainer: Trainer, received: list[int]) -> None:
-        keepers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
-        for keeper in keepers:
-            keeper.save(trainer)
-            if keeper.best_model_path:
-                rank_zero_info(f"Stopped by a signal. Resume from {keeper.best_model_path}")
+        last = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, LastCheckpoint)]
+        for callback in last:
+            callback.save(trainer)
+            if callback.best_model_path:
+                rank_zero_info(f"Stopped by a signal. Resume from {callback.best_model_path}")
         if self._requeue_signal in received and self._requeue is not None:
             self._requeue(self._requeue_signal, None)
-        elif not keepers:
+        elif not last:
             _save_beside_others(trainer)
-
-    def _leave(self, trainer: Trainer, received: list[int]) -> NoReturn:
-        # A rank that Lightning started and that ends with another status would have the first one killed.
-        raise SystemExit(128 + received[0] if trainer.is_global_zero else 0)
 
     def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
         """Return the signals that any rank has received; a collective call."""
-        known = [signum for signum in (self._requeue_signal, signal.SIGTERM, signal.SIGINT) if signum is not None]
-        if trainer.world_size == 1:
-            return [signum for signum in known if signum in self._received]
-        flags = torch.tensor([float(signum in self._received) for signum in known], device=pl_module.device)
-        return [signum for signum, flag in zip(known, all_reduce(flags).tolist(), strict=True) if flag]
+        flags = torch.tensor([float(signum in self._received) for signum in self._handled], device=pl_module.device)
+        return [signum for signum, flag in zip(self._handled, all_reduce(flags).tolist(), strict=True) if flag]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse what nothing can go on from.
+        """Check that the run can be resumed from this point.
 
         Raises:
             RuntimeError: A rollout is being collected or learned from.
         """
-        if _is_between(trainer):
-            return
-        raise RuntimeError(
-            "a checkpoint was asked for in the middle of a rollout or its update, which no run can go on from: save in "
-            "on_train_batch_end or later"
-        )
+        if not _is_between_rollouts(trainer):
+            raise RuntimeError(
+                "a checkpoint in the middle of a rollout or its update cannot be resumed from: save in "
+                "on_train_batch_end or later"
+            )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep the `ModelCheckpoint`s, which come after this callback, from saving half an update."""
-        if _is_between(trainer):
+        """Keep each `ModelCheckpoint`, which Lightning calls after this callback, from saving half an update."""
+        if _is_between_rollouts(trainer):
             return
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "save_on_exception", False):
                 callback.save_on_exception = False  # type: ignore[attr-defined]
-                self._silenced.append(callback)
+                self._not_saving.append(callback)
                 rank_zero_warn(
-                    f"save_on_exception: {type(exception).__name__} came in the middle of a rollout or its update, so "
-                    "nothing was saved; go on from the last checkpoint"
+                    f"save_on_exception: nothing was saved, because {type(exception).__name__} was raised in the "
+                    "middle of a rollout or its update; resume from the last checkpoint"
                 )
 
 
 class EarlyTermination:
-    """Handler of SIGTERM in a program that is about to train: it cleans up and ends, with status 143.
+    """Handler of SIGTERM before training starts: the program cleans up and exits with status 143.
 
-    `InterruptionGuard` takes the signal over when training begins. A second signal ends the process at once.
+    A second signal kills the process. `InterruptionGuard` replaces this handler when training starts.
     """
 
     def __init__(self) -> None:
@@ -217,18 +210,18 @@ class EarlyTermination:
         self._trainer: Trainer | None = None
 
     def watch(self, trainer: Trainer) -> None:
-        """End the ranks that a Trainer has started, too."""
+        """Also end the ranks that this Trainer has started."""
         self._trainer = trainer
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """End the program.
 
         Raises:
-            SystemExit: The first time.
+            SystemExit: After the first signal.
         """
         now = time.monotonic()
-        if os.getpid() != self._process or (self._received and now - self._received > _SAME):
-            os._exit(128 + signum)  # a process that was forked has nothing to clean up
+        if os.getpid() != self._process or (self._received and now - self._received > _SAME_SIGNAL):
+            os._exit(128 + signum)  # a forked process has nothing to clean up
         if self._received:
             return
         self._received = now
@@ -236,14 +229,13 @@ class EarlyTermination:
             self._trainer.strategy.launcher.kill(signum)
         is_first = getattr(rank_zero_only, "rank", 0) == 0
         if is_first:
-            _write(f"\n{signal.Signals(signum).name}: stopping; a second signal stops at once\n")
-        # A rank that Lightning started and that ends with another status would have the first one killed.
-        raise SystemExit(128 + signum if is_first else 0)
+            _print(f"{signal.Signals(signum).name}: stopping; a second signal stops at once")
+        raise _exit_status(signum, is_first)
 
 
 @contextlib.contextmanager
 def early_termination() -> Iterator[EarlyTermination | None]:
-    """Have `EarlyTermination` handle SIGTERM within, unless the program has a handler of its own."""
+    """Handle SIGTERM with `EarlyTermination` inside the block, unless the program has its own handler."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield None
@@ -257,34 +249,39 @@ def early_termination() -> Iterator[EarlyTermination | None]:
 
 
 def _is_free(handler: object) -> bool:
-    """Whether a signal has no handler of the program's own."""
+    """Whether this is a default handler, not one of the program."""
     return handler in (signal.SIG_DFL, signal.default_int_handler) or isinstance(handler, EarlyTermination)
 
 
-def _ends_now(trainer: Trainer) -> bool:
-    """Whether the run is over with this rollout anyhow; a resumed one would not know, and go on."""
+def _is_over(trainer: Trainer) -> bool:
+    """Whether the run ends with this rollout anyway; a resumed run would not know that, and train longer."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     has_minimum = progress.processed >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
     return trainer.should_stop and has_minimum
 
 
 def _save_beside_others(trainer: Trainer) -> None:
-    """Save where the Trainer saves its checkpoints."""
+    """Save `interrupted.ckpt` in the folder of the first `ModelCheckpoint`."""
     folders = [c.dirpath for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.dirpath]
     if not folders:
-        rank_zero_warn("stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
+        rank_zero_warn("Stopped by a signal, and nothing was saved: the Trainer saves no checkpoints")
         return
     path = os.path.join(folders[0], "interrupted.ckpt")
     trainer.save_checkpoint(path)
     rank_zero_info(f"Stopped by a signal. Resume from {path}")
 
 
-def _is_between(trainer: Trainer) -> bool:
-    """Whether everything that was collected has been learned from, and no more."""
+def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:
+    # Lightning kills the first rank if a rank that it started exits with another status than 0.
+    return SystemExit(128 + signum if is_first_rank else 0)
+
+
+def _is_between_rollouts(trainer: Trainer) -> bool:
+    """Whether every collected rollout has been learned from completely."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     return not (getattr(trainer.lightning_module, "updating", False) or getattr(datamodule, "rollout_pending", False))
 
 
-def _write(message: str) -> None:
-    # Not `print`: the handler may have interrupted one.
-    os.write(2, message.encode())
+def _print(message: str) -> None:
+    # Not with `print`, which the signal may have interrupted.
+    os.write(2, f"\n{message}\n".encode())

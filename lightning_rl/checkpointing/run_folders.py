@@ -1,6 +1,6 @@
-"""Where a run keeps its files: `<root>/version_<n>/`, the same for logs, configuration and checkpoints.
+"""The folder of a run, `<root>/version_<n>/`, with its logs, configurations and checkpoints.
 
-Lightning numbers its log folders anew in each process, so `ckpt_path="last"` finds nothing there after a restart.
+(Lightning gives each process a new log folder, where `ckpt_path="last"` finds nothing after a restart.)
 """
 
 from __future__ import annotations
@@ -26,50 +26,46 @@ except ImportError:  # Windows
 
 
 RUNS = Path("runs")
-"""Where runs are that nothing else was said of, by algorithm and environment."""
+"""Default folder of all runs."""
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
-"""Configuration of the first start of a run; a resumed run with other settings adds `config-2.yaml`, and so on."""
+"""Configuration of the first start of a run; a resumed run with other options adds `config-2.yaml`, and so on."""
+_CONFIGS = re.compile(r"config(?:-(\d+))?\.yaml")
 _SHARED = "LIGHTNING_RL_RUN_DIR"
 _SCHEDULERS = ("SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 class RunLock:
-    """Keeps a run folder for one process; the operating system gives it back however the process ends."""
+    """Locks a run folder for one process; the operating system releases the lock when the process ends."""
 
     def __init__(self) -> None:
         self._folder: int | None = None
 
     def acquire(self, run_dir: Path) -> None:
-        """Take a folder; only the first of several ranks does, since the others may only guess which it is.
-
-        Args:
-            run_dir: The folder.
+        """Lock a folder on the first rank; other ranks may not know the right folder.
 
         Raises:
-            ConfigurationError: It cannot be written, or another process trains there.
+            ConfigurationError: The folder is not writable, or another process trains there.
         """
         if not _is_first_rank():
             return
-        make_folder("run folder", run_dir)  # that of an earlier run may be gone, or another's
+        make_folder("run folder", run_dir)
         if fcntl is None:
             return
-        folder = os.open(run_dir, os.O_RDONLY)
+        self._folder = os.open(run_dir, os.O_RDONLY)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(folder)
+            self.release()
             raise ConfigurationError(
                 f"ckpt_path: the run in {run_dir} has not ended, another process is training it: expected one that "
                 "has; jobs that run at the same time need a trainer.default_root_dir each"
             ) from None
-        except OSError:  # a file system without locks
-            os.close(folder)
-        else:
-            self._folder = folder
+        except OSError:  # the file system has no locks
+            self.release()
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         if self._folder is not None:
             os.close(self._folder)
             self._folder = None
@@ -83,14 +79,14 @@ def run_root(default_root_dir: str | None, algorithm: str, env_id: str) -> Path:
 
 
 def new_run_dir(root: Path) -> Path:
-    """Make the next free `version_<n>` folder, and return it.
+    """Make the next free `version_<n>` folder on the first rank, and return it.
 
-    Only the first of several ranks makes one. The processes that the Trainer starts on its machine are told which;
-    those that were started by `torchrun`, SLURM or by hand only guess: Lightning has the first rank write logs and
-    configuration, and tells the others where checkpoints go.
+    Processes that the Trainer starts on the same machine get the path from an environment variable. Ranks that were
+    started by `torchrun`, SLURM or by hand guess it, and write nothing there: Lightning's first rank writes logs and
+    configurations, and sends the path of checkpoints to the others.
 
     Raises:
-        ConfigurationError: It cannot be made.
+        ConfigurationError: The folder cannot be made.
     """
     version = 1 + max(map(_version, root.glob("version_*")), default=-1)
     if not _is_first_rank():
@@ -99,7 +95,7 @@ def new_run_dir(root: Path) -> Path:
         run_dir = root / f"version_{version}"
         try:
             run_dir.mkdir(parents=True)
-        except FileExistsError:  # taken by a run that was started at the same moment
+        except FileExistsError:  # another run started at the same moment
             version += 1
         except OSError as error:
             raise ConfigurationError(
@@ -110,65 +106,61 @@ def new_run_dir(root: Path) -> Path:
             return run_dir
 
 
-def configurations(run_dir: Path) -> list[Path]:
-    """Return the configurations of a run, from its first start to its last."""
-    further = [path for path in run_dir.glob("config-*.yaml") if _number_of(path) > 1]
-    return [path for path in (run_dir / CONFIG,) if path.is_file()] + sorted(further, key=_number_of)
-
-
-def next_configuration(run_dir: Path) -> Path:
-    """Return where a run keeps its next configuration."""
-    existing = configurations(run_dir)
-    return run_dir / (f"config-{_number_of(existing[-1]) + 1}.yaml" if existing else CONFIG)
-
-
-def _number_of(config: Path) -> int:
-    number = config.stem.partition("-")[2]
-    return int(number) if number.isdecimal() else 1
-
-
-def remove_empty(run_dir: Path) -> None:
-    """Remove the folder of a run that did not begin, and those of its setting that have no other, if they are empty."""
-    with contextlib.suppress(OSError):  # there is something in it
-        run_dir.rmdir()
-        for folder in run_dir.parents:
-            if folder.is_relative_to(RUNS):  # not what somebody may have made as `default_root_dir`
-                folder.rmdir()
-
-
-def _is_first_rank() -> bool:
-    """Return whether this process will be rank 0, before the ranks have met.
-
-    From what `torchrun` (`RANK`), the Trainer (`LOCAL_RANK`, `NODE_RANK`), SLURM or LSF have set; each only where those
-    before it have not, since SLURM's are also there in processes that something else has started.
-    """
-    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", *_SCHEDULERS) if name in os.environ), "0")
-    node = "0" if "RANK" in os.environ else os.environ.get("NODE_RANK", "0")
-    return int(rank) == 0 and int(node) == 0
-
-
 def _version(path: Path) -> int:
     number = path.name.removeprefix("version_")
     return int(number) if number.isdecimal() else -1
 
 
-def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
-    """Return the newest checkpoint of the runs under `root`, None if there is none.
+def configurations(run_dir: Path) -> list[Path]:
+    """Return the configurations of a run, from its first start to its last."""
+    return sorted(filter(_number_of, run_dir.glob("config*.yaml")), key=_number_of)
 
-    Where `last` is damaged, the newest intact checkpoint of the same run takes its place, with a warning.
+
+def next_configuration(run_dir: Path) -> Path:
+    """Return the path for the next configuration of a run."""
+    existing = configurations(run_dir)
+    return run_dir / (f"config-{_number_of(existing[-1]) + 1}.yaml" if existing else CONFIG)
+
+
+def _number_of(path: Path) -> int:
+    """Return the number of a configuration, 0 for other files."""
+    found = _CONFIGS.fullmatch(path.name)
+    return int(found[1] or 1) if found else 0
+
+
+def remove_empty(run_dir: Path) -> None:
+    """Remove the folder of a run that did not start, and its parents in `runs`, as far as they are empty."""
+    with contextlib.suppress(OSError):  # not empty
+        run_dir.rmdir()
+        for folder in run_dir.parents:
+            if folder.is_relative_to(RUNS):
+                folder.rmdir()
+
+
+def _is_first_rank() -> bool:
+    """Return whether this process will be rank 0; Lightning does not know yet."""
+    rank = next((os.environ[name] for name in ("RANK", "LOCAL_RANK", *_SCHEDULERS) if name in os.environ), "0")
+    node = "0" if "RANK" in os.environ else os.environ.get("NODE_RANK", "0")
+    return int(rank) == 0 and int(node) == 0
+
+
+def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool = False) -> Path | None:
+    """Return the newest checkpoint of the runs under `root`, or None.
+
+    A damaged `last` checkpoint is replaced by the newest intact one of the same run, with a warning.
 
     Args:
         root: Folder of the runs.
-        name: `last` for the newest of all, `best` for the newest whose name begins so.
-        resumable: Pass over those that hold weights only.
-        nested: Runs of several settings are there, each in folders of its own.
+        name: `last` for the newest checkpoint of all, `best` for the newest whose name starts so.
+        resumable: Skip checkpoints that have only weights.
+        nested: Also search the runs of several settings below `root`.
 
     Raises:
-        DamagedFileError: The best checkpoint is damaged, or all that can be resumed from of the newest run are.
+        DamagedFileError: The best checkpoint is damaged, or all suitable ones of the newest run are.
     """
     folders = "**/version_*" if nested else "version_*"
     found = root.glob(f"{folders}/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")
-    # Of two that were written in the same moment, the one that is called so.
+    # Of files of the same time, the one with the given name comes first.
     newest_first = sorted(found, key=lambda path: (path.stat().st_mtime, path.name.startswith(name)), reverse=True)
     damaged: list[tuple[Path, DamagedFileError]] = []
     for path in newest_first:
@@ -176,13 +168,12 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
             continue
         try:
             check_intact(path, "ckpt_path", "an intact checkpoint")
-            passed_over = _holds_weights_only(path) and resumable
         except DamagedFileError as error:
             if name == "best":
                 raise
             damaged.append((path, error))
             continue
-        if passed_over:
+        if resumable and _has_only_weights(path):
             continue
         for _, damage in damaged:
             rank_zero_warn(f"{damage}; taking {str(path)!r} instead, the newest intact checkpoint of the run")
@@ -192,21 +183,21 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
     return None
 
 
-def _holds_weights_only(path: Path) -> bool:
+def _has_only_weights(path: Path) -> bool:
     try:
         return is_weights_only(read_checkpoint(path, mapped=True))
-    except ConfigurationError:  # better named in an error than passed over
+    except ConfigurationError:  # not skipped: reading it again raises an error that names it
         return False
 
 
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
-    """Return the run folder in which training goes on from a checkpoint; None if it takes a new one.
+    """Return the folder of the run that a checkpoint continues, or None for a new one.
 
-    It goes on in the folder that the checkpoint lies in, unless a newer one lies there too: that is not overwritten.
+    A checkpoint continues in its own run folder, unless that has a later checkpoint, which would be overwritten.
 
     Args:
-        checkpoint: Where it lies.
-        env_steps: Its number of environment steps.
+        checkpoint: Path of the checkpoint.
+        env_steps: Environment steps of the checkpoint.
     """
     run_dir = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS:
@@ -217,23 +208,22 @@ def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
     try:
         check_intact(newest, "ckpt_path", "an intact checkpoint")
         later = read_checkpoint(newest, mapped=True)[CHECKPOINT_KEY]["env_steps"] > env_steps
-    except ConfigurationError:  # it was damaged, which is why another one was chosen
+    except ConfigurationError:  # damaged, which is why an older one was chosen
         later = True
     return None if later else run_dir
 
 
 def default_checkpoints(folder: Path, given: list[Callback], validates: bool) -> list[Callback]:
-    """Return what saves the newest checkpoint and, unless the configuration chooses by something else, the best one.
+    """Return callbacks that save the last checkpoint and, unless `given` monitors another value, the best one.
 
-    A `LastCheckpoint` of the configuration saves in the same folder unless it has its own: `--ckpt_path last` looks
-    there, wherever the logger writes.
+    A `LastCheckpoint` in `given` without its own folder saves to `folder`, where `--ckpt_path last` looks for it.
     """
     added: list[Callback] = []
     for callback in given:
         if isinstance(callback, LastCheckpoint) and callback.dirpath is None:
             callback.dirpath = str(folder)
-    chooses = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
-    if validates and not chooses:
+    monitors = any(isinstance(callback, ModelCheckpoint) and callback.monitor is not None for callback in given)
+    if validates and not monitors:
         added.append(ModelCheckpoint(folder, "best-{step}", monitor="val/episode_return", mode="max"))
     if not has_any(given, LastCheckpoint):
         added.append(LastCheckpoint(folder))

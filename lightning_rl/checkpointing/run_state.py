@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the weights."""
+"""The state of a run that a checkpoint holds besides weights and optimizers."""
 
 from __future__ import annotations
 
@@ -18,25 +18,22 @@ from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.rollouts.replay import Replay
 
 
-def _uses_cuda() -> bool:
-    # Asking for the generators would initialise CUDA in a process that computes on the CPU.
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-
-
 def random_state() -> dict[str, Any]:
-    """Return the states of the generators of Python, NumPy and torch, as tensors and plain values."""
+    """Return the states of the random generators of Python, NumPy and PyTorch as tensors and plain values."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    # Reading the generators would initialize CUDA in a process that uses only the CPU.
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": [version, list(words), gauss],
         "numpy": [kind, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
+        "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Take over what `random_state` returned; generators of devices that are missing here are left out."""
+    """Restore a result of `random_state`; CUDA is left out if the number of devices differs."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]
@@ -46,18 +43,15 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([one.cpu() for one in state["cuda"]])
 
 
-def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return, as tensors and plain values, the clock, what each rank has of its own, and what the run is like.
-
-    A collective call; what each rank has is there on rank 0 alone, which writes the checkpoint.
-    """
+def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
+    """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
     rewards, clock = module.reward_normalizer, module.clock
     of_this_rank = {
         "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
         "generator": module.generator.get_state(),
         "random": random_state(),
         "window": module.metrics.snapshot(),
-        "replays": {n: x for n, x in replay_states(module).items() if n not in module.not_in_checkpoints},
+        "replays": {n: x.state_dict() for n, x in module.replays.items() if n not in module.not_in_checkpoints},
     }
     return {
         "format": FORMAT,
@@ -75,49 +69,47 @@ def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _precision(module: Any) -> str | None:  # noqa: ANN401
-    """Return the precision of the module's Trainer; None without a Trainer."""
     try:
         return str(module.trainer.precision)
-    except RuntimeError:  # raised by Lightning for a module without a Trainer
+    except RuntimeError:  # no Trainer
         return None
 
 
-def replay_states(module: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return what this rank keeps of earlier rollouts, by name."""
-    return {name: replay.state_dict() for name, replay in module.replays.items()}
+def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
+    """Restore the random generators and discounted returns of one rank from its entry in `ranks`."""
+    module.generator.set_state(state["generator"].cpu())
+    set_random_state(state["random"])
+    if module.reward_normalizer is not None and state["discounted_return"] is not None:
+        module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)
 
 
-def restore_replays(module: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Take over what one rank kept of earlier rollouts, as far as the module has such replays."""
-    for name, stored in state["replays"].items():
-        if name in module.replays:
-            module.replays[name].load_state_dict(stored)
-
-
-def restore_own_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
-    """Take over what this rank kept of earlier rollouts; where ranks are new, all begin without, and that is said.
+def restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
+    """Restore the earlier rollouts that this rank keeps; warn if more ranks than before make that impossible.
 
     Args:
-        module: Whatever it kept until now is dropped where it goes on from a checkpoint.
-        ranks: What each of the ranks that there were had of its own; none where it does not.
+        module: The algorithm. Its own replays are dropped first if the run is resumed.
+        ranks: The entry `ranks` of the checkpoint; empty if the run is not resumed.
     """
     for replay in module.replays.values() if ranks else ():
         replay.clear()
+    stored: Mapping[str, Any]
     if module.global_rank < len(ranks) >= module.trainer.world_size:
         dtype = next(module.policy.parameters()).dtype
-        restore_replays(module, _in_precision_of(dtype, ranks[module.global_rank]))
+        stored = _in_precision_of(dtype, ranks[module.global_rank]["replays"])
+        for name in stored.keys() & module.replays.keys():
+            module.replays[name].load_state_dict(stored[name])
         return
-    # All of them, since they take each step together: from what is new alone, or from what they keep as well.
-    stored: Mapping[str, Any] = ranks[0]["replays"] if ranks else {}
+    # All ranks start without replays: each step needs old rows from all of them, or from none.
+    stored = ranks[0]["replays"] if ranks else {}
     if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
         rank_zero_warn(
-            f"What {type(module).__name__} has kept of earlier rollouts ({', '.join(lost)}) is dropped: there are "
-            f"{module.trainer.world_size} ranks, and were {len(ranks)}; those that are new have none of it"
+            f"The rollouts that {type(module).__name__} keeps ({', '.join(lost)}) are dropped: the run now has "
+            f"{module.trainer.world_size} ranks instead of {len(ranks)}, and new ranks have none"
         )
 
 
 def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
-    """Return what is stored with float64 where parameters have it, and nowhere else: one batch has old and new rows."""
+    """Return stored rows in the precision of new ones, since a batch has both: float64 with float64 parameters only."""
     if isinstance(stored, Tensor):
         if dtype == torch.float64:
             return stored.double() if stored.is_floating_point() else stored
@@ -128,15 +120,7 @@ def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - 
 
 
 def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
-    """Whether there is anything in the stored state of an empty replay."""
+    """Whether the stored state of an empty replay contains rollouts."""
     filled = copy.deepcopy(replay)
     filled.load_state_dict({**state})
     return filled.num_bytes > 0
-
-
-def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
-    """Take over what one rank had of its own."""
-    module.generator.set_state(state["generator"].cpu())
-    set_random_state(state["random"])
-    if module.reward_normalizer is not None and state["discounted_return"] is not None:
-        module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)

@@ -1,4 +1,4 @@
-"""Begin a run with parameters of another one: what fits is taken over, what does not is listed."""
+"""Starts a run with parameters from a checkpoint of another run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_rl.validation import ConfigurationError, check
 
 
 class WarmStart(NamedTuple):
-    """What became of each tensor of the parts that were asked for.
+    """Names of the tensors that were loaded, and of the others with the reason; `str` gives a report.
 
     Attributes:
-        loaded: Names of those taken over.
-        other_shape: Those of another shape here, left as they were: name → (shape here, shape in the checkpoint).
-        other_scale: Those of a reward normaliser that divides by something else, left as they were.
-        not_stored: Those that the checkpoint does not have, left as they were.
-        not_here: Those that only the checkpoint has.
+        loaded: Tensors that were loaded.
+        other_shape: Kept, because the shapes differ: name → (shape here, shape in the checkpoint).
+        other_scale: Kept, because the reward normalizer uses another scale.
+        not_stored: Kept, because the checkpoint does not have them.
+        not_here: Tensors that only the checkpoint has.
     """
 
     loaded: list[str]
@@ -32,56 +32,54 @@ class WarmStart(NamedTuple):
     not_here: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.loaded)} tensors were taken over: {', '.join(self.loaded) or 'none'}"]
         shapes = [f"{name} {here}, stored {stored}" for name, (here, stored) in self.other_shape.items()]
-        for names, what in (
-            (shapes, "left as they were, since their shapes differ"),
-            (self.other_scale, "left as they were, since normalization.rewards is another"),
-            (self.not_stored, "left as they were, since the checkpoint does not have them"),
-            (self.not_here, "not used, since nothing here is called so"),
-        ):
-            if names:
-                lines.append(f"{len(names)} {what}: {', '.join(names)}")
+        groups = {
+            "unchanged because of their shapes": shapes,
+            "unchanged because normalization.rewards differs": self.other_scale,
+            "unchanged because the checkpoint does not have them": self.not_stored,
+            "in the checkpoint only": self.not_here,
+        }
+        lines = [f"{len(self.loaded)} tensors loaded: {', '.join(self.loaded) or 'none'}"]
+        lines += [f"{len(names)} {reason}: {', '.join(names)}" for reason, names in groups.items() if names]
         return "\n  ".join(lines)
 
 
 def warm_start(
     module: LightningModule, checkpoint: Mapping[str, Any], parts: Sequence[Part] | None, source: str
 ) -> WarmStart:
-    """Copy into `module` what fits of the parameters in a checkpoint.
+    """Copy the parameters that fit from a checkpoint into `module`.
 
     Args:
         module: An algorithm.
-        checkpoint: Of the same algorithm or another one.
-        parts: Those to take; None takes all, as far as they are there.
-        source: Where it comes from, for errors.
+        checkpoint: A checkpoint of any algorithm.
+        parts: Parts to load; None loads all that fit.
+        source: Name of the checkpoint in error messages.
 
     Raises:
-        ConfigurationError: There is no such part, or nothing of one that was asked for fits.
+        ConfigurationError: A part is unknown, or none of its tensors fits.
     """
     for part in parts or ():
         check(part in PARTS, "init_parts", part, f"some of {', '.join(PARTS)}")
     wanted = set(parts or PARTS)
-    own: dict[str, Any] = {name: x for name, x in module.state_dict().items() if part_of(name) in wanted}
-    stored: Mapping[str, Tensor] = checkpoint["state_dict"]
-    given = {name: x for name, x in stored.items() if part_of(name) in wanted}
-    both = [name for name in own if name in given]
-    scales = [reward_scale(x["normalization"]["rewards"]) for x in (module.hparams, checkpoint["hyper_parameters"])]
-    other_scale = [name for name in both if name.startswith("reward_normalizer.") and scales[0] != scales[1]]
+    own: dict[str, Tensor] = {name: x for name, x in module.state_dict().items() if part_of(name) in wanted}
+    stored: dict[str, Tensor] = {name: x for name, x in checkpoint["state_dict"].items() if part_of(name) in wanted}
+    both = [name for name in own if name in stored]
+    here, there = (
+        reward_scale(x["normalization"]["rewards"]) for x in (module.hparams, checkpoint["hyper_parameters"])
+    )
+    other_scale = [name for name in both if name.startswith("reward_normalizer.") and here != there]
     result = WarmStart(
-        loaded=[name for name in both if own[name].shape == given[name].shape and name not in other_scale],
-        other_shape={n: (tuple(own[n].shape), tuple(given[n].shape)) for n in both if own[n].shape != given[n].shape},
+        loaded=[name for name in both if own[name].shape == stored[name].shape and name not in other_scale],
+        other_shape={n: (tuple(own[n].shape), tuple(stored[n].shape)) for n in both if own[n].shape != stored[n].shape},
         other_scale=other_scale,
-        not_stored=[name for name in own if name not in given],
-        not_here=[name for name in given if name not in own],
+        not_stored=[name for name in own if name not in stored],
+        not_here=[name for name in stored if name not in own],
     )
     filled = {part_of(name) for name in result.loaded}
-    for part in parts or ():
-        if part not in filled:
-            raise ConfigurationError(f"init_from={source!r}: nothing of the part {part!r} fits. {result}")
-    if not filled:
-        raise ConfigurationError(f"init_from={source!r}: nothing fits. {result}")
+    missing = [f"of the part {part!r} " for part in parts or () if part not in filled]
+    if missing or not filled:
+        raise ConfigurationError(f"init_from={source!r}: nothing {missing[0] if missing else ''}fits. {result}")
     with torch.no_grad():
         for name in result.loaded:
-            own[name].copy_(given[name])
+            own[name].copy_(stored[name])
     return result

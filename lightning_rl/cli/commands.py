@@ -7,10 +7,9 @@ from lightning_rl.cli.errors import end_with_message
 from lightning_rl.cli.parser import CommandParser, as_list, relative, say
 from lightning_rl.tools.curves import Statistic
 from lightning_rl.tools.export import PROGRAMS, TOLERANCE, ExportFormat, ProgramName
-from lightning_rl.tools.export.checkpoint import export_checkpoint
 from lightning_rl.tools.hub import pull_from_hub, push_to_hub
 from lightning_rl.tools.plots import draw_runs
-from lightning_rl.tools.trained import config_of, find_trained
+from lightning_rl.tools.trained import config_of, export_checkpoint, find_trained
 from lightning_rl.training.warning_filters import filter_command_line_warnings
 
 

@@ -1,10 +1,7 @@
-"""Checkpoints on the Hugging Face Hub, with what is needed to use and to judge them.
+"""Shares checkpoints on the Hugging Face Hub, with configuration, score and model card.
 
-A repository holds the checkpoint as it is, the configuration of its run, its score and a model card. Loading a
-checkpoint that somebody else wrote executes nothing of theirs: a class that it, or the configuration beside it, names
-is constructed only if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`,
-`gymnasium`, of trusted packages and already imported ones is imported. A configuration that is given with `--config`
-or `config` is trusted, so read it first.
+Loading a checkpoint of somebody else executes none of their code; see `lightning_rl.tools.trained.load_algorithm`. A
+configuration given with `--config` or `config` is trusted, so read it first.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,7 +34,7 @@ CHECKPOINT = "model.ckpt"
 SCORE = "score.json"
 CARD = "README.md"
 FILES = (CHECKPOINT, CONFIG, SCORE, CARD)
-"""What a repository holds; the configuration only where the run had one."""
+"""Files in a repository. The configuration is missing if the run had none."""
 
 
 def make_hub_folder(
@@ -48,34 +46,33 @@ def make_hub_folder(
     config: str | Path | None = None,
     repo_id: str = "OWNER/NAME",
 ) -> Path:
-    """Write what a repository holds (`FILES`) into a folder; nothing is sent anywhere.
+    """Write the files of a repository (`FILES`) into a folder; nothing is uploaded.
 
     Args:
-        folder: A new or empty one.
-        ckpt_path: The checkpoint, which is copied.
-        score: How well it does.
-        env_id: In which environment.
+        folder: A new or empty folder.
+        ckpt_path: The checkpoint to copy.
+        score: Score of the policy.
+        env_id: Environment of the score.
         config: Configuration of the run; None takes the one in its folder, if there is one.
-        repo_id: What the model card calls the repository.
+        repo_id: Name of the repository in the model card.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigurationError: There is something in the folder, or it is no checkpoint of this package.
+        ConfigurationError: The folder is not empty, or the file is not a checkpoint of this package.
     """
     hub = _huggingface_hub()
     folder = Path(folder)
     check(not folder.exists() or not any(folder.iterdir()), "folder", str(folder), "a new or an empty folder")
-    checkpoint = read_checkpoint(ckpt_path, "ckpt_path")
+    state = read_checkpoint(ckpt_path, "ckpt_path")[CHECKPOINT_KEY]
     config = config_of(ckpt_path) if config is None else config_file(config)
-    state = checkpoint[CHECKPOINT_KEY]
     facts = {
         "algorithm": state["algorithm"],
         "env_id": env_id,
         "env_steps": state["env_steps"],
-        "version": state["version"] or __version__,
-        "score": score.as_dict(),
+        "version": state["version"],
+        "score": asdict(score),
     }
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(ckpt_path, folder / CHECKPOINT)
@@ -96,32 +93,31 @@ def push_to_hub(
     message: str | None = None,
     trust: Sequence[str] = (),
 ) -> str:
-    """Play test episodes, and put the checkpoint with their score on the Hub, as whom `hf auth login` has made known.
+    """Play test episodes, and upload the checkpoint with its score to the Hub.
 
-    A `config` that is given is trusted. In the checkpoint and in a configuration beside it, a class is constructed only
-    if it is a subclass of what its field expects, and no module but those of `lightning_rl`, `torch`, `gymnasium`, of
-    packages in `trust` and already imported ones is imported.
+    Log in with `hf auth login` first. A given `config` is trusted; classes in the checkpoint, and in a configuration
+    beside it, are trusted as in `lightning_rl.tools.trained.load_algorithm`.
 
     Args:
-        repo_id: `owner/name`; made if there is none.
+        repo_id: `owner/name`; the repository is made if there is none.
         ckpt_path: The checkpoint.
         config: Configuration of the run; None takes the one in its folder, if there is one.
-        episodes: How many to play for the score.
-        private: Whether a repository that is made can be seen by its owner alone.
-        message: Of the commit; None says how many environment steps the policy has seen.
+        episodes: Number of episodes for the score.
+        private: Whether a new repository is private.
+        message: Commit message; by default with the environment steps of the policy.
         trust: Packages whose modules may be imported: `["my_package"]`.
 
     Returns:
         The address of the commit.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, its environment is not known, a class in it is not
-            trusted, or the Hub refuses.
+        ConfigurationError: The file is not a checkpoint of this package, its environment is unknown, a class in it is
+            not trusted, or the Hub refuses the upload.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
-    if hub.get_token() is None:  # before anything is played
-        raise ConfigurationError("the Hub does not know who you are: expected `hf auth login`, or a token in HF_TOKEN")
+    if hub.get_token() is None:  # before episodes are played
+        raise ConfigurationError("not logged in to the Hub: expected `hf auth login`, or a token in HF_TOKEN")
     trust = [trust] if isinstance(trust, str) else trust
     model = load_algorithm(ckpt_path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
     data = load_data(ckpt_path, config, trust)
@@ -131,25 +127,25 @@ def push_to_hub(
         make_hub_folder(folder, ckpt_path, score, data.spec.env_id, config=config, repo_id=repo_id)
         api = hub.HfApi(library_name="lightning-rl", library_version=__version__)
         message = message or f"{type(model).__name__} after {model.env_steps} environment steps"
-        with _talking_about(repo_id):
+        with _hub_errors(repo_id):
             api.create_repo(repo_id, private=private, exist_ok=True)
             return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
 
 
 def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Path | None = None) -> Path:
-    """Fetch what a repository holds, and return the checkpoint, beside which the rest lies; nothing is constructed.
+    """Download a repository and return the path of its checkpoint, beside the other files.
 
     Args:
         repo_id: `owner/name`.
-        revision: A branch, tag or commit; None: the newest.
-        folder: Where to; None: the cache of `huggingface_hub`.
+        revision: A branch, tag or commit; None is the newest.
+        folder: Folder for the files; None is the cache of `huggingface_hub`.
 
     Raises:
-        ConfigurationError: There is no checkpoint of this package in the repository, or no such repository.
+        ConfigurationError: The download fails, or there is no checkpoint of this package in the repository.
     """
     hub = _huggingface_hub()
     _check_repo_id(repo_id)
-    with _talking_about(repo_id):
+    with _hub_errors(repo_id):
         found = hub.snapshot_download(repo_id, revision=revision, local_dir=folder, allow_patterns=list(FILES))
     path = Path(found) / CHECKPOINT
     check(path.is_file(), "repo_id", repo_id, f"a repository with a {CHECKPOINT}")
@@ -158,8 +154,8 @@ def pull_from_hub(repo_id: str, *, revision: str | None = None, folder: str | Pa
 
 
 @contextlib.contextmanager
-def _talking_about(repo_id: str) -> Iterator[None]:
-    """Say in one message what went wrong between this machine and the Hub, whichever library noticed it."""
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn the errors of all libraries behind the Hub's client into one `ConfigurationError`."""
     try:
         yield
     except Exception as error:
@@ -171,7 +167,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, has_config: bool) -> str:
-    """Return the model card: data that the Hub reads, then what a reader wants to know."""
+    """Return the model card: metadata for the Hub, then text."""
     result = hub.EvalResult(
         task_type="reinforcement-learning",
         task_name="reinforcement-learning",
@@ -193,7 +189,7 @@ def _card(hub: ModuleType, facts: dict[str, Any], score: Score, repo_id: str, ha
     if has_config:
         shell = (
             f"\n```bash\nlightning-rl pull {repo_id} --folder .\n{resume}\n```\n\n"
-            f"`--config` trusts `{CONFIG}`: whatever it names is imported and constructed, so read it first.\n"
+            f"`--config` trusts `{CONFIG}`: all classes in it are imported and constructed, so read it first.\n"
         )
     return f"""---
 {data.to_yaml()}
@@ -215,9 +211,9 @@ model = load_algorithm(pull_from_hub("{repo_id}"))
 action = model.act(observation)
 ```
 
-`load_algorithm` unpickles nothing. It constructs a class that the checkpoint names only if it is a subclass of what
-its field expects, and imports no module but those of `lightning_rl`, `torch` and `gymnasium`, unless you have imported
-it or trust it: `load_algorithm(path, trust=["my_package"])`.
+`load_algorithm` unpickles nothing. It constructs a class that the checkpoint names only if it is a subclass of the
+class that its field expects. It imports modules only from `lightning_rl`, `torch`, `gymnasium` and packages that you
+have imported or trust: `load_algorithm(path, trust=["my_package"])`.
 {shell}"""
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint as what it is good for: its algorithm, the environments it was trained on, how well it does there."""
+"""Uses of a checkpoint: load its algorithm and environments, play episodes, export its policy."""
 
 from __future__ import annotations
 
@@ -24,23 +24,31 @@ from lightning_rl.environments.seeding import TESTING
 from lightning_rl.files import check_intact, read_yaml
 from lightning_rl.nested import Nested, map_leaves
 from lightning_rl.options import nested
+from lightning_rl.tools.export.policy import (
+    FOLDER_PATTERN,
+    ExportFormat,
+    ProgramName,
+    check_folder,
+    check_options,
+    export_policy,
+)
 from lightning_rl.tools.shipped_configs import resolve
 from lightning_rl.validation import ConfigurationError, check_positive_int, import_class, loading
 
-_MOST_STEPS = 8
+_MAX_STEPS = 8
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True)
 class Score:
-    """What whole episodes gave.
+    """Returns of complete episodes.
 
     Attributes:
-        mean: Of the returns: undiscounted sums of raw rewards.
+        mean: Mean of the undiscounted sums of raw rewards.
         std: Their standard deviation.
-        episodes: How many there were.
-        deterministic: Whether the mode of the policy was played rather than samples.
-        metric: What it is called in a log.
+        episodes: Number of episodes.
+        deterministic: Whether actions were the mode of the policy instead of samples.
+        metric: Name of the mean in logs.
     """
 
     mean: float
@@ -49,25 +57,22 @@ class Score:
     deterministic: bool
     metric: str = "test/episode_return"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
-
 
 def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] = ()) -> OnPolicyAlgorithm:
-    """Return the algorithm in a checkpoint, of whichever class it is, on the CPU.
+    """Return the algorithm in a checkpoint, of any class, on the CPU.
 
-    A class that the checkpoint names is constructed only if it is a subclass of what its field expects, and no module
-    but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported.
+    Nothing is unpickled. A class that the checkpoint names is constructed only if it is a subclass of the class that
+    its field expects. Modules are imported only from `lightning_rl`, `torch`, `gymnasium` and packages in `trust`,
+    unless they are already imported.
 
     Args:
         path: The checkpoint.
-        field: The option that named it, for errors.
+        field: The option that names it, for errors.
         trust: Packages whose modules may be imported: `["my_package"]`.
 
     Raises:
-        ConfigurationError: It is no checkpoint of this package, or its class is not known; or a class in it is not
-            trusted, cannot be imported or is another one than its field expects.
+        ConfigurationError: The file is not a checkpoint of this package, its algorithm is unknown, or a class in it is
+            not trusted, cannot be imported or does not fit its field.
     """
     check_intact(path, field, "an intact checkpoint")
     checkpoint = read_checkpoint(path, field, mapped=True)
@@ -79,22 +84,22 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
             found = import_class("_class_path", name, OnPolicyAlgorithm)
     if not isinstance(found, type) or not issubclass(found, OnPolicyAlgorithm):
         raise ConfigurationError(
-            f"{field}={str(path)!r} is of the class {name!r}, which is none of this package: expected one that the "
-            "command line trained; load it by its own class's load_from_checkpoint"
+            f"{field}={str(path)!r} is of the class {name!r}, which is not in lightning_rl: expected a checkpoint of "
+            "the command line; load this one with its own class's load_from_checkpoint"
         )
     return found.load_from_checkpoint(path, map_location="cpu", trust=trust)
 
 
 def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
-    """Return a checkpoint that was given as a file, or as `last` or `best`.
+    """Return the path of a checkpoint that is given as a file, or as `last` or `best`.
 
     Args:
-        given: A file; or the newest checkpoint, or the newest of the best ones.
-        config: A configuration, a file or the name of a shipped one, of whose algorithm and environment it has to be;
-            None takes any under `runs`.
+        given: A file, or `last` for the newest checkpoint, or `best` for the newest of the best ones.
+        config: Configuration, a file or the name of a shipped one, whose algorithm and environment are searched; None
+            searches all of `runs`.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such checkpoint.
     """
     if given not in ("last", "best"):
         return Path(given)
@@ -113,22 +118,24 @@ def _root_of(config: Path) -> Path:
     algorithm = model.get("class_path") if isinstance(model, dict) else model
     env_id = data.get("init_args", data).get("env_id") if isinstance(data, dict) else None
     if algorithm is None or env_id is None:
-        raise ConfigurationError(f"config={str(config)!r} has no model or no env_id: expected the one of a run")
+        raise ConfigurationError(
+            f"config={str(config)!r} has no model or no env_id: expected the configuration of a run"
+        )
     root = (content.get("trainer") or {}).get("default_root_dir")
     return run_root(root, algorithm.rpartition(".")[2], env_id)
 
 
 def config_of(path: str | Path) -> Path | None:
-    """Return the newest configuration in the run folder of a checkpoint, or beside it; None where there is none."""
+    """Return the newest configuration in the run folder of a checkpoint, or beside the checkpoint, or None."""
     folder = Path(path).absolute().parent
     return next((found[-1] for place in (folder.parent, folder) if (found := configurations(place))), None)
 
 
 def config_file(given: str | Path) -> Path:
-    """Return the file of a configuration, given as such or as the name of a shipped one.
+    """Return the path of a configuration that is given as a file, or as the name of a shipped one.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: There is no such configuration.
     """
     try:
         path = Path(resolve(str(given)))
@@ -140,10 +147,10 @@ def config_file(given: str | Path) -> Path:
 
 
 def modules_named_in(config: str | Path | None) -> list[str]:
-    """Return the modules of all dotted paths in a configuration that the user has named: they are trusted.
+    """Return the modules of all class paths in a configuration, which the user trusts by naming it.
 
     Args:
-        config: A file or the name of a shipped one; None: no modules.
+        config: A file, the name of a shipped one, or None for no modules.
     """
     content = None if config is None else read_yaml(config_file(config), "config")
     return sorted({text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)})
@@ -160,66 +167,39 @@ def _strings(content: Any) -> Iterator[str]:  # noqa: ANN401 - YAML
 def load_data(path: str | Path, config: str | Path | None = None, trust: Sequence[str] = ()) -> RolloutDataModule:
     """Return the environments that a checkpoint was trained on.
 
-    A `config` that is given is trusted: whatever it names is imported and constructed. In the checkpoint and in a
-    configuration beside it, a class is constructed only if it is a subclass of what its field expects, and no module
-    but those of `lightning_rl`, `torch`, `gymnasium`, of packages in `trust` and already imported ones is imported;
-    other options are plain data.
+    Everything in a given `config` is trusted. Classes in the checkpoint, and in a configuration beside it, are trusted
+    as in `load_algorithm`; other options are plain data.
 
     Args:
         path: The checkpoint.
-        config: Configuration of the run, a file or the name of a shipped one; None takes that of `config_of`, or
-            without one what the checkpoint says.
+        config: Configuration of the run, a file or the name of a shipped one. None takes the result of `config_of` or,
+            without one, the options in the checkpoint.
         trust: Packages whose modules may be imported: `["my_package"]`.
 
     Raises:
-        ConfigurationError: The configuration has no data, or neither says which environments these were; or a class is
-            not trusted, cannot be imported or is another one than its field expects.
+        ConfigurationError: The environments are unknown, or a class is not trusted, cannot be imported or does not fit
+            its field.
     """
     if config is not None:
         return _from_config(config_file(config))
     if (beside := config_of(path)) is not None:
         with loading(trust):
-            kind, options = _environments(_data_of(beside))
-            return _from_plain_data(kind, options, f"config={str(beside)!r}")
+            return _from_plain_data(*_class_and_options(beside), f"config={str(beside)!r}")
     checkpoint = read_checkpoint(path, "path")
     parts = [checkpoint.get(kind.__qualname__, {}) for kind in (RolloutDataModule, RecordedEpisodes)]
     stored: dict[str, Any] = next((part["settings"] for part in parts if "settings" in part), {})
     if "env_id" not in stored:
-        raise ConfigurationError(f"config: nothing says which environment {path} is for: expected the file of its run")
+        raise ConfigurationError(f"config: the environment of {path} is unknown: expected the configuration of its run")
     with loading(trust):
         return _from_plain_data(RolloutDataModule, nested(stored), f"path={str(path)!r}")
 
 
-def _data_of(config: Path) -> dict[str, Any]:
-    """Return the part of a configuration that is about the data."""
+def _class_and_options(config: Path) -> tuple[type[RolloutDataModule], dict[str, Any]]:
+    """Return the data class in a configuration and its options, without recorded episodes: playing needs none."""
     content = read_yaml(config, "config")
     data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict):
         raise ConfigurationError(f"config={str(config)!r} has no data: expected the configuration of a run")
-    return data
-
-
-def _from_plain_data(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
-    """Construct environments from loaded data; the parser of configurations would construct what is nested in it."""
-    try:
-        return kind(**options)
-    except TypeError as error:
-        raise ConfigurationError(f"{named}: data: {error}") from error
-
-
-def _from_config(path: Path) -> RolloutDataModule:
-    kind, data = _environments(_data_of(path))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, "data", fail_untyped=False)
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # older releases call it so
-    try:
-        return instantiate(parser.parse_object({"data": data})).data  # type: ignore[no-any-return]
-    except ArgumentError as error:
-        raise ConfigurationError(f"config={str(path)!r}: {error}") from error
-
-
-def _environments(data: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
-    """Return the class of a configuration's data, and its options; recorded episodes are not needed to play."""
     if "class_path" not in data:
         return RolloutDataModule, data
     module, _, name = str(data["class_path"]).rpartition(".")
@@ -229,29 +209,48 @@ def _environments(data: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     return import_class("data", data["class_path"], RolloutDataModule), options
 
 
+def _from_plain_data(kind: type[RolloutDataModule], options: dict[str, Any], named: str) -> RolloutDataModule:
+    """Construct environments from data that is not trusted; a parser would construct all classes in it."""
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ConfigurationError(f"{named}: data: {error}") from error
+
+
+def _from_config(path: Path) -> RolloutDataModule:
+    kind, options = _class_and_options(path)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "data", fail_untyped=False)
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name in older releases
+    try:
+        return instantiate(parser.parse_object({"data": options})).data  # type: ignore[no-any-return]
+    except ArgumentError as error:
+        raise ConfigurationError(f"config={str(path)!r}: {error}") from error
+
+
 def play_episodes(
     model: LightningModule, data: RolloutDataModule, episodes: int, seed: int = 0
 ) -> tuple[Score, list[Nested]]:
-    """Play whole test episodes.
+    """Play complete test episodes.
 
     Args:
         model: An algorithm of this package.
         data: The environments.
-        episodes: How many.
-        seed: Root of the seeds of environments and actions.
+        episodes: Number of episodes.
+        seed: Seed of environments and actions.
 
     Returns:
-        What they gave, and the observations of the first steps, each `[B, *shape]`.
+        The score, and the observations of the first steps, each `[B, *shape]`.
     """
     check_positive_int("episodes", episodes)
     algorithm: Any = model
-    watched = _Watched(algorithm.policy)
+    policy = _ObservedPolicy(algorithm.policy)
     evaluator = Evaluator(data.eval_spec, data.evaluation.num_envs)
     deterministic = data.evaluation.deterministic
     parameter = next(algorithm.policy.parameters())
     try:
         played = evaluator.run_episodes(
-            watched,
+            policy,
             (data.observation_space, data.action_space),
             episodes,
             (seed, TESTING, 0),
@@ -263,13 +262,13 @@ def play_episodes(
     finally:
         evaluator.close()
     returns = [episode.episode_return for episode in played]
-    return Score(fmean(returns), pstdev(returns), len(returns), deterministic), watched.observations
+    return Score(fmean(returns), pstdev(returns), len(returns), deterministic), policy.observations
 
 
-class _Watched:
-    """A policy of which the first observations are kept."""
+class _ObservedPolicy:
+    """Acts like a policy and keeps its first observations."""
 
-    def __init__(self, policy: Any) -> None:  # noqa: ANN401 - of any make
+    def __init__(self, policy: Any) -> None:  # noqa: ANN401 - any kind of policy
         self.policy = policy
         self.observations: list[Nested] = []
 
@@ -283,7 +282,43 @@ class _Watched:
         deterministic: bool = False,
         **memory: Nested,
     ) -> Any:  # noqa: ANN401
-        """Act as the policy does."""
-        if len(self.observations) < _MOST_STEPS:
+        if len(self.observations) < _MAX_STEPS:
             self.observations.append(map_leaves(torch.clone, observations))
         return self.policy.act(observations, generator, deterministic, **memory)
+
+
+def export_checkpoint(
+    path: Path,
+    format: ExportFormat,
+    output: str | Path | None,
+    programs: Sequence[ProgramName],
+    config: str | None = None,
+    episodes: int = 10,
+    trust: Sequence[str] = (),
+) -> tuple[Path, str, Score, int]:
+    """Play episodes, write the programs of the policy, and compare their actions with the policy.
+
+    Args:
+        path: The checkpoint.
+        format: Format of the programs.
+        output: The folder; by default in `policies` in the run folder.
+        programs: The programs to write.
+        config: Configuration of the run; None takes the one in its folder.
+        episodes: Number of episodes for the score.
+        trust: Packages whose modules the checkpoint may name.
+
+    Returns:
+        The folder, the id of the environment, the score, and the number of steps whose actions were compared.
+    """
+    check_options(format, programs)
+    model = load_algorithm(path, "ckpt_path", trust=[*trust, *modules_named_in(config)])
+    beside = path.absolute().parent.parent / "policies"
+    folder = output or beside / f"{format}-{FOLDER_PATTERN.format(model.env_steps)}"
+    check_folder("output", folder, format, programs)  # before episodes are played, which takes a while
+    data = load_data(path, config, trust)
+    score, observations = play_episodes(model, data, episodes)
+    env_id = data.spec.env_id
+    written = export_policy(
+        model, folder, env_id, format=format, programs=programs, observations=observations, score=asdict(score)
+    )
+    return written, env_id, score, len(observations)

@@ -54,7 +54,7 @@ def test_a_write_that_fails_leaves_the_one_before_and_no_rest(call, path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
-    expected = r"checkpoint '.*last\.ckpt' could not be written: No space left on device; the one before is unchanged"
+    expected = r"checkpoint '.*last\.ckpt' could not be written: No space left on device; earlier checkpoints are unch"
     with pytest.raises(CheckpointFailure, match=expected):
         AtomicCheckpointIO().save_checkpoint(AFTER, path)
     assert torch.equal(stored(path), BEFORE["weights"])
@@ -63,7 +63,9 @@ def test_a_write_that_fails_leaves_the_one_before_and_no_rest(call, path, monkey
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointFailure, match=r"'.*file/last\.ckpt' could not be written: .*; earlier ones are unch"):
+    with pytest.raises(
+        CheckpointFailure, match=r"'.*file/last\.ckpt' could not be written: .*; earlier checkpoints are unch"
+    ):
         AtomicCheckpointIO().save_checkpoint(AFTER, tmp_path / "file/last.ckpt")
 
 

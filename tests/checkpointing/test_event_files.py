@@ -15,7 +15,7 @@ from lightning_rl.cli.main import main
 from tests.cli.test_main import SMALL
 from tests.helpers import make_data, make_model, make_trainer
 
-MESSAGE = r"log '.*events\.out\.tfevents\.[^']*' could not be written: No space left on device\. Make room"
+MESSAGE = r"log '.*events\.out\.tfevents\.[^']*' could not be written: No space left on device\. Free some space"
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 

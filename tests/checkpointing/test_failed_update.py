@@ -69,7 +69,7 @@ def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Pat
     rollouts = [random_rollout(model.policy) for _ in range(num_rollouts)]
     with pytest.raises(FloatingPointError) as caught:
         make_trainer(default_root_dir=folder, **trainer).fit(model, FixedRollouts(rollouts, model))
-    found = re.search(r"FailedUpdate\.load\('(.*)'\)\.replay\(\) makes it again$", str(caught.value))
+    found = re.search(r"FailedUpdate\.load\('(.*)'\)\.replay\(\) repeats it$", str(caught.value))
     assert found is not None, caught.value
     return Path(found[1])
 
@@ -163,7 +163,7 @@ def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
     before = parameters_of(model)
     rollouts = [random_rollout(model.policy) for _ in range(4)]
     trainer = make_trainer(logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
-    with pytest.warns(UserWarning, match="left out, 1 of at most debug.max_skipped_updates=1 times in a row"):
+    with pytest.warns(UserWarning, match="skipped, 1 of at most debug.max_skipped_updates=1 times in a row"):
         trainer.fit(model, FixedRollouts(rollouts, model))
     assert model.policy_version == 4
     assert [value for _, value in logger.rows("train/skipped_updates")] == [1, 0, 1, 0]
@@ -215,7 +215,9 @@ def test_what_is_no_failed_update_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"does not exist: expected a file that a failed update has left"):
         FailedUpdate.load(tmp_path / "nothing.pt")
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
-    with pytest.raises(ConfigurationError, match=r"was not left by a failed update"):
+    with pytest.raises(
+        ConfigurationError, match=r"is another kind of file: expected a file that a failed update has left"
+    ):
         FailedUpdate.load(tmp_path / "other.pt")
 
 

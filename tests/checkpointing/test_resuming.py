@@ -54,7 +54,7 @@ def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, val
 
 def test_another_optimizer_begins_anew(resume, tmp_path):
     model, (message,) = resume("discrete", stop=5, model={"optimizer": {"name": "torch.optim.SGD", "anneal": True}})
-    assert message.endswith("(before: None), which begins anew")
+    assert message.endswith("(before: None), with a new state")
     assert isinstance(model.optimizers().optimizer, torch.optim.SGD)
     assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
 
@@ -62,7 +62,7 @@ def test_another_optimizer_begins_anew(resume, tmp_path):
 def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume, tmp_path):
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"options": {"alpha": 0.5}}
     _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
-    assert message.endswith(", with the state it had")
+    assert message.endswith(", with the stored state")
     before, after = (optimizer_state(tmp_path / f"{part}.ckpt") for part in ("first/after_4", "second/after_5"))
     assert [(s["param_groups"][0]["alpha"], s["param_groups"][0]["momentum"]) for s in (before, after)] == [
         (0.99, 0.5),
@@ -74,7 +74,7 @@ def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume
 def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
     changed = merged(SETTINGS["scheduler"][1]["optimizer"], {"scheduler": {"options": {"gamma": 0.5}}})
     model, (message,) = resume("scheduler", model={"optimizer": changed})
-    assert message.endswith(", with the state it had")
+    assert message.endswith(", with the stored state")
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
 
 
@@ -82,7 +82,7 @@ def test_another_schedule_begins_anew(resume):
     scheduler = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 2, "gamma": 0.1}}
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"scheduler": scheduler}
     model, messages = resume("scheduler", model={"optimizer": changed})
-    assert [message.endswith(", which begins anew") for message in messages] == [True, True]  # name and options
+    assert [message.endswith(", with a new state") for message in messages] == [True, True]  # name and options
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.1)
 
 
@@ -103,7 +103,7 @@ def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, c
 @pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
 def test_another_learning_rate_keeps_its_place_in_the_schedule(setting, factor, resume):
     model, (message,) = resume(setting, model={"learning_rate": 1e-2})
-    assert message == "Resuming with learning_rate=0.01 (before: 0.0003); a schedule goes on in proportion"
+    assert message == "Resuming with learning_rate=0.01 (before: 0.0003); the current rate is scaled"
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
 
 
@@ -138,7 +138,7 @@ def test_a_schedule_that_begins_with_another_end_is_said_of_what_has_one(resume)
 def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resume):
     model, (message,) = resume(TWO, model={"learning_rate": LINE})
     assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
-    assert message.endswith(", a function of the environment steps from the beginning of the run on")
+    assert message.endswith(", a function of all environment steps of the run")
     assert model.steps.optimizers[0].param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
 
 
@@ -153,7 +153,7 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
     groups = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
     optimizer = SETTINGS[TWO][1]["optimizer"] | {"groups": groups}
     model, (message,) = resume(TWO, stop=5, model={"optimizer": optimizer})
-    assert message.endswith(", with the state it had")
+    assert message.endswith(", with the stored state")
     for optimizer in model.steps.all_optimizers:
         first, biases = optimizer.param_groups
         assert biases["lr"] == pytest.approx(3 * first["lr"])
@@ -173,7 +173,7 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
 )
 def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
     _, (message,) = resume(TWO, stop=5, model={"optimizer": SETTINGS[TWO][1]["optimizer"] | changed})
-    assert message.endswith("anew")
+    assert message.endswith("with a new state")
     steps = {float(x["step"]) for x in optimizer_state(tmp_path / "second/after_5.ckpt")["state"].values()}
     assert steps == {4 * 4}
 
@@ -181,7 +181,10 @@ def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_pat
 def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
     changed = {"anneal": True, "critic": {"learning_rate": 1e-3}}
     model, (message,) = resume("discrete", stop=5, model={"optimizer": changed})
-    assert message == "Resuming with optimizer.critic.learning_rate=0.001 (before: None); optimisers begin anew"
+    assert (
+        message
+        == "Resuming with optimizer.critic.learning_rate=0.001 (before: None); all optimizers start with a new state"
+    )
     assert len(torch.load(tmp_path / "second/after_5.ckpt", weights_only=True)["optimizer_states"]) == 2
     assert len(model.steps.all_optimizers) == 2
 
@@ -191,7 +194,7 @@ def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(s
     monkeypatch.setitem(SETTINGS["ppg"][1], "separate_aux_optimizer", not separate)
     model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
     was = f"separate_aux_optimizer={separate} (before: {not separate})"
-    assert message == f"Resuming with {was}; optimisers begin anew"
+    assert message == f"Resuming with {was}; all optimizers start with a new state"
     assert len(model.steps.all_optimizers) == 1 + separate
     steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
     assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
@@ -242,15 +245,16 @@ def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, 
 
 def test_a_setting_without_effect_is_said_to_have_none(resume):
     _, (message,) = resume("continuous", model={"policy": {"initial_log_std": -1.0}})
-    assert message.startswith("Resuming with policy.initial_log_std=-1.0 (before: 0.0), which takes no effect")
+    assert message.startswith(
+        "Resuming with policy.initial_log_std=-1.0 (before: 0.0), ignored: the learned value is kept"
+    )
 
 
 def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
     model, messages = resume("vmpo", stop=5, model={"initial_temperature": 9.0, "initial_kl_coef": 7.0})
     assert messages == [
-        "Resuming with initial_kl_coef=7.0 (before: 5.0); the coefficient itself goes on from where it was",
-        "Resuming with initial_temperature=9.0 (before: 1.0), which takes no effect: the parameter is what training "
-        "has made of it",
+        "Resuming with initial_kl_coef=7.0 (before: 5.0); the current coefficient is kept",
+        "Resuming with initial_temperature=9.0 (before: 1.0), ignored: the learned value is kept",
     ]
     before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["state_dict"]["policy.dual"]
     assert torch.allclose(model.policy.dual, before, atol=0.5)
@@ -343,7 +347,7 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
         "devices=2, strategy='ddp')\n"
     )
     said = run_ranks("-c", code)
-    assert said.count("Resuming with world_size=2 (before: 1); ranks that there were before go on") == 1
+    assert said.count("Resuming with world_size=2 (before: 1); the earlier ranks continue") == 1
     assert "could not be taken back" not in said
     state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)
     assert state["lightning_rl"]["env_steps"] == (4 + 2 * 2) * 72
@@ -352,7 +356,7 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
     assert len(episodes) == 2
     # Steps are of all ranks, and the new one has nothing to replay: all of them begin without.
-    assert said.count("(unrolls) is dropped: there are 2 ranks, and were 1") == 1
+    assert said.count("(unrolls) are dropped: the run now has 2 ranks instead of 1") == 1
     seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
     assert seen == [3 * 2] * 2
 
@@ -365,7 +369,7 @@ def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
     torch.save(checkpoint, path)
     model = fit("clear", tmp_path / "second", 5, str(path))
     assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has ever seen
-    assert not [w for w in recwarn if "is dropped" in str(w.message)]
+    assert not [w for w in recwarn if "are dropped" in str(w.message)]
 
 
 @pytest.mark.parametrize("first", [1, 2])

@@ -95,7 +95,7 @@ def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
     moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
     assert result.other_scale == moments != []
     assert model.reward_normalizer.moments.count == 0
-    assert "left as they were, since normalization.rewards is another: reward_normalizer.moments.count" in str(result)
+    assert "unchanged because normalization.rewards differs: reward_normalizer.moments.count" in str(result)
     same = make_model(make_data(), normalization={"observations": True, "rewards": "return_std"})
     assert same.init_from(path, ["normalizers"]).other_scale == []
     assert same.reward_normalizer.moments.count > 0

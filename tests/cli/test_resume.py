@@ -160,7 +160,7 @@ def test_a_run_of_another_algorithm_or_environment_is_not_gone_on_with(capsys):
     for arguments, message in (
         (
             ["--data.env_id=CartPole-v1", "--model=A2C"],
-            "ckpt_path names a checkpoint of PPO: expected one of A2C, whose optimiser and clock can go on; init_from",
+            "ckpt_path names a checkpoint of PPO: expected one of A2C, to resume its optimizer and clock; init_from",
         ),
         (
             ["--data.env_id=CartPole-v0", "--model=PPO", "--model.num_minibatches=2"],

@@ -300,7 +300,7 @@ def test_a_program_that_acts_otherwise_on_what_was_seen_is_not_written(tmp_path,
     monkeypatch.setattr(policy, "export_program", lambda *_: program)
     unseen, seen = np.float32([[[1, 2, 0], [3, 1, 0]]] * 3), np.float32([[[1, 2, 1], [3, 1, 1]]] * 3)
     export_policy(model, tmp_path / "policy", programs=["greedy"], observations=unseen)
-    with pytest.raises(RoundTripError, match=r"greedy\.pt2, step 0 of 3, \d rows: action 0 is not that of the policy"):
+    with pytest.raises(RoundTripError, match=r"greedy\.pt2, step 0 of 3, \d rows: action 0 differs from the policy by"):
         export_policy(model, tmp_path / "other", programs=["greedy"], observations=seen)
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_last_and_best_are_the_newest_under_runs_or_of_a_configuration(checkpoin
     Path("own.yaml").write_text(yaml.safe_dump(content | {"trainer": {"default_root_dir": "own"}}))
     assert find_trained("last", "own.yaml") == paths[5]
     Path("own.yaml").write_text("data: {num_envs: 3}\n")
-    with pytest.raises(ConfigurationError, match="has no model or no env_id: expected the one of a run"):
+    with pytest.raises(ConfigurationError, match="has no model or no env_id: expected the configuration of a run"):
         find_trained("last", "own.yaml")
 
 
@@ -144,9 +145,9 @@ def test_an_algorithm_or_environment_that_nothing_says_is_asked_for(checkpoint, 
     content["lightning_rl"]["algorithm"] = "Mine"
     del content["RolloutDataModule"]
     torch.save(content, tmp_path / "mine.ckpt")
-    with pytest.raises(ConfigurationError, match="is of the class 'Mine', which is none of this package"):
+    with pytest.raises(ConfigurationError, match="is of the class 'Mine', which is not in lightning_rl"):
         load_algorithm(tmp_path / "mine.ckpt")
-    with pytest.raises(ConfigurationError, match=r"nothing says which environment .* is for"):
+    with pytest.raises(ConfigurationError, match=r"the environment of .* is unknown"):
         load_data(tmp_path / "mine.ckpt")
 
 
@@ -162,7 +163,7 @@ def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(r
     assert (folder / "config.yaml").read_text() == text
     facts = json.loads((folder / "score.json").read_text())
     expected = {"algorithm": "PPO", "env_id": "CartPole-v1", "env_steps": 32, "version": __version__}
-    assert facts == {**expected, "score": SCORE.as_dict()}
+    assert facts == {**expected, "score": asdict(SCORE)}
     card = huggingface_hub.ModelCard.load(folder / "README.md")
     assert card.data.library_name == "lightning-rl"
     assert {"reinforcement-learning", "CartPole-v1"} <= set(card.data.tags)
@@ -170,9 +171,9 @@ def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(r
     assert (result.dataset_name, result.metric_value) == ("CartPole-v1", "123.46 +/- 7.00")
     assert "standard deviation of 4 episodes, the mode of the policy" in card.text
     assert "lightning-rl pull me/cart" in card.text
-    assert 'trust it: `load_algorithm(path, trust=["my_package"])`' in card.text
+    assert 'have imported or trust: `load_algorithm(path, trust=["my_package"])`' in card.text
     assert (
-        "`--config` trusts `config.yaml`: whatever it names is imported and constructed, so read it first" in card.text
+        "`--config` trusts `config.yaml`: all classes in it are imported and constructed, so read it first" in card.text
     )
     with pytest.raises(ConfigurationError, match="expected a new or an empty folder"):
         make_hub_folder(folder, checkpoint, SCORE, "CartPole-v1")
@@ -277,7 +278,7 @@ def test_where_an_export_cannot_go_is_found_out_before_episodes_are_played(capsy
     assert run_command([*export, "--format=torch_export", "--output=mine/policy"])  # the same anew
     (in_tmp_path / "file").touch()
     (in_tmp_path / "other").mkdir()
-    monkeypatch.setattr("lightning_rl.tools.export.checkpoint.play_episodes", None)
+    monkeypatch.setattr("lightning_rl.tools.trained.play_episodes", None)
     capsys.readouterr()
     for output, message in (
         ("file/policy", "output='.*file/policy' is not valid: expected a folder that can be written: "),

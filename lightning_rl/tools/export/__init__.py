@@ -1,4 +1,4 @@
-"""A policy as a program that acts without this package: normaliser, memory, masks and bounds of actions included."""
+"""Exports policies as programs that run without this package."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from lightning_rl.tools.export.policy import (
     FOLDER_PATTERN,
     METADATA,
     PROGRAMS,
+    TOLERANCE,
     ExportFormat,
     ProgramName,
+    RoundTripError,
     export_policy,
 )
-from lightning_rl.tools.export.program import FORMAT, DeployedPolicy, describe, example_inputs, export_program
-from lightning_rl.tools.export.round_trip import TOLERANCE, RoundTripError
+from lightning_rl.tools.export.program import export_program
 
 __all__ = [
     "FOLDER_PATTERN",
-    "FORMAT",
     "METADATA",
     "PROGRAMS",
     "TOLERANCE",
-    "DeployedPolicy",
     "ExportFormat",
     "ProgramName",
     "RoundTripError",
-    "describe",
-    "example_inputs",
     "export_policy",
     "export_program",
 ]

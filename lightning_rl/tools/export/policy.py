@@ -1,4 +1,4 @@
-"""The folder of an export: programs that act as the policy does, and what describes them."""
+"""Writes a policy into a folder as programs that are checked against the policy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,8 +16,9 @@ from gymnasium import spaces
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, nested_paths, part_at
 from lightning_rl.policies.acting import acting_space
+from lightning_rl.policies.interface import as_recurrent
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.tools.export import onnx
 from lightning_rl.tools.export.program import (
@@ -28,28 +29,29 @@ from lightning_rl.tools.export.program import (
     example_observations,
     export_program,
 )
-from lightning_rl.tools.export.round_trip import Program, check_round_trip
 from lightning_rl.validation import check, check_can_make
 
 ExportFormat = Literal["torch_export", "onnx"]
-"""`torch_export` needs PyTorch to act, `onnx` any runtime of ONNX."""
+"""`torch_export` programs need PyTorch, `onnx` models any ONNX runtime."""
 METADATA = "policy.json"
-"""The file beside the programs that says what they take and give; each of them has it in itself too."""
+"""File with the description of inputs and outputs, which is also inside each program."""
 ProgramName = Literal["greedy", "sampled"]
 PROGRAMS: tuple[ProgramName, ...] = get_args(ProgramName)
-"""The programs: with the mode of the policy, and with samples of it."""
+"""`greedy` takes the mode of the policy, `sampled` samples."""
 FOLDER_PATTERN = "step={}"
-"""Name of the folder of an export that is one of several, by environment steps."""
+"""Folder name of one of several exports, with the environment steps."""
+TOLERANCE = 1e-5
+"""Maximum difference between a program and the policy: absolute up to 1, relative above."""
 _SUFFIXES: dict[ExportFormat, str] = {"torch_export": ".pt2", "onnx": ".onnx"}
-_MOST_STEPS = _MOST_ROWS = 8
+_MAX_STEPS = _MAX_ROWS = 8
+
+
+class RoundTripError(RuntimeError):
+    """An exported program does not act like the policy; nothing was written."""
 
 
 def check_options(format_: str, programs: Sequence[str]) -> None:
-    """Raise unless these are a format and programs, and what writes the format is there.
-
-    Raises:
-        ConfigurationError: They are not.
-    """
+    """Raise a `ConfigurationError` for an unknown format or program, or if packages are missing."""
     check(format_ in get_args(ExportFormat), "format", format_, "one of " + ", ".join(get_args(ExportFormat)))
     known = not isinstance(programs, str) and bool(programs) and set(programs) <= set(PROGRAMS)
     check(known, "programs", programs, "a list of " + ", ".join(PROGRAMS))
@@ -58,11 +60,7 @@ def check_options(format_: str, programs: Sequence[str]) -> None:
 
 
 def check_folder(field: str, folder: str | Path, format_: ExportFormat, programs: Sequence[str]) -> None:
-    """Raise unless an export can go to a folder, and deletes no program of an earlier one that it does not replace.
-
-    Raises:
-        ConfigurationError: The folder cannot be made, is something else, or has other programs.
-    """
+    """Raise a `ConfigurationError` if a folder is not writable, or an export to it would delete other programs."""
     folder = Path(folder)
     _check_replaceable(field, folder)
     others = {path.name for path in folder.glob("*")} - {METADATA, *_files(format_, programs).values()}
@@ -77,7 +75,6 @@ def _check_replaceable(field: str, folder: Path) -> None:
 
 
 def _files(format_: ExportFormat, programs: Sequence[str]) -> dict[str, str]:
-    """Return the file of each program."""
     return {name: name + _SUFFIXES[format_] for name in programs}
 
 
@@ -91,27 +88,27 @@ def export_policy(
     observations: Sequence[Nested] | None = None,
     score: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a policy into a folder: its programs, and what describes them (`METADATA`).
+    """Write the programs of a policy and their description into a folder.
 
-    Each program is run beside the policy before the folder appears, which it does as a whole or not at all; an earlier
-    export of that name is replaced, whatever its programs are (`check_folder` refuses to lose any).
+    Every program is compared with the policy first. The folder then appears complete, and replaces an earlier export
+    with all of its programs.
 
     Args:
         model: An algorithm of this package.
-        folder: Where to; what it is in is made if need be.
-        env_id: What it was trained on, for the description.
-        format: `torch_export`, or `onnx`.
-        programs: Which of `greedy` and `sampled`.
-        observations: What programs are held to the policy on: of a few consecutive steps, each `[B, *shape]`; None
-            draws from the space.
-        score: How well the policy did, for the description.
+        folder: The folder; its parents are made.
+        env_id: Environment, for the description.
+        format: `torch_export` or `onnx`.
+        programs: `greedy`, `sampled`, or both.
+        observations: Observations of some consecutive steps, each `[B, *shape]`, for the comparison; None samples them
+            from the space.
+        score: Score of the policy, for the description.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigurationError: There is something else of that name, or the policy cannot be exported.
-        RoundTripError: A program does not act as the policy does.
+        ConfigurationError: The folder has other files, or the policy cannot be exported.
+        RoundTripError: A program does not act like the policy.
     """
     check_options(format, programs)
     algorithm: Any = model
@@ -126,7 +123,8 @@ def export_policy(
         new = Path(scratch) / "new"
         new.mkdir()
         for name, file in files.items():
-            _write(algorithm, name == "greedy", format, new / file, text, steps)
+            program, deployed = _save(algorithm, name == "greedy", format, new / file, text)
+            _compare(file, program, deployed, steps, algorithm.action_space, format == "torch_export")
         (new / METADATA).write_text(text)
         if folder.exists():
             os.replace(folder, Path(scratch) / "old")
@@ -137,66 +135,119 @@ def export_policy(
 def check_exportable(
     model: LightningModule, format_: ExportFormat = "torch_export", programs: Sequence[str] = PROGRAMS
 ) -> None:
-    """Raise unless a policy can be exported; what its programs compute is not looked at.
-
-    Raises:
-        ConfigurationError: The policy does what cannot be exported, which is said.
-    """
+    """Raise a `ConfigurationError` if a policy cannot be exported; its programs are not compared with it."""
     with tempfile.TemporaryDirectory() as scratch:
-        for name in programs:
-            _save(model, name == "greedy", format_, Path(scratch) / (name + _SUFFIXES[format_]), "")
+        for name, file in _files(format_, programs).items():
+            _save(model, name == "greedy", format_, Path(scratch) / file, "")
 
 
 def first_steps(observations: Nested) -> list[Nested]:
-    """Return a copy of what `export_policy` looks at of observations `[T, B, *shape]`."""
-    few = map_leaves(lambda x: x[:_MOST_STEPS, :_MOST_ROWS].clone(), observations)
-    return [map_leaves(lambda x: x[step], few) for step in range(len(next(leaves(few))))]  # noqa: B023 - called at once
-
-
-def _write(model: Any, greedy: bool, format_: ExportFormat, path: Path, about: str, steps: list[Nested]) -> None:  # noqa: ANN401
-    """Write one program, read it back, and run it beside the policy."""
-    read, deployed = _save(model, greedy, format_, path, about)
-    check_round_trip(path.name, read, deployed, steps, model.action_space, format_ == "torch_export")
-
-
-def _save(
-    model: Any,  # noqa: ANN401
-    greedy: bool,
-    format_: ExportFormat,
-    path: Path,
-    about: str,
-) -> tuple[Program, DeployedPolicy]:
-    """Write one program, and return it as it is read back, and the policy that it is of."""
-    deployed = deploy(model.policy, model.action_space, greedy)
-    program = export_program(model.policy, model.observation_space, model.action_space, greedy)
-    if format_ == "onnx":
-        example = example_inputs(deployed.policy, model.observation_space)
-        onnx.save_onnx(program, deployed, example, about, path)
-        return onnx.load_onnx(path, deployed, example), deployed
-    with warnings.catch_warnings():
-        # About constants that are views of one another; they are on the CPU.
-        warnings.filterwarnings("ignore", "No complete tensor found in the group")
-        torch.export.save(program, path, extra_files={METADATA: about})
-    return torch.export.load(path).module(), deployed
+    """Return a copy of the part of observations `[T, B, *shape]` that `export_policy` compares programs on."""
+    few = map_leaves(lambda x: x[:_MAX_STEPS, :_MAX_ROWS].clone(), observations)
+    return [map_leaves(lambda x: x[step], few) for step in range(len(first_leaf(few)))]  # noqa: B023 - called at once
 
 
 def _steps(
     policy: nn.Module, observation_space: spaces.Space[Any], observations: Sequence[Nested] | None
 ) -> list[Nested]:
-    """Return observations of some steps as the policy takes them, without what only its critic sees."""
+    """Return the observations of some steps as tensors, without parts that only the critic sees."""
     if observations is None:
-        return [example_observations(policy, observation_space, seed) for seed in range(_MOST_STEPS)]
-    dtype = next(policy.parameters()).dtype
-    space = acting_space(policy, observation_space)
+        return [example_observations(policy, observation_space, seed) for seed in range(_MAX_STEPS)]
+    dtype, space = next(policy.parameters()).dtype, acting_space(policy, observation_space)
 
-    def step(observation: Nested) -> Nested:
-        paths = iter(space_leaves(space))
+    def rows(observation: Nested, path: str) -> Tensor:
+        part = part_at(observation, path)
+        array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
+        return torch.from_numpy(array[:_MAX_ROWS].astype(observation_dtype(part_at(space, path), dtype)))
 
-        def rows(leaf: spaces.Space[Any]) -> Tensor:
-            part = part_at(observation, next(paths))
-            array = part.cpu().numpy() if isinstance(part, Tensor) else np.asarray(part)
-            return torch.from_numpy(array[:_MOST_ROWS].astype(observation_dtype(leaf, dtype)))
+    paths = nested_paths(space)
+    return [map_leaves(lambda path: rows(x, path), paths) for x in observations[:_MAX_STEPS]]  # noqa: B023 - at once
 
-        return map_space(rows, space)
 
-    return [step(observation) for observation in observations[:_MOST_STEPS]]
+def _save(
+    model: Any,  # noqa: ANN401 - an algorithm
+    greedy: bool,
+    format_: ExportFormat,
+    path: Path,
+    about: str,
+) -> tuple[Callable[..., Nested], DeployedPolicy]:
+    """Write a program; return the program as read from the file, and the policy."""
+    deployed = deploy(model.policy, model.action_space, greedy)
+    program = export_program(model.policy, model.observation_space, model.action_space, greedy)
+    if format_ == "onnx":
+        example = example_inputs(deployed.policy, model.observation_space)
+        return onnx.save_onnx(program, deployed, example, about, path), deployed
+    with warnings.catch_warnings():
+        # A warning about constants that are views of each other.
+        warnings.filterwarnings("ignore", "No complete tensor found in the group")
+        torch.export.save(program, path, extra_files={METADATA: about})
+    return torch.export.load(path).module(), deployed
+
+
+@torch.no_grad()
+def _compare(
+    name: str,
+    program: Callable[..., Nested],
+    deployed: DeployedPolicy,
+    observations: Sequence[Nested],
+    action_space: spaces.Space[Any],
+    same_random_numbers: bool,
+) -> None:
+    """Raise a `RoundTripError` unless a program acts like the policy on consecutive steps.
+
+    Args:
+        name: Name of the program for errors.
+        program: The exported program.
+        deployed: The policy.
+        observations: Observations of the steps, each `[B, *shape]`. All rows are compared, then the first one alone.
+        action_space: Action space of one environment.
+        same_random_numbers: Whether a seeded program draws the same samples as the policy. If not, its samples only
+            have to be in the action space.
+    """
+    recurrent = as_recurrent(deployed.policy)
+    for num_rows in {len(first_leaf(observations[0])), 1}:
+        memory = () if recurrent is None else (recurrent.initial_memory(num_rows, critic=False),)
+        for step, batch in enumerate(observations):
+            inputs = (map_leaves(lambda x: x[:num_rows], batch), *memory)  # noqa: B023 - called at once
+            found, expected = _seeded(program, inputs), _seeded(deployed, inputs)
+            where = f"{name}, step {step} of {len(observations)}, {num_rows} rows"
+            actions = (found, expected) if recurrent is None else (found[0], expected[0])
+            if deployed.deterministic or same_random_numbers:
+                _compare_values(where, "action", *actions)
+            else:
+                _check_samples(where, *actions, action_space)
+            if recurrent is not None:
+                _compare_values(where, "memory", found[1], expected[1])
+                memory = (expected[1],)
+
+
+def _seeded(program: Callable[..., Nested], inputs: tuple[Nested, ...]) -> Nested:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return program(*inputs)
+
+
+def _compare_values(where: str, what: str, found: Nested, expected: Nested) -> None:
+    for index, (x, y) in enumerate(zip(leaves(found), leaves(expected), strict=True)):
+        _compare_form(f"{where}: {what} {index}", x, y)
+        difference = (x.double() - y.double()).abs() / y.double().abs().clamp(min=1)
+        if not bool((difference <= TOLERANCE).all()):
+            raise RoundTripError(
+                f"{where}: {what} {index} differs from the policy by {difference.max().item():.3g}: expected at most "
+                f"{TOLERANCE:g}"
+            )
+
+
+def _compare_form(what: str, found: Tensor, expected: Tensor) -> None:
+    forms = [(x.dtype, tuple(x.shape)) for x in (found, expected)]
+    if forms[0] != forms[1]:
+        raise RoundTripError(f"{what} is {forms[0]}: expected {forms[1]}")
+
+
+def _check_samples(where: str, found: Nested, expected: Nested, action_space: spaces.Space[Any]) -> None:
+    for index, (x, y) in enumerate(zip(leaves(found), leaves(expected), strict=True)):
+        _compare_form(f"{where}: action {index}", x, y)
+    for row in range(len(first_leaf(found))):
+        action = map_leaves(lambda x: x[row].numpy()[()], found)  # noqa: B023 - called at once
+        if not action_space.contains(action):
+            raise RoundTripError(f"{where}: the action {action} is not in {action_space}")
