@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import zipfile
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,24 +16,24 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning_rl.validation import ConfigurationError
 
 _CHUNK = 1 << 18  # bytes; larger ones are not faster
-# PyTorch takes an entry with this attribute for a folder, and leaves the memory of its tensor uninitialized.
+# PyTorch treats an entry with this attribute as a folder, and leaves the memory of its tensor uninitialized.
 _FOLDER = 0x10
+_MAX_ENTRIES = 100_000  # the configuration of a run has about 200
 
 
 class DamagedFileError(ConfigurationError):
-    """A file is truncated, its content does not match its checksums, or it is no checkpoint at all."""
+    """A file is truncated, does not match its checksums, or is not a checkpoint."""
 
 
 def check_intact(path: object, field: str, expected: str) -> None:
-    """Compare every entry of a file that `torch.save` wrote with its checksum.
+    """Compare every entry of a file from `torch.save` with its checksum, at 0.3 s per GiB in the page cache.
 
-    Only files on this machine are checked: URLs, open files and folders are left to Lightning, and so is the error for
-    a file that does not exist. The whole file is read once more, which takes 0.3 s for each GiB in the page cache.
+    URLs, open files, folders and missing files are not checked.
 
     Args:
         path: The file.
-        field: The option that named it, for errors.
-        expected: What the file should be, for errors.
+        field: The option that names it, for errors.
+        expected: Expected kind of file, for errors.
 
     Raises:
         DamagedFileError: The file is damaged, or is not an archive.
@@ -42,20 +43,20 @@ def check_intact(path: object, field: str, expected: str) -> None:
     named = f"{field}={str(path)!r}"
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():  # not names, which damage can make equal
+            for entry in archive.infolist():  # not by name: damage can make names equal
                 _check_entry(archive, entry)
-        with contextlib.suppress(pickle.UnpicklingError):  # intact, but more than plain data
-            # Checks what zipfile does not, such as sizes, and leaves tensors on the disk.
+        with contextlib.suppress(pickle.UnpicklingError):  # intact, but not plain data
+            # Checks sizes, for example, which zipfile does not; tensors stay on disk.
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise DamagedFileError(f"{named} cannot be read ({error.strerror or error}): expected {expected}") from error
-    except Exception as error:  # whatever zipfile, a decompressor or PyTorch meets
+    except Exception as error:  # of zipfile, a decompressor or PyTorch
         reason = str(error).partition(". ")[0] or type(error).__name__
         raise DamagedFileError(f"{named} is damaged or another kind of file ({reason}): expected {expected}") from error
 
 
 def _check_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Read an entry to its end, where `zipfile` compares its checksum."""
+    """Read an entry to its end, where `zipfile` compares the checksum."""
     if entry.external_attr & _FOLDER:
         raise zipfile.BadZipFile(f"Bad header of file {entry.filename!r}")
     with archive.open(entry) as content:
@@ -64,10 +65,16 @@ def _check_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
 
 
 def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False) -> dict[str, Any]:
-    """Read a file of tensors and plain values; nothing in it is executed.
+    """Read a file of tensors and plain values without unpickling.
+
+    Args:
+        path: The file.
+        field: The option that names it, for errors.
+        expected: Expected kind of file, for errors.
+        mapped: Map tensors from disk and skip checksums.
 
     Raises:
-        ConfigurationError: There is no such file, or it is damaged or holds something else.
+        ConfigurationError: The file is missing, damaged, or has other content.
     """
     named = f"{field}={str(path)!r}"
     if not Path(path).is_file():
@@ -86,8 +93,8 @@ def read_data(
     map_location: Any = None,  # noqa: ANN401 - as torch.load has it
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or at a URL; unless `weights_only` is False, nothing in it is unpickled."""
-    # Lightning unpickles by default: up to 2.5 every checkpoint, later those at URLs.
+    """Read a checkpoint from a file or URL; nothing is unpickled unless `weights_only` is False."""
+    # Lightning 2.5 unpickles all checkpoints by default, later versions those from URLs.
     options: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only is not False}
     if not isinstance(source, str | Path):
         return torch.load(source, **options)  # type: ignore[no-any-return]
@@ -95,47 +102,32 @@ def read_data(
         return torch.load(file, **options)  # type: ignore[no-any-return]
 
 
-# A configuration of a run has about 200.
-_MOST_ENTRIES = 100_000
-
-
 def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a YAML file: lists and dicts of plain values.
 
     Args:
         path: The file.
-        field: The option that named it, for errors.
+        field: The option that names it, for errors.
 
     Raises:
-        ConfigurationError: The file cannot be read or is no YAML, names Python objects, or aliases make it huge.
+        ConfigurationError: The file is not readable or not YAML, names Python objects, or grows huge through aliases.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        entries = _entries(yaml.compose(text, yaml.SafeLoader), {})
-        content = yaml.safe_load(text) if entries <= _MOST_ENTRIES else None
+        if _num_entries(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_ENTRIES:
+            raise yaml.YAMLError(f"it has more than {_MAX_ENTRIES} entries once its aliases are followed")
+        return yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"{field}={str(path)!r} cannot be read: expected plain YAML: {why}") from error
-    if entries > _MOST_ENTRIES:
-        raise ConfigurationError(
-            f"{field}={str(path)!r} has more than {_MOST_ENTRIES} entries once its aliases are followed: expected the "
-            "configuration of a run"
-        )
-    return content
 
 
-def _entries(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Return how many entries a document has with each alias followed, which takes no longer than reading it.
-
-    Args:
-        node: The document, or a part of it.
-        known: The counts of parts that were met before.
-    """
+def _num_entries(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Return the number of entries in a document with all aliases followed; `known` has the counts of seen nodes."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if id(node) not in known:
-        known[id(node)] = _MOST_ENTRIES + 1  # an alias of itself has no end
-        pairs = isinstance(node, yaml.MappingNode)
-        parts = [part for pair in node.value for part in pair] if pairs else node.value
-        known[id(node)] = 1 + sum(_entries(part, known) for part in parts)
+        known[id(node)] = _MAX_ENTRIES + 1  # in case the node contains itself
+        parts = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_num_entries(part, known) for part in parts)
     return known[id(node)]

@@ -7,59 +7,49 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jsonargparse import ActionConfigFile  # type: ignore[attr-defined]
 
-_SUFFIX = ".yaml"
+from lightning_rl.files import read_yaml
+from lightning_rl.validation import ConfigurationError
 
 
 def folder() -> Path:
-    """Return where they are: inside an installed package, beside it in a checkout."""
+    """Return the folder of the configurations: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def names() -> list[str]:
-    """Return the names of all of them."""
-    return sorted(path.relative_to(folder()).with_suffix("").as_posix() for path in folder().glob(f"*/*{_SUFFIX}"))
+    """Return the names of all shipped configurations."""
+    return sorted(path.relative_to(folder()).with_suffix("").as_posix() for path in folder().glob("*/*.yaml"))
 
 
 def resolve(given: str) -> str:
-    """Return the file of a configuration that was named, and anything else as it is: a file, or YAML itself.
+    """Return the file of a named configuration; return files and YAML text unchanged.
 
     Raises:
-        FileNotFoundError: It has the form of a name, but there is none such; names the nearest ones.
+        FileNotFoundError: There is no configuration of this name; suggests similar names.
     """
     algorithm, _, name = given.partition("/")
-    if Path(given).exists() or not (algorithm.isidentifier() and name.isidentifier()):
+    if not (algorithm.isidentifier() and name.isidentifier()) or Path(given).exists():
         return given
     if given not in names():
         near = difflib.get_close_matches(given, names(), cutoff=0.4)
         known = f"like {', '.join(near)}" if near else f"one of {', '.join(names())}"
         raise FileNotFoundError(f"config={given!r}: expected a file, or the name of a shipped configuration {known}")
-    return str(folder() / f"{given}{_SUFFIX}")
+    return str(folder() / f"{given}.yaml")
 
 
 class ActionConfig(ActionConfigFile):
-    """An option that takes a file or the name of a shipped configuration."""
+    """The option `--config`, which takes a file or the name of a shipped configuration."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:  # noqa: ANN401
-        """Parse it, and add what it sets."""
+        """Parse the configuration and apply its settings."""
         try:
             resolved = resolve(values)
-        except FileNotFoundError as error:
+            if Path(resolved).is_file():  # the parser's own errors do not name the file
+                read_yaml(resolved, "config")
+        except (FileNotFoundError, ConfigurationError) as error:
             raise argparse.ArgumentError(None, str(error)) from error
-        _check_yaml(resolved)
         super().__call__(parser, cfg, resolved, option_string)  # type: ignore[no-untyped-call]
-
-
-def _check_yaml(given: str) -> None:
-    """Raise an error that names the file where that is no YAML: the one of the parser does not."""
-    try:
-        with Path(given).open() as file:
-            yaml.safe_load(file)  # not its text, which has no name
-    except yaml.YAMLError as error:
-        raise argparse.ArgumentError(None, f"config: {error}") from error
-    except OSError:
-        return  # YAML itself, or a file that the parser refuses

@@ -26,7 +26,7 @@ from lightning_rl.callbacks.video import show_video
 from lightning_rl.cli.main import main
 from lightning_rl.environments import rendering
 from lightning_rl.environments.rendering import explained_rendering, prepare_rendering
-from lightning_rl.tools.video_files import MovingPicture, VideoFile
+from lightning_rl.tools.video_files import BoundedGif, VideoFile
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import assert_equal_parameters, make_data, make_model, make_trainer, parameters_of
 
@@ -173,7 +173,7 @@ def test_without_ffmpeg_videos_are_moving_pictures(tmp_path, monkeypatch):
 
 
 def test_a_moving_picture_is_small_and_as_long_as_what_it_shows():
-    picture = MovingPicture(fps=20.0, max_frames=4, max_side=10)
+    picture = BoundedGif(fps=20.0, max_frames=4, max_side=10)
     for shade in range(9):
         picture.append(np.full((21, 12, 3), shade, np.uint8))
     assert [int(frame[0, 0, 0]) for frame in picture.frames] == [0, 4, 8]

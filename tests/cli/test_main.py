@@ -605,7 +605,7 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
         ("data:\n  backend: envpol\n", "\"data.backend\":.*Expected .*'sync', 'async'.* Got value: envpol"),
         ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "'gama' is not accepted.* mean --model.gamma"),
         ("model:\n  class_path: PPPO\n", '"model":.*path string: PPPO.*--model PPPO: did you mean PPO'),
-        ("data: [1, 2\n", 'config: while parsing a flow sequence.*in "bad.yaml", line 1, column 7'),
+        ("data: [1, 2\n", r"config='bad\.yaml' cannot be read: .*while parsing a flow sequence.*, line 1, column 7"),
         ("max_env_steps: ten\n", '"max_env_steps":.*Expected .*int.*Given value: ten'),
         ("max_env_steps: true\n", '"max_env_steps":.*Expected .*int.*Given value: True'),
         ("model:\n  init_args:\n    clip_range: fast\n", '"clip_range":.*Expected .*float.*Given value: fast'),
