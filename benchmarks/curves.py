@@ -2,7 +2,7 @@
 
     python benchmarks/curves.py
 
-writes `docs/figures/curves.svg` and `docs/figures/compared.svg`. Needs matplotlib.
+writes `docs/figures/curves.svg`, `docs/figures/compared.svg` and `docs/figures/three_tasks.svg`. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_rl.tools.curves import Series
 
 FIGURE = HERE.parent / "docs/figures/curves.svg"
 COMPARED = HERE.parent / "docs/figures/compared.svg"
+THREE_TASKS = HERE.parent / "docs/figures/three_tasks.svg"
 CURVES = {
     "rollout/episode_return": "training, sampled actions",
     "val/episode_return": "evaluation, mode of the policy",
@@ -43,6 +44,19 @@ def compare(path: Path = COMPARED, results: Path = RESULTS) -> None:
     plots.draw([plots.Panel("CartPole-v1", compared, "episode return (training)")], [path])
 
 
+def three_tasks(path: Path = THREE_TASKS, results: Path = RESULTS) -> None:
+    """Write the figure of the README: training returns of PPO on CartPole, LunarLander and HalfCheetah."""
+    scores, key = load_scores(results, "ppo"), "rollout/episode_return"
+    panels = [
+        plots.Panel(
+            f"{environment(runs[0]['settings'])}, {len(runs)} seeds",
+            [plots.Curve("PPO", [Series(*np.array(run["curve"][key], float).T) for run in runs])],
+        )
+        for runs in (scores[f"ppo/{name}"] for name in ("cartpole", "lunarlander", "mujoco_halfcheetah"))
+    ]
+    plots.draw(panels, [path], statistic="iqm", columns=3, shared_legend=True)
+
+
 def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Panel:
     """Return the panel of one configuration."""
     logged = {label: [run["curve"][key] for run in runs if key in run["curve"]] for key, label in CURVES.items()}
@@ -58,3 +72,4 @@ def panel(name: str, runs: list[dict[str, Any]], goal: float | None) -> plots.Pa
 if __name__ == "__main__":
     draw()
     compare()
+    three_tasks()

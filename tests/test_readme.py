@@ -105,21 +105,18 @@ def test_the_training_command_and_the_scripts_of_the_readme_run(capsys):
     assert shown in printed
 
     namespace: dict = {}
-    for script in blocks(README, "python"):
-        exec(script.replace("100_000", "4_096"), namespace)
+    (script,) = blocks(README, "python")
+    exec(script.replace("60_000", "4_096"), namespace)
     assert namespace["model"].env_steps == 4096
-    assert len(namespace["episodes"]) == 10
-    # The first script says where everything is, and the second one has gone on from there.
-    said = dict(re.findall(r"^(log|checkpoint): (.*)$", capsys.readouterr().out, re.MULTILINE))
-    assert list(Path(said["log"]).glob("events*"))
-    assert Path(said["checkpoint"]) == Path(namespace["trainer"].ckpt_path).absolute()
+    assert namespace["trainer"].callback_metrics["val/episode_return"] > 0
+    assert len(README.read_text().splitlines()) <= 150
 
 
 @pytest.mark.slow
-def test_the_script_of_the_readme_balances_the_pole_as_long_as_the_command_does():
+def test_the_script_of_the_readme_reaches_the_maximum_return():
     namespace: dict = {}
     exec(blocks(README, "python")[0], namespace)
-    assert sum(episode.episode_return for episode in namespace["episodes"]) / 10 >= 475
+    assert namespace["trainer"].callback_metrics["val/episode_return"] == 500
 
 
 def test_the_scripts_of_the_first_steps_run():
@@ -277,7 +274,7 @@ def test_every_piece_of_configuration_is_understood(page, content, capsys):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
-        if target.startswith(("http://", "https://")):
+        if target.startswith(("http://", "https://", "../../actions/")):  # the last: workflows on GitHub
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path) if path else page
