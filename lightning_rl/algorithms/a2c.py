@@ -19,22 +19,16 @@ from lightning_rl.validation import ClassSpec, check_number
 class A2C(OnPolicyAlgorithm):
     """Synchronous advantage actor-critic (Mnih et al. 2016).
 
-    One gradient step for each rollout, on
+    One gradient step per rollout on
 
         policy-gradient loss + value_coef · value loss - entropy_coef · entropy
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser.
-        gae_lambda: λ of the advantage estimates: 1 makes n-step returns of them, n being what is left of the rollout,
-            as in the paper.
+        gae_lambda: λ of the advantage estimates. 1 gives n-step returns up to the end of the rollout, as in the paper.
+            May be a schedule.
         value_coef: Weight of the value loss ½(V - return)².
-        entropy_coef: Weight of the entropy bonus.
-        **kwargs: Options of `OnPolicyAlgorithm`; the default optimizer is RMSprop, as in the paper.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        entropy_coef: Weight of the entropy bonus. May be a schedule.
+        **kwargs: Options of `OnPolicyAlgorithm`. The default optimizer is RMSprop, as in the paper.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -50,14 +44,13 @@ class A2C(OnPolicyAlgorithm):
         gae_lambda: Scheduled = 1.0,
         value_coef: float = 0.5,
         entropy_coef: Scheduled = 0.01,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check_number("value_coef", value_coef, at_least=0)
         self.estimator.gae_lambda = self.scheduled(
             "gae_lambda", gae_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.value_coef = value_coef
+        self.value_coef = check_number("value_coef", value_coef, at_least=0)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:
@@ -65,14 +58,15 @@ class A2C(OnPolicyAlgorithm):
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 1e-5}}
 
     def update(self, rollout: Rollout) -> None:
-        """One gradient step on all of a rollout."""
+        """Take one gradient step on all steps of a rollout."""
         for batch in self.minibatches(self.batch(rollout)):
             self.descend(self.loss, batch)
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the loss over a rollout's steps."""
+        """Return the loss over the steps of a rollout."""
         distribution, values = self.actor_critic(batch)
-        loss, log_probs = self.new_loss(batch), distribution.log_prob(batch.actions)
+        log_probs = distribution.log_prob(batch.actions)
+        loss = self.new_loss(batch)
         loss.add("policy_loss", rl.policy_gradient_loss(log_probs, self.estimator.normalized(batch)))
         loss.add_value(values, self.value_coef)
         loss.add_entropy(distribution.entropies(), self.entropy_coef)

@@ -226,7 +226,7 @@ class PPG(PPO):
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
         batch = self.batch(rollout, places=places)
         self.store_rollout(rollout, batch)
-        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(rollout)):
+        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
         if self.kept.is_full and not self.steps.is_warming_up:
             self.auxiliary_phase()
@@ -349,7 +349,7 @@ class PPG(PPO):
     def num_aux_parts(self) -> int:
         """Number of minibatches of a pass over the kept rollouts."""
         assert self.kept.layout is not None
-        return self.num_aux_minibatches or self.kept.capacity * self.parts_of_rows(math.prod(self.kept.layout.shape))
+        return self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.layout.shape)
 
     def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
         """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""

@@ -100,7 +100,7 @@ class OffPolicyPPG(PPG):
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Check what does not depend on the rollouts, whose steps are drawn one by one, and that all buffers fit."""
         super().check_run(trainer, None)
-        self.check_rows(self.batch_size * trainer.world_size, self.parts_of_rows(self.batch_size))
+        self.check_rows(self.batch_size * trainer.world_size, self.num_minibatches_of([self.batch_size]))
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
     def update(self, rollout: Rollout) -> None:
@@ -155,7 +155,7 @@ class OffPolicyPPG(PPG):
         }
         self.steps.observe(**ages)
         for _ in self.steps.epochs(self.num_epochs):
-            parts = [self.one_pass(batch, self.parts_of_rows(self.batch_size)) for batch in (policy, value)]
+            parts = [self.one_pass(batch, self.num_minibatches_of([self.batch_size])) for batch in (policy, value)]
             for pair in zip(*parts, strict=True):
                 self.descend(self.loss_of_both, BatchPair(*pair))
                 if self.steps.stopped:

@@ -89,7 +89,7 @@ class PPOKLPenalty(PPO):
         # A policy that stays where it is says nothing about how much holds it back.
         self._adapts = self.adaptive and not self.steps.is_warming_up
         batch = self.batch(rollout)
-        for minibatch in self.minibatches(batch, self.num_epochs, self.parts_of(rollout)):
+        for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
             self.descend(self.loss, minibatch)
         self._kl = self.mean_kl(batch)
 
