@@ -1,4 +1,4 @@
-"""Atari: preprocessing, lives, and games that can be seeded."""
+"""Atari: preprocessing, lives, scores, and games that can be seeded."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from lightning_rl.validation import check, check_bool, check_number, check_posit
 
 
 class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Make a game depend on the seed of its own episode alone, and repeat actions ("sticky actions").
+    """Makes a game depend only on the seed of its own episode, and repeats actions ("sticky actions").
 
-    Its space is that of pictures whatever its observations are: the preprocessing takes those that it needs, of two
-    frames in four, from the emulator. As observations, of every frame and in colour, they took a fifth of the time of a
-    game.
+    The emulator seeds its own random repeats only when it loads the ROM, which takes a quarter of a second, and some
+    games keep memory over a reset. Therefore each game starts from the same emulator state, and the repeats are drawn
+    here for each frame (Machado et al. 2018, section 5.1).
 
-    The emulator draws its repetitions from a generator that is seeded only where the ROM is loaded, which would take a
-    quarter of a second for each episode; and some games keep memory over a reset. So the emulator is put back to the
-    same first state, and the repetitions are drawn here, frame by frame as it does (Machado et al. 2018, section 5.1).
+    The observation space is that of frames, although the game returns its RAM: the preprocessing reads only the frames
+    that it needs from the emulator. Color frames at every step would take a fifth of the time of a game.
 
     Args:
-        env: A game whose own `frameskip` is 1 and whose `repeat_action_probability` is 0.
-        repeat_action_probability: Probability, in each frame, of repeating what was done in the frame before.
+        env: A game with `frameskip` 1 and `repeat_action_probability` 0.
+        repeat_action_probability: Probability of repeating the action of the previous frame.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], repeat_action_probability: float) -> None:
@@ -41,7 +40,7 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._action: Any = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin a game: of the seed, or the next one of the same generator."""
+        """Begin a game with a seed, or with the next numbers of the same generator."""
         game: Any = self.unwrapped
         if self._first_state is None:
             self.env.reset(seed=0)
@@ -62,13 +61,13 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Put the score and length of a finished game into `info` as `game_return` and `game_length`.
+    """Puts the score and length of a finished game into `info` as `game_return` and `game_length`.
 
-    With episodic life and clipped rewards the learner's own episodes say little about the game.
+    With episodic life and clipped rewards the return of a learning episode is not the score.
 
     Attributes:
-        score: Of the game so far.
-        last_score: Of the game before it.
+        score: Score of the current game.
+        last_score: Score of the previous game.
         games: Number of games begun.
     """
 
@@ -84,7 +83,7 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, and report the score when the game is over."""
+        """Step, and report the score at the end of the game."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self.score += float(reward)
         self._length += 1
@@ -94,20 +93,22 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """End the learning episode with each lost life, and go on with the same game.
+    """Ends the learning episode when a life is lost; the next episode continues the same game.
 
-    Gymnasium's own `terminal_on_life_loss` starts a new game after each life, so an agent never sees the later ones.
+    Gymnasium's own `terminal_on_life_loss` starts a new game after each life, so that an agent never plays later lives.
     `reset` after a lost life takes one no-op step instead, whatever the seed; `options={"new_game": True}` forces a new
     game.
+
+    Attributes:
+        first_options: Options of a reset that begins a new game.
+        went_on: Whether the last reset continued the same game.
     """
 
     first_options: ClassVar = {"new_game": True}
-    """Options of a reset that does not go on with the game before it."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self.went_on = False
-        """Whether the last reset went on with the game before it."""
         self._lives = 0
         self._game_over = True
 
@@ -115,7 +116,7 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         return int(self.env.unwrapped.ale.lives())  # type: ignore[attr-defined]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Go on after a lost life, begin a new game after the last one."""
+        """Continue the game after a lost life, or begin a new game."""
         new_game = bool((options or {}).get("new_game"))
         self.went_on = not (self._game_over or new_game)
         if self.went_on:
@@ -128,7 +129,7 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; a lost life terminates."""
+        """Step; a lost life terminates the episode."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         self._game_over = terminated or truncated
         lives = self._current_lives()
@@ -138,14 +139,14 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class FireOnReset(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Press FIRE after each reset: some games wait for it, and after each lost life again."""
+    """Presses FIRE after each reset, also after lost lives: some games wait for it."""
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
         self._fire = env.unwrapped.get_action_meanings().index("FIRE")  # type: ignore[attr-defined]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset, then fire; in the rare case that this ends the episode, reset again."""
+        """Reset, then press FIRE; reset again in the rare case that this ends the episode."""
         self.env.reset(seed=seed, options=options)
         observation, _, terminated, truncated, info = self.env.step(self._fire)
         if terminated or truncated:
@@ -154,10 +155,10 @@ class FireOnReset(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Join the lives that `EpisodicLife` separates into one episode again, for evaluation.
+    """Joins the lives that `EpisodicLife` separates into one episode, for evaluation.
 
-    What the resets between lives do (no-op, FIRE, an empty stack of frames) is done as in training. Rewards are the
-    increments of the score, so none is lost there.
+    The resets between lives (no-op, FIRE, new frame stack) are the same as in training. Rewards are the increments of
+    the score, including points of these resets.
 
     Args:
         env: A game with `EpisodicLife`.
@@ -175,51 +176,25 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(seed=seed, options={**(options or {}), "new_game": True})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, and go on after a lost life."""
+        """Step, and continue the game after a lost life."""
         observation, _, terminated, truncated, info = self.env.step(action)
-        over = "game_return" in info
-        if terminated and not over:
+        if terminated and "game_return" not in info:
             games = self._game.games
             observation, info = self.env.reset()
-            terminated = self._game.games > games  # lost in what the reset did
-            if terminated:
+            if self._game.games > games:  # the reset lost the last life, and began a new game
                 return observation, self._game.last_score - self._score, True, truncated, info
-            info = info | {LIFE_LOST: True}
+            terminated, info = False, info | {LIFE_LOST: True}
         reward = self._game.score - self._score
         self._score = self._game.score
         return observation, reward, terminated, truncated, info
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
-class NativeLives(VectorWrapper):
-    """Give the observation that was reached where ale-py's own vector environment reports a lost life.
-
-    Its `final_obs` is memory that nothing was written to (as of 0.12) unless a new game was begun; where the game goes
-    on, the observation itself is the one reached.
-    """
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - those of `VectorEnv.reset`
-        """Begin games."""
-        observations, infos = self.env.reset(**kwargs)
-        self._lives = infos["lives"].copy()
-        return observations, infos
-
-    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step, and correct the final observations."""
-        observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        if "final_obs" in infos:
-            goes_on = infos["lives"] < self._lives
-            infos["final_obs"][goes_on] = observations[goes_on]
-        self._lives = infos["lives"].copy()
-        return observations, rewards, terminated, truncated, infos
-
-
-# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class VectorGameScore(VectorWrapper):
-    """Put scores and lengths of finished games into `info` as `GameScore` does, where games come vectorised.
+    """Puts scores and lengths of finished games into `info` like `GameScore`, for vectorized games.
 
     Args:
-        env: ale-py's own vector environment, with raw rewards, or EnvPool's, which has these in `info`.
+        env: ale-py's vector environment with raw rewards, or EnvPool's, whose `info` has the raw rewards.
         clips_rewards: Return the sign of the rewards.
     """
 
@@ -232,7 +207,7 @@ class VectorGameScore(VectorWrapper):
         self._resets_next = np.zeros(env.num_envs, bool)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Begin games, everywhere or where `options["reset_mask"]` says."""
+        """Begin games in all environments, or in those of `options["reset_mask"]`."""
         observations, infos = self.env.reset(seed=seed, options=options)
         which = (options or {}).get("reset_mask", slice(None))
         self._scores[which], self._lengths[which], self._resets_next[which] = 0.0, 0, False
@@ -240,20 +215,23 @@ class VectorGameScore(VectorWrapper):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step, and report the scores of the games that are over."""
+        """Step, and report the scores of finished games."""
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         plays = ~self._resets_next
         self._scores += np.where(plays, infos.get("reward", rewards), 0)
         self._lengths += plays
+        # In a new game ale-py has restored all lives; EnvPool has not yet.
+        life_lost = infos["lives"] < self._lives
+        if "final_obs" in infos:  # of ale-py, which (0.12) does not write it where the game continues
+            infos["final_obs"][life_lost] = observations[life_lost]
         ended = terminated | truncated
         if ended.any():
-            # EnvPool says which games are over. ale-py has begun another one there, with all its lives.
-            goes_on = infos["terminated"] == 0 if "terminated" in infos else infos["lives"] < self._lives
-            over = ended & (truncated | ~goes_on)
+            continues = infos["terminated"] == 0 if "terminated" in infos else life_lost
+            over = ended & (truncated | ~continues)
             if over.any():
-                told = infos.setdefault("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else infos
-                told |= {"game_return": self._scores.copy(), "_game_return": over}
-                told |= {"game_length": self._lengths.copy(), "_game_length": over}
+                final = infos.setdefault("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else infos
+                final |= {"game_return": self._scores.copy(), "_game_return": over}
+                final |= {"game_length": self._lengths.copy(), "_game_length": over}
                 self._scores[over], self._lengths[over] = 0.0, 0
         self._lives = infos["lives"].copy()
         if self._mode is AutoresetMode.NEXT_STEP:
@@ -261,41 +239,26 @@ class VectorGameScore(VectorWrapper):
         return observations, np.sign(rewards) if self._clips_rewards else rewards, terminated, truncated, infos
 
 
-class StackChannels(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Turn stacked colour frames `[frames, height, width, 3]` into an image `[3 · frames, height, width]`."""
-
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        super().__init__(env)
-        assert env.observation_space.shape is not None
-        frames, height, width, channels = env.observation_space.shape
-        self.observation_space = spaces.Box(0, 255, (frames * channels, height, width), np.uint8)
-
-    def observation(self, observation: Any) -> Any:  # noqa: ANN401
-        """Rearrange one observation."""
-        return observation.transpose(0, 3, 1, 2).reshape(self.observation_space.shape)
-
-
 @dataclass(frozen=True)
 class AtariPreprocessing:
     """Options of the usual 84×84×4 preprocessing (Mnih et al. 2015, Machado et al. 2018).
 
-    Every backend gets the same options, but three programs implement them, each with details of its own: `native` and
-    EnvPool hold FIRE for one frame instead of one step, and draw one no-op less. `native` does not press FIRE after a
-    lost life. An option that a backend lacks is refused.
+    The implementations differ slightly: `native` and EnvPool press FIRE for one frame instead of one step and draw one
+    no-op less, and `native` does not press FIRE after a lost life. An option that a backend lacks is an error.
 
     Args:
         frame_skip: Frames per step; the action is repeated, the last two frames are max-pooled.
-        noop_max: A game begins with 1 to this many random no-op frames; 0 for none (EnvPool always has some).
-        episodic_life: A lost life ends the learning episode; the game goes on with the next one. Evaluation counts
-            whole games.
-        clip_rewards: Learn from the sign of the reward. Evaluation has the game's own.
-        fire_on_reset: Press FIRE when an episode begins, in games that wait for it. In evaluation `sync` and `async`
-            press it after each lost life if training does; the other backends when a game begins.
-        repeat_action_probability: Probability of repeating the previous action ("sticky actions"); None keeps what the
-            environment id says (0.25 for `ALE/…-v5`, 0 for `…NoFrameskip-v4`).
-        frame_stack: Number of last frames in an observation.
+        noop_max: A game begins with 1 to this many random no-op frames; 0 for none (not with EnvPool).
+        episodic_life: End the learning episode when a life is lost; the next episode continues the game. Evaluation
+            plays whole games.
+        clip_rewards: Learn from the sign of the reward. Evaluation uses raw rewards.
+        fire_on_reset: Press FIRE at the start of an episode, in games that wait for it. Evaluation presses FIRE after
+            each lost life with `sync` and `async`, and at the start of a game with the other backends.
+        repeat_action_probability: Probability of repeating the previous action ("sticky actions"); None uses the
+            default of the environment id (0.25 for `ALE/…-v5`, 0 for `…NoFrameskip-v4`).
+        frame_stack: Number of frames in an observation.
         screen_size: Height and width of a frame in pixels.
-        grayscale: One channel a frame instead of three (which `native` does not support).
+        grayscale: One channel per frame instead of three (`native` supports only grayscale).
     """
 
     frame_skip: int = 4
@@ -309,11 +272,7 @@ class AtariPreprocessing:
     grayscale: bool = True
 
     def check(self) -> None:
-        """Raise where an option is out of range.
-
-        Raises:
-            ConfigurationError: Names the option as `env.atari.frame_skip`.
-        """
+        """Raise a `ConfigurationError` that names the option, as `env.atari.frame_skip`, if one is out of range."""
         for name in ("frame_skip", "frame_stack", "screen_size"):
             check_positive_int(f"env.atari.{name}", getattr(self, name))
         for name in ("episodic_life", "clip_rewards", "fire_on_reset", "grayscale"):
@@ -324,11 +283,11 @@ class AtariPreprocessing:
             check_number("env.atari.repeat_action_probability", self.repeat_action_probability, at_least=0, at_most=1)
 
     def for_evaluation(self) -> AtariPreprocessing:
-        """Return the options that leave the game's own score and length alone."""
+        """Return the options for whole games with raw rewards."""
         return replace(self, episodic_life=False, clip_rewards=False)
 
     def make_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
-        """Return what `gymnasium.make` needs: wrappers skip frames, repeat actions and take pictures, not the game."""
+        """Return the arguments of `gymnasium.make` for a game that `wrap` preprocesses."""
         made = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "ram"}
         return made | self._limited(max_episode_steps)
 
@@ -337,13 +296,13 @@ class AtariPreprocessing:
     ) -> gymnasium.Env[Any, Any]:
         """Apply the preprocessing to one game.
 
-        For evaluation the lives of a game are joined and rewards are the score; all else is as in training, so that an
-        agent for whom FIRE was pressed after each lost life need not have learned to do it.
+        Evaluation joins the lives of a game and returns raw rewards. Everything else is as in training, since an agent
+        that never had to press FIRE after a lost life may not have learned it.
 
         Args:
-            env: The game, made with `make_kwargs`.
-            default_stickiness: Probability of repeating an action where the options do not give one.
-            evaluation: Play for the score.
+            env: A game made with `make_kwargs`.
+            default_stickiness: Used if `repeat_action_probability` is None.
+            evaluation: Whether this is an evaluation environment.
         """
         stickiness = self.repeat_action_probability
         env = wrappers.AtariPreprocessing(
@@ -363,59 +322,61 @@ class AtariPreprocessing:
         if self.frame_stack > 1 or self.grayscale:
             env = wrappers.FrameStackObservation(env, self.frame_stack)
         if not self.grayscale and self.frame_stack > 1:
-            env = StackChannels(env)
+            env = _stack_channels(env)
         return WholeGame(env, game) if evaluation and self.episodic_life else env
 
     def native_kwargs(self, max_episode_steps: int | None = None) -> dict[str, Any]:
-        """Return the same options as ale-py's own vector environment names them.
+        """Return the arguments of ale-py's vector environment.
 
-        Its `episodic_life` begins a new game after each life; `life_loss_info` goes on with the same one.
-
-        Raises:
-            ConfigurationError: It does not support an option.
+        Its `episodic_life` begins a new game after each life; its `life_loss_info` continues the same game.
         """
         check(self.grayscale, "env.atari.grayscale", self.grayscale, "True with backend='native'")
         return {
             "frameskip": self.frame_skip,
-            "noop_max": self.noop_max,
             "life_loss_info": self.episodic_life,
             "episodic_life": False,
             "reward_clipping": self.clip_rewards,
-            "use_fire_reset": self.fire_on_reset,
-            "stack_num": self.frame_stack,
-            "img_height": self.screen_size,
-            "img_width": self.screen_size,
             "grayscale": True,
-        } | (self._sticky() | self._limited(max_episode_steps))
+            **self._vector_kwargs(),
+            **self._limited(max_episode_steps),
+        }
 
     def envpool_kwargs(self) -> dict[str, Any]:
-        """Return the same options as EnvPool names them.
-
-        Raises:
-            ConfigurationError: It does not support an option.
-        """
-        # It draws from 1 to this number, and a process that asks for 0 is killed by a division by zero.
+        """Return the arguments of EnvPool."""
+        # EnvPool draws from 1 to `noop_max`; 0 kills its process by a division by zero.
         check(self.noop_max > 0, "env.atari.noop_max", self.noop_max, "at least 1 with backend='envpool'")
         return {
             "frame_skip": self.frame_skip,
-            "noop_max": self.noop_max,
             "episodic_life": self.episodic_life,
             "reward_clip": self.clip_rewards,
+            "gray_scale": self.grayscale,
+            **self._vector_kwargs(),
+        }
+
+    def _vector_kwargs(self) -> dict[str, Any]:
+        """Return the arguments with the same names in ale-py's vector environment and EnvPool."""
+        probability = self.repeat_action_probability
+        return {
+            "noop_max": self.noop_max,
             "use_fire_reset": self.fire_on_reset,
             "stack_num": self.frame_stack,
             "img_height": self.screen_size,
             "img_width": self.screen_size,
-            "gray_scale": self.grayscale,
-        } | self._sticky()
+        } | ({} if probability is None else {"repeat_action_probability": probability})
 
     def _limited(self, max_episode_steps: int | None) -> dict[str, Any]:
-        """Return a limit as the emulator counts it: in frames, the no-ops at the start included."""
-        frames = {"max_num_frames_per_episode": self.frame_skip * (max_episode_steps or 0)}
-        return {} if max_episode_steps is None else frames
+        """Return a time limit in the frames of the emulator, which include the no-ops at the start."""
+        if max_episode_steps is None:
+            return {}
+        return {"max_num_frames_per_episode": self.frame_skip * max_episode_steps}
 
-    def _sticky(self) -> dict[str, Any]:
-        probability = self.repeat_action_probability
-        return {} if probability is None else {"repeat_action_probability": probability}
+
+def _stack_channels(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Turn stacked color frames `[frames, height, width, 3]` into an image `[3 · frames, height, width]`."""
+    assert env.observation_space.shape is not None
+    frames, height, width, channels = env.observation_space.shape
+    space = spaces.Box(0, 255, (frames * channels, height, width), np.uint8)
+    return wrappers.TransformObservation(env, lambda x: x.transpose(0, 3, 1, 2).reshape(space.shape), space)
 
 
 def sign(rewards: Any) -> Any:  # noqa: ANN401 - one number, or an array

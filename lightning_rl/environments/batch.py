@@ -12,7 +12,6 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import TransformReward
 
-from lightning_rl.environments.adapters import VectorState
 from lightning_rl.environments.contract import (
     EPISODE,
     FAILURE,
@@ -29,52 +28,74 @@ from lightning_rl.environments.contract import (
     surely_finite,
 )
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
-from lightning_rl.environments.workers import ChooseAhead
+from lightning_rl.environments.workers import ChooseAhead, WorkerPool
 from lightning_rl.environments.wrappers.action_repeat import RepeatCounter
-from lightning_rl.environments.wrappers.vector_history import VectorHistory
+from lightning_rl.environments.wrappers.history import VectorHistory
 from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
 
 
-def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa: ANN401 - a vector environment of single ones
-    """Return the record of every environment (see `SeededEpisodes.recorded`)."""
+# No type arguments: VectorWrapper takes none before Gymnasium 1.4.
+class NativeCartPole(VectorWrapper):
+    """Adds `state_dict` and `load_state_dict` to Gymnasium's own vectorized CartPole."""
+
+    _ARRAYS = ("state", "steps", "prev_done")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arrays and the state of the random generator."""
+        env: Any = self.env
+        arrays = {name: np.asarray(getattr(env, name)) for name in self._ARRAYS}
+        return arrays | {"random": env.np_random.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> Nested:
+        """Restore a state, and return the observations `[B, 4]`."""
+        env: Any = self.env
+        env.reset(seed=0)
+        env.np_random.bit_generator.state = state["random"]
+        for name in self._ARRAYS:
+            setattr(env, name, state[name].copy())
+        return state["state"].T.astype(np.float32)
+
+
+def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa: ANN401 - a LocalVectorEnv or WorkerPool
+    """Return the record of every environment, see `SeededEpisodes.recorded`."""
     records = []
     for index, record in enumerate(env.call("recorded")):
-        # A worker that was lost since the last step is only replaced in the next one.
-        failed = {"stream_seed": tracker.streams[index], "episode": int(tracker.episodes[index])}
-        records.append(failed if record is None else to_tensors(record))
+        # The next step replaces a worker that was lost since the last one.
+        lost = {"stream_seed": tracker.streams[index], "episode": int(tracker.episodes[index])}
+        records.append(lost if record is None else to_tensors(record))
     return records
 
 
 def restore(env: Any, tracker: EpisodeTracker, states: list[dict[str, Any]]) -> tuple[Array, Nested]:  # noqa: ANN401
-    """Give every environment its own record.
+    """Restore every environment from its own record.
 
     Returns:
-        Which environments are where they were, `[B]`, and the observations, `[B, ...]`; the others have begun new
-        episodes.
+        Which environments were restored exactly, `[B]`, and the observations, `[B, ...]`; the other environments have
+        begun new episodes.
     """
     records = [to_arrays(state) for state in states]
     tracker.streams = [record["stream_seed"] for record in records]
     answers: Any = env.call_each("restore", [(record,) for record in records])
-    # None comes from a worker that was lost while it played the episode again.
+    # None comes from a worker that was lost during the replay.
     answers = [(False, env.replace(i)[0]) if answer is None else answer for i, answer in enumerate(answers)]
     exact, rows = zip(*answers, strict=True)
     tracker.start(~np.array(exact))
-    # Environments may give keys in any order, and lists for tuples.
+    # Environments may return keys in any order, and lists instead of tuples.
     like = nested_paths(env.single_observation_space)
     return np.array(exact), map_leaves(lambda _, *parts: np.stack(parts), like, *rows)
 
 
 def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401 - a vector environment
-    """Return the wrappers with a history, the innermost first, and the vector environment within them.
+    """Return the wrappers with a history, innermost first, and the vector environment inside all wrappers.
 
-    The latter is None where a wrapper of another kind may have a state too.
+    The latter is None if a wrapper of another kind may have a state too.
     """
     histories: list[VectorHistory] = []
     is_known = True
-    while isinstance(env, VectorWrapper) and not isinstance(env, VectorState):
+    while isinstance(env, VectorWrapper) and not isinstance(env, NativeCartPole):
         if isinstance(env, VectorHistory):
             histories.insert(0, env)
         else:
@@ -84,9 +105,9 @@ def stateful_parts(env: Any) -> tuple[list[VectorHistory], Any]:  # noqa: ANN401
 
 
 def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
-    """Return the state of a batch as one of `len(seeds)` environments: the first ones stay, further ones begin anew."""
+    """Return the state of a batch for `len(seeds)` environments; additional environments begin new streams."""
     kept, added = state["environments"][: len(seeds)], seeds[len(state["environments"]) :]
-    # Before the first episode of the stream that is the new environment's own.
+    # Episode -1 comes before the first episode of the new stream.
     beginning = [{"stream_seed": seed, "episode": -1} for seed in added]
     counts = {
         name: torch.cat([state[name][: len(seeds)], torch.full((len(added),), value, dtype=state[name].dtype)])
@@ -114,23 +135,21 @@ def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class Step(NamedTuple):
-    """What one step of `B` environments gave, as arrays, or as tensors on the environments' device.
+    """The result of one step of `B` environments, in arrays, or in tensors on the device of the environments.
 
     Attributes:
-        observations: Where the next action is chosen, `[B, ...]`, nested as the space is; may be overwritten by the
-            next step.
+        observations: Observations for the next action, `[B, ...]`; the next step may overwrite them.
         rewards: `[B]`; 0 where not `valid`.
         terminated: `[B]`.
         truncated: `[B]`.
-        valid: False where the environment was only being reset, or waited for others, and ignored the action, `[B]`;
-            None if nowhere.
-        final_observations: (environment, the observation it really reached) for each episode that this step ended; of
-            tensors, for each that it truncated, with None where the environments do not say what was reached.
-        infos: Gymnasium's vector info.
-        failed: Environments that failed in this step and were replaced: the episode ended with the step before it, and
-            `observations` has the first one of the next. Not `valid`.
-        frames: Steps of the simulation, where actions are repeated; None: one for each that is `valid`.
-        repeats: How often each environment took its action, where the policy chooses that, `[B]`; None elsewhere.
+        valid: False where the environment ignored the action, because it was reset or idle, `[B]`; None if all are.
+        final_observations: Pairs (environment, final observation), one for each episode that this step ended. In tensor
+            environments only for truncated episodes, with None if the environments do not return it.
+        infos: Gymnasium's vector `info`.
+        failed: Environments that failed and were replaced in this step, which is not `valid` for them: the episode
+            ended with the step before, `observations` has the first one of the next episode.
+        frames: Number of simulation steps; None if actions are not repeated.
+        repeats: Number of times that each environment took its action, `[B]`; None unless the policy chooses it.
     """
 
     observations: Nested
@@ -146,26 +165,26 @@ class Step(NamedTuple):
 
 
 class EnvironmentBatch:
-    """A vector environment whose steps mean the same in every autoreset mode, and never give NaN or infinity.
+    """A vector environment whose steps mean the same in every autoreset mode, and are always finite.
 
-    * `SAME_STEP`: the step that ends an episode returns the next one's first observation; the final one is in `info`.
-    * `NEXT_STEP` (and EnvPool): it returns the final observation, and the step after it only resets: not `valid`.
-    * `DISABLED`: it returns the final observation, and this class resets.
+    * `SAME_STEP`: the step that ends an episode returns the first observation of the next one, and the final
+      observation in `info`.
+    * `NEXT_STEP` (and EnvPool): this step returns the final observation, the next one resets and is not `valid`.
+    * `DISABLED`: this step returns the final observation, and `EnvironmentBatch` resets the environment.
 
     Args:
         env: A `gymnasium.vector.VectorEnv`.
         seeds: Seed of each environment's stream of episodes.
-        reset_seed: What `env.reset` is given: the list of all seeds where each environment makes its own episodes of
-            them (`SeededEpisodes`); an array or a number for environments that come vectorised; None for EnvPool,
-            which was given its seeds when it was made.
-        repeats: Reads how often actions are taken; None if each is taken once.
-        evaluation: Whether these are environments of evaluation, for error messages.
+        reset_seed: Seed for `env.reset`: the list of all seeds for environments with `SeededEpisodes`, an array or a
+            number for native environments, None for EnvPool, which gets its seeds in the constructor.
+        repeats: Reads the number of action repeats; None if actions are not repeated.
+        evaluation: Whether these are evaluation environments.
 
     Attributes:
         can_step_ahead: Whether half of the environments can step while the policy acts on the other half.
 
     Raises:
-        ConfigurationError: The environment does not say in `metadata["autoreset_mode"]` how it resets.
+        ConfigurationError: `env.metadata["autoreset_mode"]` is missing.
     """
 
     def __init__(
@@ -189,33 +208,32 @@ class EnvironmentBatch:
         self._is_float = map_space(
             lambda leaf: isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating), space
         )
-        # What a leaf is called in errors.
+        # The names of leaves in errors.
         self._names = map_leaves(lambda path: f"observation {path}".rstrip(), nested_paths(space))
         self._failures: list[str] = []
-        base = getattr(env, "unwrapped", env)
-        if hasattr(base, "tracker"):
-            base.tracker = self._tracker
+        if isinstance(env.unwrapped, WorkerPool):
+            env.unwrapped.tracker = self._tracker
         self._histories, self._base = stateful_parts(env)
-        self._kind_of_state: str | None = "arrays" if isinstance(self._base, VectorState) else None
+        self._kind_of_state: str | None = "arrays" if isinstance(self._base, NativeCartPole) else None
         if isinstance(reset_seed, list) and self._base is not None:
             self._kind_of_state = "episodes"
-        # The policy acts ahead on the observations of the workers: no wrapper may change observations.
+        # The policy acts on the observations of the workers, before any wrapper changes them.
         self.can_step_ahead = (
-            hasattr(self._base, "choose_ahead")
+            isinstance(self._base, WorkerPool)
             and not self._histories
             and self.mode is AutoresetMode.SAME_STEP
             and self.num_envs > 1
         )
-        # Which environments the next step only resets; None: none of them.
+        # Which environments the next step resets; None: no environment.
         self._resets_next: Array | None = None
 
     def reset(self) -> Nested:
-        """Begin every environment's stream of episodes again, and return the first observations.
+        """Start every environment's stream of episodes again, and return the first observations.
 
         Raises:
             EnvironmentFailure: As `step`.
         """
-        self._tracker.forget()
+        self._tracker.reset()
         self._resets_next = None
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
         self._check_observations(observations)
@@ -229,15 +247,15 @@ class EnvironmentBatch:
             choose_ahead: See `WorkerPool`; requires `can_step_ahead`.
 
         Raises:
-            EnvironmentFailure: An environment raised, returned something not finite (or too large for float32), or its
-                worker process died or took longer than the limit.
+            EnvironmentFailure: An environment raised, returned a number that is not finite in float32, or its worker
+                process died or exceeded the time limit.
         """
         self._tracker.clock += 1
         if choose_ahead is not None:
             self._base.choose_ahead = choose_ahead
         try:
             observations, rewards, terminated, truncated, infos = self.env.step(actions)
-        except BaseException as error:  # not `_named`, which would cost every step a microsecond
+        except BaseException as error:  # not `_named`, which costs a microsecond
             self._raise_named(error, "step")
         failed = self._note_failures(infos, terminated | truncated) if FAILURE in infos else ()
         if rewards.dtype.kind == "f" and not surely_finite(rewards):
@@ -249,8 +267,7 @@ class EnvironmentBatch:
             valid[failed] = False
         if IDLE in infos:
             valid = ~infos[IDLE]
-        finals: list[tuple[int, Nested]] = []
-        any_ended = np.count_nonzero(ended) > 0  # quicker than `any` for a few
+        any_ended = np.count_nonzero(ended) > 0  # faster than `any` for few environments
         if self.mode is AutoresetMode.NEXT_STEP:
             if self._resets_next is not None:
                 valid = ~self._resets_next
@@ -259,40 +276,37 @@ class EnvironmentBatch:
         repeats: tuple[int | None, Array | None] = (None, None)
         if self._repeats is not None:
             repeats = self._repeats.read(infos, np.ones(self.num_envs, bool) if valid is None else valid)
-        if not any_ended:
-            self._check_observations(observations)
-            return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
-        at_ends = np.flatnonzero(ended).tolist()
-        if self.mode is AutoresetMode.SAME_STEP:
-            finals += [(index, self._row(infos["final_obs"], index)) for index in at_ends]
-            for index, final in finals:
-                self._check_observations(map_leaves(lambda x: x[None], final), index)
-        else:
-            self._check_observations(observations)
-            finals += [(index, self._row(observations, index)) for index in at_ends]
-        # In NEXT_STEP mode the step to come is the new episode's step 0.
-        self._tracker.start(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
-        if self.mode is AutoresetMode.DISABLED:
-            # They may be the environment's own arrays, which its reset clears.
-            rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
-            observations = self._reset(options={"reset_mask": ended})
-        if self.mode is not AutoresetMode.NEXT_STEP:
-            self._check_observations(observations)
+        finals: list[tuple[int, Nested]] = []
+        if any_ended:
+            at_ends = np.flatnonzero(ended).tolist()
+            if self.mode is AutoresetMode.SAME_STEP:
+                finals = [(index, self._row(infos["final_obs"], index)) for index in at_ends]
+                for index, final in finals:
+                    self._check_observations(map_leaves(lambda x: x[None], final), index)
+            else:
+                self._check_observations(observations)
+                finals = [(index, self._row(observations, index)) for index in at_ends]
+            # In NEXT_STEP mode the next step is step 0 of the new episode.
+            self._tracker.start(ended, in_steps=int(self.mode is AutoresetMode.NEXT_STEP))
+            if self.mode is AutoresetMode.DISABLED:
+                # These may be the environment's own arrays, which its reset clears.
+                rewards, terminated, truncated = np.copy(rewards), terminated.copy(), truncated.copy()
+                observations = self._reset(options={"reset_mask": ended})
+        self._check_observations(observations)
         return Step(observations, rewards, terminated, truncated, valid, finals, infos, failed, *repeats)
 
     def pop_failures(self) -> list[str]:
-        """Return what happened to the environments that were replaced since the last call, one entry each."""
+        """Return a message for each environment that was replaced since the last call."""
         failures, self._failures = self._failures, []
         return failures
 
     def info_values(self, step: Step, key: str) -> list[float]:
-        """Return every number that a real step, not a reset, reported under `info[key]`.
+        """Return the numbers under `info[key]` of all valid rows.
 
-        In `SAME_STEP` mode the info of a step that ended an episode is in `final_info`, and in its place is that of the
-        reset.
+        In `SAME_STEP` mode the `info` of a final step is in `final_info`, beside the `info` of the reset.
 
         Raises:
-            ConfigurationError: What is there is no number.
+            ConfigurationError: A value is no number.
         """
         present = np.ones(self.num_envs, bool) if step.valid is None else step.valid
         sources = [(step.infos, present)]
@@ -313,24 +327,16 @@ class EnvironmentBatch:
         return found
 
     def check_finite(self) -> None:
-        """Do nothing: each step was checked."""
+        """Do nothing: `step` checks every value."""
 
     def label(self, index: int) -> str:
-        """Say where an environment is: episode, seed and step."""
+        """Name an environment with its current episode, seed and step."""
         return self._tracker.label(index)
 
-    def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
-        """Note which environments were replaced, and return those whose step had no outcome."""
-        for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
-            self._failures += infos[FAILURE][index]
-            # That of a step that did have one is counted with the ends of episodes.
-            self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
-        return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
-
     def state_dict(self) -> dict[str, Any] | None:
-        """Return where every environment is, as tensors and plain values; None where that cannot be known.
+        """Return the state of all environments as tensors and plain values; None if the backend has no known state.
 
-        Environments of one episode each give their seeds and actions, those that come vectorised a state of their own.
+        The state of `sync` and `async` environments is their seeds and actions; a native environment has its own state.
         """
         if self._kind_of_state is None:
             return None
@@ -351,11 +357,11 @@ class EnvironmentBatch:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[Array, Nested] | None:
-        """Go to where the environments were.
+        """Restore the environments.
 
         Returns:
-            Which environments are there, `[B]`, and the observations, `[B, ...]`; the others have begun new episodes.
-            None if the state is that of another backend; then nothing has been changed.
+            Which environments were restored exactly, `[B]`, and the observations, `[B, ...]`; the other environments
+            have begun new episodes. None, with nothing changed, if another backend wrote the state.
         """
         if state["kind"] != self._kind_of_state:
             return None
@@ -386,9 +392,17 @@ class EnvironmentBatch:
             try:
                 self.env.close()
             finally:
-                self.env.closed = True  # or Gymnasium would try again when it is collected
+                self.env.closed = True  # or the destructor of the environment would close it again
 
-    def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - those of `VectorEnv.reset`
+    def _note_failures(self, infos: dict[str, Any], ended: Array) -> list[int]:
+        """Note which environments were replaced, and return the environments whose step has no outcome."""
+        for index in np.flatnonzero(infos[f"_{FAILURE}"]).tolist():
+            self._failures += infos[FAILURE][index]
+            # `step` starts the next episode of an environment that ended one.
+            self._tracker.start_at(index, int(infos[EPISODE][index]) - int(ended[index]))
+        return np.flatnonzero(infos[f"_{LOST}"]).tolist() if LOST in infos else []
+
+    def _reset(self, **kwargs: Any) -> Nested:  # noqa: ANN401 - the arguments of `VectorEnv.reset`
         with self._named("reset"):
             observations, infos = self.env.reset(**kwargs)
         if FAILURE in infos:
@@ -397,17 +411,19 @@ class EnvironmentBatch:
 
     @contextlib.contextmanager
     def _named(self, where: str) -> Iterator[None]:
-        """Make an error that says which environment failed of whatever is raised."""
         try:
             yield
         except BaseException as error:
             self._raise_named(error, where)
 
     def _raise_named(self, error: BaseException, where: str) -> NoReturn:
+        """Raise a failure with the environment, episode, seed and step."""
         if isinstance(error, EnvironmentFailure | ConfigurationError) or not is_failure(error):
             raise error
         if not isinstance(error, WorkerFailure):
-            what = f"{summary(error)} ({self._tracker.together()})"
+            streams = self._tracker.streams
+            shown = ", ".join(map(str, streams[:4])) + (", …" if len(streams) > 4 else "")
+            what = f"{summary(error)} (step {self._tracker.clock}, seeds {shown})"
             raise EnvironmentFailure(f"the {self._role}environments raised in {where}: {what}") from error
         failure = EnvironmentFailure(f"{self._tracker.labels(error.indices)} {error.what}")
         for note in getattr(error, "__notes__", ()):  # the traceback in a worker process
@@ -415,12 +431,12 @@ class EnvironmentBatch:
         raise failure from error
 
     def _row(self, batch: Nested, index: int) -> Nested:
-        """Return a copy of the observation of one environment; `batch` may be an array of one object for each.
+        """Return a copy of one environment's observation; `batch` may also be an array of objects.
 
-        A copy, since environments may write over what they gave, before the rollout is over that needs it.
+        A copy, since environments may overwrite their arrays before the end of the rollout.
         """
         if isinstance(batch, np.ndarray):
-            if batch.dtype != object and batch.ndim > 1:  # a flat space, as in most environments
+            if batch.dtype != object and batch.ndim > 1:  # the usual case of a flat space
                 return batch[index].copy()
             return map_leaves(lambda _, x: np.array(x), self._names, batch[index])
         return map_leaves(lambda _, x: np.array(x[index]), self._names, batch)
@@ -430,12 +446,12 @@ class EnvironmentBatch:
             if is_float and not surely_finite(rows):
                 self._check_rows(name, rows, first)
 
-        if isinstance(self._is_float, bool):  # a flat space, at no more cost than that of the check
+        if isinstance(self._is_float, bool):  # a flat space, for which `map_leaves` takes longer than the check
             check_leaf(self._is_float, self._names, observations)
         else:
             map_leaves(check_leaf, self._is_float, self._names, observations)
 
-    def _check_rows(self, what: str, rows: Array, first: int = 0) -> None:
-        """Raise if a row, that of environment `first` and those after it, has an entry that cannot be learned from."""
+    def _check_rows(self, name: str, rows: Array, first: int = 0) -> None:
+        """Raise if a row has an entry that is not finite in float32; row 0 belongs to environment `first`."""
         if (bad := first_not_finite(rows)) is not None:
-            raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(what, np.asarray(rows[bad[0]]))}")
+            raise EnvironmentFailure(f"{self.label(first + bad[0])} {complaint(name, np.asarray(rows[bad[0]]))}")

@@ -1,4 +1,4 @@
-"""Seeded episodes of one environment, which can be replayed, checked and restarted."""
+"""Seeded episodes of one environment, which can be checked, replayed and restarted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import gymnasium
 import numpy as np
@@ -18,7 +18,6 @@ from gymnasium import spaces
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
 
-from lightning_rl.environments.adapters import remembers_episodes
 from lightning_rl.environments.contract import (
     EPISODE,
     FAILURE,
@@ -33,39 +32,24 @@ from lightning_rl.environments.contract import (
 )
 from lightning_rl.environments.seeding import derive_seed, describe
 from lightning_rl.environments.wrappers.action_mask import ReadMasks
-from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_stacked, nested_paths, space_leaves
+from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves, map_space, map_stacked, nested_paths
 
-Array = np.ndarray[Any, Any]
-_EXPECTED = {
+_INTERFACE = {
     "reset": "reset(*, seed=None, options=None) that returns two values, (observation, info)",
     "step": "step(action) that returns five values, (observation, reward, terminated, truncated, info)",
 }
 _UNPACKED = re.compile(r"values to unpack|cannot unpack")
 _NO_KEYWORD = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
-# Those who take apart what an environment returns.
+# Folders of the code that unpacks the values of an environment.
 _CALLERS = tuple(Path(file).parent for file in (__file__, gymnasium.__file__))
 
 
 class Unexpected(Exception):
-    """What an environment returned is not what its interface, or its space, says; the message says what it is."""
-
-
-def older_interface(method: str, name: str, why: object) -> str:
-    """Say that an environment does not have the interface that is expected of it.
-
-    Args:
-        method: `reset` or `step`.
-        name: Of the environment.
-        why: How that was found out.
-    """
-    return (
-        f"does not have the interface of Gymnasium 0.26 and later ({why}): expected of {name} a {_EXPECTED[method]}; "
-        "the package shimmy wraps environments of older versions"
-    )
+    """An environment returned a value that its interface or its space does not allow; the message names the value."""
 
 
 def is_older_interface_error(error: BaseException) -> bool:
-    """Whether an error comes from calling an environment, or from taking apart what it returned, as of today."""
+    """Whether a call failed because the environment has the interface of before Gymnasium 0.26."""
     if isinstance(error, TypeError) and _NO_KEYWORD.search(str(error)):
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -76,12 +60,8 @@ def is_older_interface_error(error: BaseException) -> bool:
     )
 
 
-def to_number(reward: Any) -> float:  # noqa: ANN401 - whatever an environment returns
-    """Return a reward as a Python number.
-
-    Raises:
-        Unexpected: It is none, or more than one.
-    """
+def to_number(reward: Any) -> float:  # noqa: ANN401 - any value of an environment
+    """Return a reward as a Python number; raise `Unexpected` unless it is a single number."""
     with contextlib.suppress(TypeError, ValueError):
         if not isinstance(reward, str | bytes) and np.ndim(reward) == 0:
             return float(reward)
@@ -90,11 +70,7 @@ def to_number(reward: Any) -> float:  # noqa: ANN401 - whatever an environment r
 
 
 def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
-    """Return `terminated` or `truncated` as Python's boolean.
-
-    Raises:
-        Unexpected: It is no boolean, and no number 0 or 1, nor an array or tensor of such a one.
-    """
+    """Return `terminated` or `truncated` as a boolean; raise `Unexpected` unless it is a single True, False, 1 or 0."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         plain = np.asarray(flag)
         if plain.size == 1 and plain.item() in (0, 1):
@@ -103,191 +79,131 @@ def to_flag(name: str, flag: Any) -> bool:  # noqa: ANN401
 
 
 def check_info(info: Any) -> None:  # noqa: ANN401
-    """Raise `Unexpected` if `info` is no dict."""
+    """Raise `Unexpected` unless `info` is a dict."""
     if not isinstance(info, dict):
         raise Unexpected(f"returned info {reprlib.repr(info)}: expected a dict")
 
 
-class ObservationForm:
-    """The structure, shapes and types that observations of a space have.
+def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN401
+    """Return a leaf of an observation in a type that every backend can store.
 
-    Args:
-        space: Of one environment.
-
-    Attributes:
-        paths: Of the leaves, nested as observations are.
-        leaves: Their spaces by path.
-    """
-
-    def __init__(self, space: spaces.Space[Any]) -> None:
-        self.paths = nested_paths(space)
-        self.leaves = space_leaves(space)
-        self._space = space
-
-    def fit(self, observation: Any) -> Nested:  # noqa: ANN401
-        """Return an observation in this form.
-
-        Args:
-            observation: Whatever an environment returned.
-
-        Returns:
-            Its leaves; those of a type that not every backend would take are converted to the type of their space.
-            Floating-point numbers of another width, which all take, are left as they are.
-
-        Raises:
-            Unexpected: The structure, or the shape of a leaf, is another; or a leaf has no numbers, or such as lose by
-                becoming what their space has.
-        """
-        try:
-            return map_leaves(self._fit_leaf, self.paths, observation)
-        except (LookupError, TypeError, ValueError) as error:
-            raise Unexpected(
-                f"returned an observation of another structure than its space has ({type(error).__name__}: {error}): "
-                f"expected one in {self._space}"
-            ) from None
-
-    def _fit_leaf(self, path: str, x: Any) -> Any:  # noqa: ANN401
-        name, space = f"an observation {path}".rstrip(), self.leaves[path]
-        try:
-            given = np.asarray(x)
-        except ValueError:  # rows of different lengths
-            raise Unexpected(f"returned {name} of shape unknown: expected {space.shape}") from None
-        except (TypeError, RuntimeError) as error:  # a tensor of a GPU, or one with a gradient
-            raise Unexpected(f"returned {name} that is no array ({type(error).__name__}: {error})") from None
-        if given.shape != space.shape:
-            raise Unexpected(f"returned {name} of shape {given.shape}: expected {space.shape}")
-        wanted: Any = space.dtype
-        if given.dtype == wanted or (given.dtype.kind == "f" and wanted.kind == "f"):
-            return x
-        try:
-            return stored(given, wanted)
-        except Unexpected as error:
-            helps = (
-                "; the wrapper gymnasium.wrappers.DtypeObservation changes the dtype of observations and their space"
-            )
-            raise Unexpected(f"returned {name} {error}{helps}") from None
-
-
-def stored(given: Array, dtype: np.dtype[Any]) -> Array:
-    """Return numbers as those of another type.
+    Numbers are converted to the type of the space if this changes no value. Floating-point numbers of another width
+    than the space's stay as they are.
 
     Raises:
-        Unexpected: They are no numbers, or are integers or bits of `dtype` only with a loss. What floating-point
-            numbers round is none.
+        Unexpected: The leaf has another shape than its space, is no array of numbers, or a conversion would change it.
     """
-    no_numbers = Unexpected(f"of {given.dtype}: expected {dtype}")
-    if given.dtype.kind not in "biufO":
-        raise no_numbers
+    name = f"an observation {path}".rstrip()
     try:
-        with np.errstate(invalid="ignore"):  # NaN, which is none of the integers
-            result: Array = given.astype(dtype)
-    except (TypeError, ValueError, OverflowError):  # of objects
-        raise no_numbers from None
-    if dtype.kind in "biu" and not np.array_equal(result, given):
-        raise Unexpected(f"of {given.dtype}, which loses by becoming {dtype}: expected {dtype}")
-    return result
+        given = np.asarray(x)
+    except ValueError:  # rows of different lengths
+        raise Unexpected(f"returned {name} of shape unknown: expected {space.shape}") from None
+    except (TypeError, RuntimeError) as error:  # a tensor on a GPU, or one that requires a gradient
+        raise Unexpected(f"returned {name} that is no array ({summary(error)})") from None
+    if given.shape != space.shape:
+        raise Unexpected(f"returned {name} of shape {given.shape}: expected {space.shape}")
+    dtype: Any = space.dtype
+    if given.dtype == dtype or (given.dtype.kind == "f" and dtype.kind == "f"):
+        return x
+    problem = ""
+    if given.dtype.kind in "biufO":
+        with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(invalid="ignore"):
+            converted = given.astype(dtype)
+            if dtype.kind not in "biu" or np.array_equal(converted, given):
+                return converted
+            problem = f", which changes as {dtype}"
+    raise Unexpected(
+        f"returned {name} of {given.dtype}{problem}: expected {dtype}; the wrapper "
+        "gymnasium.wrappers.DtypeObservation changes the dtype of observations and their space"
+    )
 
 
-def misfit(space: spaces.Space[Any], x: Any) -> tuple[str, bool] | None:  # noqa: ANN401 - whatever was observed
-    """Say which number of an observation is outside of the bounds of its leaf's space, None if none is.
-
-    Returns:
-        What is wrong, and whether that cannot be learned from. Numbers outside of a `Box` can.
-    """
-    low, high = _bounds(space)
-    if low is None:
+def first_outside(space: spaces.Space[Any], x: Any) -> str | None:  # noqa: ANN401
+    """Say which entry of a leaf is out of the bounds of its space; None if no entry is, or the space has no bounds."""
+    low: Any
+    high: Any
+    if isinstance(space, spaces.Box):
+        low, high = space.low, space.high
+    elif isinstance(space, spaces.MultiBinary):
+        low, high = 0, 1
+    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        count: Any = space.n if isinstance(space, spaces.Discrete) else space.nvec
+        low, high = space.start, space.start + count - 1
+    else:
         return None
     rounded = np.asarray(x).astype(space.dtype)
     outside = np.argwhere((rounded < low) | (rounded > high))
     if not len(outside):
         return None
-    place = tuple(int(i) for i in outside[0])
-    entry = f" (entry {', '.join(map(str, place))})" if place else ""
-    bounds = [np.broadcast_to(bound, rounded.shape)[place] for bound in (low, high)]
-    return f"{entry} {rounded[place]}: expected {bounds[0]} to {bounds[1]}".strip(), not isinstance(space, spaces.Box)
+    place = tuple(outside[0].tolist())
+    entry = f"(entry {', '.join(map(str, place))}) " if place else ""
+    least, most = (np.broadcast_to(bound, rounded.shape)[place] for bound in (low, high))
+    return f"{entry}{rounded[place]}: expected {least} to {most}"
 
 
-def _bounds(space: spaces.Space[Any]) -> tuple[Any, Any]:
-    """Return the least and the largest that each entry can be; None of other spaces."""
-    if isinstance(space, spaces.Box):
-        return space.low, space.high
-    if isinstance(space, spaces.Discrete):
-        return space.start, space.start + space.n - 1
-    if isinstance(space, spaces.MultiDiscrete):
-        return space.start, space.start + space.nvec - 1
-    return (0, 1) if isinstance(space, spaces.MultiBinary) else (None, None)
-
-
-T = TypeVar("T")
 MAX_LOGGED_ACTIONS = 1_000_000
-"""An episode that is longer cannot be played again: its actions would fill the memory, and take minutes."""
+"""A longer episode cannot be replayed: its actions would fill the memory, and the replay would take minutes."""
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
 _NUMBERS = frozenset((int, np.int64, np.int32))
 _FLAGS = frozenset((bool, np.bool_))
 _RESET = None
-"""In a log of actions: a reset that went on with what was before (a game between two lives)."""
+"""Entry of the log of actions: a reset that continued the same game after a lost life."""
 
 
 def _wrappers(env: gymnasium.Env[Any, Any]) -> Iterator[gymnasium.Wrapper[Any, Any, Any, Any]]:
-    """Yield what is around an environment, the outermost first."""
+    """Yield the wrappers of an environment, the outermost first."""
     while isinstance(env, gymnasium.Wrapper):
         yield env
         env = env.env
 
 
 class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Give each episode its own seed, say where it was when the environment raises, and log it to play it again.
+    """Seeds every episode, checks the returned values, and logs the actions so that the episode can be replayed.
 
-    `reset(seed=s)` begins the stream of episodes that `s` names; each `reset()` after it goes on to the stream's next
-    episode. What an environment does therefore depends on (seed, number of the episode, actions) and not on how many
-    other environments there are.
+    `reset(seed=s)` begins the stream of episodes of seed `s`, each `reset()` the next episode of the stream. An episode
+    depends on the stream, its number and the actions, not on the number of environments.
 
-    The actions since the last true reset are logged, up to `MAX_LOGGED_ACTIONS`, so that another process can go to the
-    same place (`recorded`, `restore`); that they give the same rewards again is checked, since a wrapper may remember
-    earlier episodes, which are not played again. An environment that has `state_dict()` and `load_state_dict(state)` is
-    asked for its state instead, if no wrapper but a time limit, or that of masks, is around it; what it returns must be
-    tensors and plain Python values.
+    Up to `MAX_LOGGED_ACTIONS` actions since the last true reset are logged. `restore` replays them and compares
+    observation, rewards and ends, since a wrapper may keep state from earlier episodes. An environment with
+    `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
+    and masks; its state must consist of tensors and plain Python values.
 
     Args:
         env: The environment.
-        index: Its place among the environments of this process, for error messages.
-        evaluation: Whether it is one of evaluation, for error messages.
+        index: Index among the environments of this process.
+        evaluation: Whether this is an evaluation environment.
 
     Raises:
-        EnvironmentFailure: In `reset` and `step`: the environment raised, has the interface of before Gymnasium 0.26,
-            returned an observation of another shape than its space has, or one that loses by becoming of the type of
-            its space, a reward that is not a number, a `terminated` or `truncated` that is no boolean, or an `info`
-            that is no dict; in the first `reset` also an observation outside of a discrete space. Numbers outside of a
-            `Box` are warned of there.
+        EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, has the
+            interface of before Gymnasium 0.26, or returned an observation, reward, flag or `info` of a wrong type or
+            shape. The first observation must also be in its space; numbers outside of a `Box` only cause a warning.
     """
 
-    def __init__(
-        self,
-        env: gymnasium.Env[Any, Any],
-        index: int = 0,
-        evaluation: bool = False,
-    ) -> None:
+    def __init__(self, env: gymnasium.Env[Any, Any], index: int = 0, evaluation: bool = False) -> None:
         super().__init__(env)
         self.index = index
         self.evaluation = evaluation
-        self.stream_seed = 0
-        self.episode = 0
-        self.step_count = 0
-        self._form = ObservationForm(env.observation_space)
-        self._paths = self._form.paths
-        # Arrays of this shape and type are what every backend takes. None where observations are nested.
-        self._shape, self._dtype = env.observation_space.shape, env.observation_space.dtype
-        self._is_checked = False
-        self._first_episode = 0
+        self.stream_seed = self.episode = self.step_count = 0
+        space = env.observation_space
+        self._paths = nested_paths(space)
+        self._leaf_spaces = map_space(lambda leaf: leaf, space)
+        # Arrays of this shape and type need no conversion. Nested spaces have none.
+        self._shape, self._dtype = space.shape, space.dtype
+        self._bounds_checked = False
         self._observation: Any = None
         self._begin_log()
-        self._may_go_on = env.has_wrapper_attr("went_on")
-        # Of the reset that begins a stream, where a plain one would go on with what went before.
-        self.first_options = env.get_wrapper_attr("first_options") if self._may_go_on else None
-        self._has_own_state = self._owns_all_state(env)
+        self._continues_games = env.has_wrapper_attr("went_on")
+        # The reset options that begin a stream with a new game.
+        self.first_options = env.get_wrapper_attr("first_options") if self._continues_games else None
+        own = env.unwrapped
+        self._has_own_state = (
+            hasattr(own, "state_dict")
+            and hasattr(own, "load_state_dict")
+            and all(isinstance(one, TimeLimit) or type(one) in _STATELESS for one in _wrappers(env))
+        )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the stream `seed`, or its next episode."""
+        """Begin the stream of a seed, or the next episode of the current stream."""
         if seed is None:
             self.episode += 1
         else:
@@ -296,67 +212,56 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.step_count = 0
         try:
             result = self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=options)
+            if type(result) is not tuple or len(result) != 2:
+                raise Unexpected(self._older_interface("reset", f"reset returned {type(result).__name__}"))
+            observation, info = result
+            check_info(info)
+            self._observation = observation = self._fit(observation)
         except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise self._failure("reset", error) from error
-        if type(result) is not tuple or len(result) != 2:
-            raise self._complain(older_interface("reset", self._name, f"reset returned {type(result).__name__}"))
-        observation, info = result
-        self._held_to(check_info, info)
-        self._observation = observation = self._fit(observation)
-        if not self._is_checked:
-            self._is_checked = True
-            map_leaves(self._check_bounds, self._paths, observation)
-        if self._may_go_on and self.env.get_wrapper_attr("went_on"):
+            self._raise_named("reset", error)
+        if not self._bounds_checked:
+            self._bounds_checked = True
+            map_leaves(self._check_bounds, self._paths, self._leaf_spaces, observation)
+        if self._continues_games and self.env.get_wrapper_attr("went_on"):
             self._log.append(_RESET)
         else:
             self._begin_log()
         return observation, info
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; an exception is raised again with index, episode, seed and step."""
-        # What the environment does to an action of its own must not be done to the record.
-        kept: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
-        result = self.step_unrecorded(action)
-        self._observation, reward, terminated, truncated, _ = result
-        self._log.append(kept)
-        self._reward_sum += reward
-        if terminated or truncated:
-            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
-        return result
-
-    def step_unrecorded(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step as `step` does, but for the record: this is no longer where `recorded` says."""
+        """Step, check the returned values, and log the action."""
+        # A copy, since the environment may write into its action.
+        logged: Any = action if type(action) in _NUMBERS else map_leaves(np.copy, action)
         self.step_count += 1
         try:
             observation, reward, terminated, truncated, info = self.env.step(action)
+            if type(reward) is not float:
+                reward = to_number(reward)
+            if type(terminated) not in _FLAGS or type(truncated) not in _FLAGS:
+                terminated, truncated = to_flag("terminated", terminated), to_flag("truncated", truncated)
+            if type(info) is not dict:
+                check_info(info)
+            if (
+                type(observation) is not np.ndarray
+                or observation.dtype is not self._dtype
+                or observation.shape != self._shape
+            ):
+                observation = self._fit(observation)
         except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise self._failure("step", error) from error
-        if type(reward) is not float:
-            reward = self._held_to(to_number, reward)
-        if type(terminated) not in _FLAGS or type(truncated) not in _FLAGS:
-            terminated = self._held_to(to_flag, "terminated", terminated)
-            truncated = self._held_to(to_flag, "truncated", truncated)
-        if type(info) is not dict:
-            self._held_to(check_info, info)
-        if (
-            type(observation) is not np.ndarray
-            or observation.dtype is not self._dtype
-            or observation.shape != self._shape
-        ):
-            observation = self._fit(observation)
+            self._raise_named("step", error)
+        self._log.append(logged)
+        self._reward_sum += reward
         if terminated or truncated:
-            # The reset that follows must not write over it, even if the environment always returns the same array.
+            # The next reset must not overwrite the final observation of an environment that reuses its array.
             observation = observation.copy() if isinstance(observation, np.ndarray) else copy.deepcopy(observation)
+            self._ends.append([len(self._log), bool(terminated), bool(truncated)])
+        self._observation = observation
         return observation, reward, terminated, truncated, info
 
     def recorded(self) -> dict[str, Any]:
-        """Return where the environment is, as arrays and plain values."""
+        """Return the state of the episode for `restore`, as arrays and plain values."""
         own: Any = self.env.unwrapped
-        if len(self._log) == self._log.maxlen and not self._has_own_state:  # the first actions may be forgotten
+        if len(self._log) == self._log.maxlen and not self._has_own_state:  # the first actions may be lost
             return {"stream_seed": self.stream_seed, "episode": self.episode}
         actions = [action for action in self._log if action is not _RESET]
         return {
@@ -373,38 +278,40 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         }
 
     def restore(self, record: dict[str, Any]) -> tuple[bool, Any]:
-        """Go to where an environment was.
+        """Restore the state of an episode.
 
         Args:
-            record: What `recorded` returned there; one of `stream_seed` and `episode` alone leads to a new episode.
+            record: The value of `recorded`; a record with only `stream_seed` and `episode` leads to a new episode.
 
         Returns:
-            Whether that led to the very observation, rewards and ends that were recorded, and the observation where the
-            environment now is: if it did not, the stream's next episode has begun.
+            Whether observation, rewards and ends equal the recorded ones, and the current observation. Unless they are
+            equal, the next episode of the stream has begun.
         """
         self.stream_seed, self.episode = record["stream_seed"], record["episode"]
         if record.get(OWN_STATE) is not None and self._has_own_state:
             own: Any = self.env.unwrapped
             self.env.reset(seed=derive_seed(self.stream_seed, self.episode), options=self.first_options)
             own.load_state_dict(record[OWN_STATE])
-            for limit in self._time_limits:  # all of them count the same steps: nothing in between repeats actions
-                limit._elapsed_steps = record["step_count"]  # private to Gymnasium, which sets it only to 0
+            for limit in _wrappers(self.env):
+                if isinstance(limit, TimeLimit):
+                    limit._elapsed_steps = record["step_count"]  # private; Gymnasium 1.4 can only set it to 0
             self._begin_log()
             self._observation, self.step_count = record["observation"], record["step_count"]
             return True, self._observation
-        exact = "actions" in record and not self._depends_on_the_past(record) and self._replay(record)
+        exact = "actions" in record and not self._depends_on_past_episodes(record) and self._replay(record)
         if not exact:
             self.episode = record["episode"]
             self.reset(options=self.first_options)
         return exact, self._observation
 
-    def _depends_on_the_past(self, record: dict[str, Any]) -> bool:
-        """Whether episodes before the recorded one may matter, although the same actions give the same observations."""
-        return remembers_episodes(self.env) and record["first_episode"] > 0
+    def _depends_on_past_episodes(self, record: dict[str, Any]) -> bool:
+        """Whether the state may depend on earlier episodes in a way that a replay does not show."""
+        # The solver of Box2D keeps contacts over a reset.
+        return type(self.unwrapped).__name__ == "BipedalWalker" and record["first_episode"] > 0
 
     def _replay(self, record: dict[str, Any]) -> bool:
-        """Play an episode again, and return whether it went as it did."""
-        self.episode = record["first_episode"] - 1  # the reset goes on to the one that was recorded
+        """Replay an episode, and return whether observation, rewards and ends equal the recorded ones."""
+        self.episode = record["first_episode"] - 1  # the reset increments it
         self.reset(options=self.first_options)
         resets, actions = set(record["resets"]), record["actions"]
         taken = 0
@@ -415,110 +322,96 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
                 self.step(map_leaves(lambda x, t=taken: x[t], actions))
                 taken += 1
         same = map_leaves(lambda x, now: np.array_equal(np.asarray(now), x), record["observation"], self._observation)
-        return (
-            all(leaves(same))
-            # Bit for bit: not even NaN can be in a reward that was learned from.
-            and self._reward_sum == record["reward_sum"]
-            and self._ends == record["ends"]
-        )
-
-    @property
-    def _time_limits(self) -> list[Any]:
-        """Those around the environment as it is now: a subclass may put a new one in the place of one that failed."""
-        return [wrapper for wrapper in _wrappers(self.env) if isinstance(wrapper, TimeLimit)]
-
-    @staticmethod
-    def _owns_all_state(env: gymnasium.Env[Any, Any]) -> bool:
-        """Whether the environment gives its state, and no wrapper around it but time limits has any besides."""
-        own: Any = env.unwrapped
-        gives_it = hasattr(own, "state_dict") and hasattr(own, "load_state_dict")
-        return gives_it and all(isinstance(one, TimeLimit) or type(one) in _STATELESS for one in _wrappers(env))
+        return all(leaves(same)) and self._reward_sum == record["reward_sum"] and self._ends == record["ends"]
 
     def _begin_log(self) -> None:
         self._log: deque[Any] = deque(maxlen=MAX_LOGGED_ACTIONS)
         self._first_episode = self.episode
         self._reward_sum = 0.0
-        self._ends: list[list[Any]] = []  # of lives: place in the log, terminated, truncated
-
-    def _held_to(self, check: Callable[..., T], *returned: Any) -> T:  # noqa: ANN401
-        """Return what `check` makes of what the environment returned; complain of what is not expected."""
-        try:
-            return check(*returned)
-        except Unexpected as error:
-            raise self._complain(str(error)) from None
+        self._ends: list[list[Any]] = []  # of lives: length of the log, terminated, truncated
 
     def _fit(self, observation: Any) -> Nested:  # noqa: ANN401
-        observation = self._held_to(self._form.fit, observation)
+        """Return an observation whose leaves every backend can store."""
+        try:
+            observation = map_leaves(fit_leaf, self._paths, self._leaf_spaces, observation)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Unexpected(
+                f"returned an observation of another structure than its space has ({summary(error)}): expected an "
+                f"element of {self.env.observation_space}"
+            ) from None
         if type(observation) is np.ndarray:
-            # Floats of another width are as good as those of the space, and need not be looked at again.
-            self._dtype = observation.dtype
+            self._dtype = observation.dtype  # floats of another width need no second check
         return observation
 
-    def _check_bounds(self, path: str, x: Any) -> None:  # noqa: ANN401
-        """Complain of an observation that is none of a discrete space; warn of one outside of the bounds of a `Box`."""
-        if (found := misfit(self._form.leaves[path], x)) is None:
+    def _check_bounds(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
+        """Raise if a leaf is not in its discrete space; warn if it is out of the bounds of its `Box`."""
+        if (problem := first_outside(space, x)) is None:
             return
-        what, is_fatal = found
         name = f"observation {path}".rstrip()
-        if is_fatal:
-            raise self._complain(f"returned an {name} {what}")
-        if self.index == 0:  # the others say the same
-            rank_zero_warn(f"{self._name} returned an {name} outside of its space: {what}")
+        if not isinstance(space, spaces.Box):
+            raise self._failure(f"returned an {name} {problem}")
+        if self.index == 0:  # the other environments have the same space
+            rank_zero_warn(f"{self._name} returned an {name} outside of its space: {problem}")
 
     @property
     def _name(self) -> str:
         return self.spec.id if self.spec is not None else type(self.unwrapped).__name__
 
-    def _failure(self, where: str, error: BaseException) -> EnvironmentFailure:
-        if is_older_interface_error(error):
-            return self._complain(older_interface(where, self._name, error))
-        return self._complain(f"raised in {where}: {summary(error)}")
+    def _older_interface(self, method: str, reason: object) -> str:
+        return (
+            f"does not have the interface of Gymnasium 0.26 and later ({reason}): expected of {self._name} a "
+            f"{_INTERFACE[method]}; the package shimmy wraps environments of older versions"
+        )
 
-    def _complain(self, what: str) -> EnvironmentFailure:
+    def _raise_named(self, where: str, error: BaseException) -> NoReturn:
+        """Raise a failure of the environment with its index, episode, seed and step."""
+        if not is_failure(error):
+            raise error
+        if isinstance(error, Unexpected):
+            raise self._failure(str(error)) from None
+        if is_older_interface_error(error):
+            raise self._failure(self._older_interface(where, error)) from error
+        raise self._failure(f"raised in {where}: {summary(error)}") from error
+
+    def _failure(self, what: str) -> EnvironmentFailure:
         seed = derive_seed(self.stream_seed, self.episode)
         label = describe(self.index, self.episode, seed, self.step_count, self.evaluation)
         return EnvironmentFailure(f"{label} {what}")
 
 
 class RestartingEpisodes(SeededEpisodes):
-    """Seeded episodes of an environment that is replaced when it fails; the stream goes on with its next episode.
+    """Seeded episodes of an environment that is replaced when it fails; its stream continues with the next episode.
 
-    To raise, and to return NaN, infinity or anything that `SeededEpisodes` complains of, is to fail. A step that failed
-    returns the first observation of the new episode, a reward of 0 and no end of an episode; `info` says what happened.
-    The next episode has another seed, so a failure that the seed brings about does not come again.
+    NaN, infinity and every failure of `SeededEpisodes` count. A failed step returns the first observation of the new
+    episode, a reward of 0 and no end of an episode; its `info` has `FAILURE`, `LOST` and `EPISODE`.
 
     Args:
         make: Makes the environment.
-        index: Its place among the environments of this process, for error messages.
-        evaluation: Whether it is one of evaluation, for error messages.
+        index: Index among the environments of this process.
+        evaluation: Whether this is an evaluation environment.
 
     Raises:
-        EnvironmentFailure: In `reset` and `step`: it failed again after `MAX_RESTARTS_IN_A_ROW` restarts between which
-            no step was completed.
+        EnvironmentFailure: In `reset` and `step`: the environment failed again after `MAX_RESTARTS_IN_A_ROW` restarts
+            without a completed step in between.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], gymnasium.Env[Any, Any]],
-        index: int = 0,
-        evaluation: bool = False,
-    ) -> None:
+    def __init__(self, make: Callable[[], gymnasium.Env[Any, Any]], index: int = 0, evaluation: bool = False) -> None:
         super().__init__(make(), index, evaluation)
         self._make = make
         self._restarts_in_a_row = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin the stream `seed`, or its next episode, or the one after it where that fails."""
+        """Begin the stream of a seed, or the next episode; begin the episode after that if this fails."""
         try:
             return self._checked_reset(seed, options)
         except EnvironmentFailure as failure:
             return self._restart(failure)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step, or begin the next episode of a new environment."""
+        """Step; if this fails, begin the next episode in a new environment."""
         try:
             observation, reward, terminated, truncated, info = super().step(action)
-            self._check_observation(observation)
+            map_leaves(self._check_finite_leaf, self._paths, observation)
             self._check_finite("reward", reward)
         except EnvironmentFailure as failure:
             observation, info = self._restart(failure)
@@ -527,18 +420,18 @@ class RestartingEpisodes(SeededEpisodes):
         return observation, reward, terminated, truncated, info
 
     def go_on(self, stream_seed: int, episode: int) -> tuple[Any, dict[str, Any]]:
-        """Begin the episode after `episode` of a stream that another process is lost with."""
+        """Begin the episode after `episode` of the stream of a lost worker process."""
         self.stream_seed, self.episode = stream_seed, episode
         observation, info = self.reset(options=self.first_options)
         return observation, info | {EPISODE: self.episode}
 
     def _checked_reset(self, seed: int | None, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
         observation, info = super().reset(seed=seed, options=options)
-        self._check_observation(observation)
+        map_leaves(self._check_finite_leaf, self._paths, observation)
         return observation, info
 
     def _restart(self, failure: EnvironmentFailure) -> tuple[Any, dict[str, Any]]:
-        """Replace the environment until one can be reset."""
+        """Replace the environment until a reset succeeds."""
         failures: list[str] = []
         while True:
             failures.append(str(failure))
@@ -554,23 +447,21 @@ class RestartingEpisodes(SeededEpisodes):
             except BaseException as error:
                 if not is_failure(error):
                     raise
-                failure = self._failure("the making of a new environment", error)
+                failure = self._failure(f"raised in the making of a new environment: {summary(error)}")
             else:
                 return observation, info | {FAILURE: failures, EPISODE: self.episode}
 
     def _close_failed(self) -> None:
-        """Close an environment that failed; a failure in its `close` says nothing new."""
         try:
             self.env.close()
-        except BaseException as error:
+        except BaseException as error:  # ignored: the first failure is the one to report
             if not is_failure(error):
                 raise
 
-    def _check_observation(self, observation: Any) -> None:  # noqa: ANN401
-        check = self._check_finite
-        map_leaves(lambda path, x: check(f"observation {path}".rstrip(), x), self._paths, observation)
+    def _check_finite_leaf(self, path: str, x: Any) -> None:  # noqa: ANN401
+        self._check_finite(f"observation {path}".rstrip(), x)
 
-    def _check_finite(self, what: str, value: Any) -> None:  # noqa: ANN401
+    def _check_finite(self, name: str, value: Any) -> None:  # noqa: ANN401
         row = np.asarray(value)
-        if row.dtype.kind == "f" and (trouble := complaint(what, row)) is not None:
-            raise self._complain(trouble)
+        if row.dtype.kind == "f" and (problem := complaint(name, row)) is not None:
+            raise self._failure(problem)

@@ -1,9 +1,10 @@
-"""Makes vectorized environments from their description."""
+"""Makes vectorized environments from an `EnvironmentSpec`, and reads their spaces."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
-from lightning_rl.environments.adapters import with_state
-from lightning_rl.environments.atari import AtariPreprocessing, NativeLives, VectorGameScore, sign
-from lightning_rl.environments.batch import EnvironmentBatch
-from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, place, summary
-from lightning_rl.environments.description import Described, DescribedVector, describe
+from lightning_rl.environments.atari import AtariPreprocessing, VectorGameScore, sign
+from lightning_rl.environments.batch import EnvironmentBatch, NativeCartPole
+from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
+from lightning_rl.environments.description import DescribedVector, describe
 from lightning_rl.environments.episodes import RestartingEpisodes, SeededEpisodes
 from lightning_rl.environments.registry import (
     check_envpool,
@@ -34,7 +35,7 @@ from lightning_rl.environments.rendering import Camera, check_renders, prepare_r
 from lightning_rl.environments.seeding import role_prefix
 from lightning_rl.environments.spec import WRAPPERS, EnvironmentSpec
 from lightning_rl.environments.tensor_batch import AsArrays, TensorEnvironments
-from lightning_rl.environments.workers import Factory, LocalVectorEnv, WorkerPool
+from lightning_rl.environments.workers import Description, Factory, LocalVectorEnv, WorkerPool
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
@@ -44,42 +45,107 @@ from lightning_rl.environments.wrappers.action_repeat import (
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
 
+# Much longer than a step; enough for an environment that loads a world in its first reset.
+DEFAULT_STEP_TIMEOUT = 120.0
+Spaces = tuple[spaces.Space[Any], spaces.Space[Any]]
+"""Observation and action space of one environment."""
+Seed = list[int] | np.ndarray[Any, Any] | int | None
+"""Seed of the first reset of all environments, see `EnvironmentBatch`."""
+
+
+def make_environments(
+    spec: EnvironmentSpec,
+    num_envs: int,
+    seeds: list[int],
+    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
+    space_pair: Spaces | None = None,
+) -> EnvironmentBatch | TensorEnvironments:
+    """Make `num_envs` environments. Only the training environments of the backend `torch` are `TensorEnvironments`.
+
+    Args:
+        spec: The environment and its options.
+        num_envs: Number of environments.
+        seeds: Seed of each environment's stream of episodes. Native environments with a single random generator
+            (all but Atari) use the first one.
+        autoreset_mode: For the backends `sync` and `async`; `env.on_failure="restart"` requires `SAME_STEP`.
+        space_pair: The result of `spaces_of`; without it `async` reads the spaces again.
+
+    Raises:
+        ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
+        EnvironmentFailure: A worker process, or the environment that reads the spaces, failed.
+    """
+    import_modules(spec.env.imports)
+    if spec.backend in ("native", "torch", "envpool"):
+        return _make_vectorized(spec, num_envs, seeds)
+    gym_spec = _find_single(spec)
+    atari = _atari_options(spec, gym_spec)
+    assert spec.env.on_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
+    if spec.filmed:
+        prepare_rendering()
+    env_wrappers, vector_wrappers = _split_wrappers(spec)
+    factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
+    env: VectorEnv[Any, Any, Any]
+    if spec.backend == "sync":
+        env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
+    else:
+        # `space_pair` has the spaces outside of vector wrappers, which may differ from the spaces inside.
+        if space_pair is None or vector_wrappers or spec.changes_observations:
+            described = _describe(spec, factories[0])
+        else:
+            described = Description(*space_pair, metadata={}, render_mode=None)
+        try:
+            replaces = spec.env.on_failure == "restart"
+            env = WorkerPool(factories, autoreset_mode, _timeout(spec), described, replaces)
+        except WorkerFailure as error:
+            raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
+    env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
+    return EnvironmentBatch(env, seeds, seeds, _repeat_counter(spec, atari), spec.evaluation)
+
+
+def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch | TensorEnvironments:
+    """Make environments of the backends `native`, `torch` and `envpool`, with their wrappers."""
+    make = make_envpool if spec.backend == "envpool" else make_native
+    env, atari, reset_seed = make(spec, num_envs, seeds)
+    env = _wrap_vector(env, _split_wrappers(spec)[1])
+    if spec.backend == "torch":
+        if not spec.evaluation:
+            return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
+        env = AsArrays(env)
+    env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
+    return EnvironmentBatch(env, seeds, reset_seed, _repeat_counter(spec, atari), spec.evaluation)
+
 
 def make_native(
-    spec: EnvironmentSpec, gym_spec: EnvSpec, atari: AtariPreprocessing | None, num_envs: int, seeds: list[int]
-) -> tuple[VectorEnv[Any, Any, Any], np.ndarray[Any, Any] | int]:
-    """Return the environment's own vectorised version, and what to seed it with."""
+    spec: EnvironmentSpec, num_envs: int, seeds: list[int]
+) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None, Seed]:
+    """Return the environment's own vectorized version, the options of an Atari game, and the seed."""
+    gym_spec = find_spec(spec.env_id)
+    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
     if gym_spec.vector_entry_point is None:
         raise ConfigurationError(
             f"backend={spec.backend!r} is not valid: {spec.env_id} registers no vector_entry_point; expected sync, "
             "async or envpool"
         )
-    limit = spec.env.max_episode_steps
-    kwargs = limited(limit)
+    kwargs = limited(spec.env.max_episode_steps)
     if atari is not None:
-        atari = atari.for_evaluation() if spec.evaluation else atari
-        # SAME_STEP wastes no step on resets; the other native environments choose for themselves.
-        kwargs = atari.native_kwargs(limit) | {"autoreset_mode": AutoresetMode.SAME_STEP}
+        used = atari.for_evaluation() if spec.evaluation else atari
+        kwargs = used.native_kwargs(spec.env.max_episode_steps)
+        kwargs["autoreset_mode"] = AutoresetMode.SAME_STEP  # wastes no step on resets
     kwargs |= spec.env.kwargs
     if atari is not None:
-        clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need the raw ones
+        clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need raw rewards
     with explained(spec, gym_spec):
         env = gymnasium.make_vec(gym_spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-    env = with_state(env)
     if atari is not None:
-        env = VectorGameScore(env, clips_rewards)
-        env = NativeLives(env) if atari.episodic_life else env
-    return env, seeds[0] if atari is None else np.asarray(seeds)
+        return VectorGameScore(env, clips_rewards), atari, np.asarray(seeds)
+    return NativeCartPole(env) if isinstance(env, CartPoleVectorEnv) else env, None, seeds[0]
 
 
 def make_envpool(
     spec: EnvironmentSpec, num_envs: int, seeds: list[int]
-) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None]:
-    """Return EnvPool's environments, and the preprocessing of an Atari game.
-
-    Raises:
-        ConfigurationError: The task is unknown or needs something that is not installed, or an option does not fit.
-    """
+) -> tuple[VectorEnv[Any, Any, Any], AtariPreprocessing | None, Seed]:
+    """Return the environments of EnvPool, which gets its seeds here, and the options of an Atari game."""
+    check_envpool()
     import envpool
 
     task = spec.env_id.removeprefix("ALE/")
@@ -90,23 +156,23 @@ def make_envpool(
         options = envpool.make_spec(task).config._fields
     atari = spec.atari_options("reward_clip" in options)
     limit = spec.env.max_episode_steps
-    expected = "None for Procgen games, whose own limit EnvPool leaves as it is"
+    expected = "None for Procgen games, which have a fixed limit in EnvPool"
     check(limit is None or "num_levels" not in options, "env.max_episode_steps", limit, expected)
     kwargs: dict[str, Any] = {"num_envs": num_envs, "env_seed": seeds} | limited(limit)
     if atari is not None:
         kwargs |= (atari.for_evaluation() if spec.evaluation else atari).envpool_kwargs()
-        if task != spec.env_id:  # an ALE id: keep its stickiness, which EnvPool does not
+        if task != spec.env_id:  # an ALE id, whose default differs from EnvPool's
             kwargs.setdefault("repeat_action_probability", 0.25)
     with explained(spec), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # EnvPool's own declarations
+        warnings.filterwarnings("ignore", ".*Box (low|high)'s precision")  # from EnvPool's own spaces
         env: Any = envpool.make(task, env_type="gymnasium", **(kwargs | spec.env.kwargs))
         env = _BatchedSpaces(env)
-    return env if atari is None else VectorGameScore(env, clips_rewards=False), atari
+    return env if atari is None else VectorGameScore(env, clips_rewards=False), atari, None
 
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class _BatchedSpaces(VectorWrapper):
-    """Gives the spaces of the batch, as vector wrappers expect, where EnvPool gives those of one environment."""
+    """Adds the spaces of the batch, which vector wrappers need, to EnvPool's environments."""
 
     def __init__(self, env: Any) -> None:  # noqa: ANN401
         super().__init__(env)
@@ -115,13 +181,13 @@ class _BatchedSpaces(VectorWrapper):
 
 
 def limited(max_episode_steps: int | None) -> dict[str, Any]:
-    """Return a time limit as an argument of `gymnasium.make` and its like."""
+    """Return a time limit as an argument of `gymnasium.make` and similar functions."""
     return {} if max_episode_steps is None else {"max_episode_steps": max_episode_steps}
 
 
 @contextlib.contextmanager
 def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterator[None]:
-    """Turn whatever the making of an environment raises into an error that says what to change."""
+    """Turn an exception in the making of an environment into a `ConfigurationError` that says what to change."""
     try:
         yield
     except ConfigurationError:
@@ -129,7 +195,7 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         if gym_spec is None:
             raise ConfigurationError(
-                f"env_id={spec.env_id!r} needs something that is not installed: {error}"
+                f"env_id={spec.env_id!r} needs a library that is not installed: {error}"
             ) from error
         raise missing_package(gym_spec, error) from error
     except BaseException as error:
@@ -137,109 +203,33 @@ def explained(spec: EnvironmentSpec, gym_spec: EnvSpec | None = None) -> Iterato
             raise
         raise ConfigurationError(
             f"env_id={spec.env_id!r} cannot be made with env.kwargs={spec.env.kwargs!r}: "
-            f"{summary(error)}{place(error)}{working_versions(error)}"
+            f"{summary(error)}{_place(error)}{working_versions(error)}"
         ) from error
 
 
-# Far longer than any step should take; long enough for an environment that loads a world in its first reset.
-DEFAULT_STEP_TIMEOUT = 120.0
-Spaces = tuple[spaces.Space[Any], spaces.Space[Any]]
-"""Observation and action space of one environment."""
-
-
-def make_environments(
-    spec: EnvironmentSpec,
-    num_envs: int,
-    seeds: list[int],
-    autoreset_mode: AutoresetMode = AutoresetMode.SAME_STEP,
-    space_pair: Spaces | None = None,
-) -> EnvironmentBatch | TensorEnvironments:
-    """Make `num_envs` environments.
-
-    Those of the backend `torch` speak tensors; for evaluation they are made to speak arrays.
-
-    Args:
-        spec: What to make.
-        num_envs: How many.
-        seeds: A seed for each: of its stream of episodes, whatever the others are. Environments that come vectorised
-            with one random generator for all (`native` other than Atari, `torch`) are seeded by the first.
-        autoreset_mode: For the backends `sync` and `async`; failures restart environments in `SAME_STEP` mode only.
-        space_pair: What `spaces_of` returned, if it is known: `async` reads the spaces again without it.
-
-    Raises:
-        ConfigurationError: The id is unknown, a package is missing, or an option does not fit the backend.
-        EnvironmentFailure: A worker process did not get so far as to make its environment, or it failed where its
-            spaces are read.
-    """
-    import_modules(spec.env.imports)
-    if spec.backend == "envpool":
-        check_envpool()
-        return _vectorised(spec, *make_envpool(spec, num_envs, seeds), seeds, None)
-    gym_spec = find_spec(spec.env_id)
-    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
-    if spec.backend in ("native", "torch"):
-        env, reset_seed = make_native(spec, gym_spec, atari, num_envs, seeds)
-        return _vectorised(spec, env, atari, seeds, reset_seed)
-    assert spec.env.on_failure == "raise" or autoreset_mode is AutoresetMode.SAME_STEP
-    _check_single(spec, gym_spec)
-    if spec.filmed:
-        prepare_rendering()
-    env_wrappers, vector_wrappers = _split_wrappers(spec)
-    factories = [functools.partial(make_single, spec, gym_spec, env_wrappers, index) for index in range(num_envs)]
-    if spec.backend == "sync":
-        env = LocalVectorEnv(factories, copy=False, autoreset_mode=autoreset_mode)
-    else:
-        # Vector wrappers may have other spaces than what they wrap.
-        is_wrapped = bool(vector_wrappers) or spec.changes_observations
-        described = _describe(spec, factories[0]) if space_pair is None or is_wrapped else Described(*space_pair)
-        try:
-            timeout, replaces = spec.env.step_timeout or DEFAULT_STEP_TIMEOUT, spec.env.on_failure == "restart"
-            env = WorkerPool(factories, autoreset_mode, timeout, described, replaces)
-        except WorkerFailure as error:
-            raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
-    env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
-    return EnvironmentBatch(env, seeds, seeds, _repeat_counter(spec, atari), spec.evaluation)
-
-
-def _check_single(spec: EnvironmentSpec, gym_spec: EnvSpec) -> None:
-    expected = f"native or torch: {spec.env_id} registers vectorized environments only"
-    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
-
-
-def _vectorised(
-    spec: EnvironmentSpec,
-    env: VectorEnv[Any, Any, Any],
-    atari: AtariPreprocessing | None,
-    seeds: list[int],
-    reset_seed: np.ndarray[Any, Any] | int | None,
-) -> EnvironmentBatch | TensorEnvironments:
-    """Apply wrappers to environments that come vectorised."""
-    _, vector_wrappers = _split_wrappers(spec)
-    env = _wrap_vector(env, vector_wrappers)
-    if spec.backend == "torch":
-        if not spec.evaluation:
-            return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
-        env = AsArrays(env)
-    env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _repeat_counter(spec, atari), spec.evaluation)
+def _place(error: BaseException) -> str:
+    """Return the line that raised an exception, with its statement if the exception has no text."""
+    if not (frames := traceback.extract_tb(error.__traceback__)):
+        return ""
+    frame = frames[-1]
+    statement = "" if str(error) or not frame.line else f": {frame.line}"
+    return f" (at {frame.filename}:{frame.lineno} in {frame.name}{statement})"
 
 
 def spaces_of(spec: EnvironmentSpec) -> Spaces:
     """Return the observation and the action space of one environment.
 
-    Those of `async` are read in a process that is gone afterwards, with `env.step_timeout` for a reset and for `close`.
+    With `async`, another process makes the environment, with `env.step_timeout` as time limit.
 
     Raises:
         ConfigurationError: As `make_environments`.
-        EnvironmentFailure: The environment failed, in `close` for one.
+        EnvironmentFailure: The environment failed, possibly in `close`.
     """
     if spec.backend == "async":
         import_modules(spec.env.imports)
         env_wrappers, vector_wrappers = _split_wrappers(spec)
         if not vector_wrappers:
-            gym_spec = find_spec(spec.env_id)
-            _check_single(spec, gym_spec)
-            described = _describe(spec, functools.partial(make_single, spec, gym_spec, env_wrappers))
+            described = _describe(spec, functools.partial(make_single, spec, _find_single(spec), env_wrappers))
             env = spec.wrap_vector(DescribedVector(described))
             return env.single_observation_space, env.single_action_space
     environment = make_environments(spec, 1, [0])
@@ -251,13 +241,24 @@ def spaces_of(spec: EnvironmentSpec) -> Spaces:
     return environment.single_observation_space, environment.single_action_space
 
 
-def _describe(spec: EnvironmentSpec, make: Factory) -> Described:
-    """Read the spaces of an environment of worker processes in a process, with their time limit."""
-    return describe(make, _reader(spec), spec.env.step_timeout or DEFAULT_STEP_TIMEOUT)
+def _describe(spec: EnvironmentSpec, make: Factory) -> Description:
+    return describe(make, _reader(spec), _timeout(spec))
 
 
 def _reader(spec: EnvironmentSpec) -> str:
     return f"the {role_prefix(spec.evaluation)}environment that reads the spaces of {spec.env_id}"
+
+
+def _timeout(spec: EnvironmentSpec) -> float:
+    return spec.env.step_timeout or DEFAULT_STEP_TIMEOUT
+
+
+def _find_single(spec: EnvironmentSpec) -> EnvSpec:
+    """Return the registered spec of an environment, which must not be a vectorized one only."""
+    gym_spec = find_spec(spec.env_id)
+    expected = f"native or torch: {spec.env_id} registers vectorized environments only"
+    check(gym_spec.entry_point is not None, "backend", spec.backend, expected)
+    return gym_spec
 
 
 def make_single(
@@ -266,28 +267,30 @@ def make_single(
     """Make one environment with its wrappers.
 
     Args:
-        spec: What to make.
-        gym_spec: Of the same environment; a new process may not know of every id that this one does.
-        env_wrappers: Those of `spec` that wrap single environments.
-        index: Place among the environments of this process.
+        spec: The environment and its options.
+        gym_spec: The registered spec; the id may not be registered in a new process.
+        env_wrappers: The wrappers of `spec` for single environments.
+        index: Index among the environments of this process.
 
     Raises:
-        ConfigurationError: A package is missing, or the environment or a wrapper refuses its arguments.
+        ConfigurationError: A package is missing, or the environment or a wrapper rejects its arguments.
     """
-    import_modules(spec.env.imports)  # a new process knows of none
-    atari = spec.atari_options(is_atari(gym_spec, spec.env.kwargs.get("obs_type")))
-    if atari is not None:
-        for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
-            check(
-                name not in spec.env.kwargs,
-                f"env.kwargs.{name}",
-                spec.env.kwargs.get(name),
-                f"env.atari.{instead} instead",
-            )
+    import_modules(spec.env.imports)  # again, since this may be a new process
+    atari = _atari_options(spec, gym_spec)
     make = functools.partial(_make_wrapped, spec, gym_spec, env_wrappers, atari)
     if spec.env.on_failure == "restart":
         return RestartingEpisodes(make, index, spec.evaluation)
     return SeededEpisodes(make(), index, spec.evaluation)
+
+
+def _atari_options(spec: EnvironmentSpec, gym_spec: EnvSpec) -> AtariPreprocessing | None:
+    """Return the options of the preprocessing of a single Atari game, None for other environments."""
+    given = spec.env.kwargs
+    atari = spec.atari_options(is_atari(gym_spec, given.get("obs_type")))
+    if atari is not None:
+        for name, instead in (("frameskip", "frame_skip"), ("repeat_action_probability",) * 2):
+            check(name not in given, f"env.kwargs.{name}", given.get(name), f"env.atari.{instead} instead")
+    return atari
 
 
 def _make_wrapped(
@@ -303,26 +306,21 @@ def _make_wrapped(
         env = ActionRepeat(env, spec.env.action_repeat)
     for wrapper in env_wrappers:
         env = _wrapped(env, wrapper)
+    frames = _frames_per_step(spec, atari)
     if (repeat := learned_repeat(spec.env.learned_action_repeat)) is not None:
-        max_repeats, gamma = repeat
-        env = LearnedActionRepeat(
-            env, max_repeats, gamma, _frames_per_step(spec, atari), spec.evaluation, _clips(atari)
-        )
+        env = LearnedActionRepeat(env, *repeat, frames, spec.evaluation, _clips(atari))
     env = spec.wrap(env)
-    if spec.filmed:
-        return Camera(env, steps_per_second(env, atari is not None, _frames_per_step(spec, atari)))
-    return env
+    return Camera(env, steps_per_second(env, atari is not None, frames)) if spec.filmed else env
 
 
 def check_filmable(spec: EnvironmentSpec) -> None:
-    """Take one picture of an environment.
+    """Render one frame of an environment.
 
     Args:
-        spec: What `EnvironmentSpec.for_filming` returned.
+        spec: The result of `EnvironmentSpec.for_filming`.
 
     Raises:
-        ConfigurationError: The environment has no pictures, they cannot be made here, or its spaces are others than
-            those of the environments that come vectorised.
+        ConfigurationError: The environment cannot be rendered, or not on this machine.
     """
     import_modules(spec.env.imports)
     gym_spec = find_spec(spec.env_id)
@@ -336,7 +334,7 @@ def check_filmable(spec: EnvironmentSpec) -> None:
 
 
 def _clips(atari: AtariPreprocessing | None) -> RewardTransform | None:
-    """Return what the preprocessing does to rewards in training alone."""
+    """Return the function that the preprocessing applies to rewards in training only."""
     return sign if atari is not None and atari.clip_rewards else None
 
 
@@ -350,7 +348,7 @@ def _repeat_counter(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> 
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
-    """Separate wrappers of single environments from those of vector environments."""
+    """Return the user's wrappers of single environments, and those of vector environments."""
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:
@@ -370,8 +368,8 @@ def _wrap_vector(env: VectorEnv[Any, Any, Any], wrappers: tuple[ClassSpec, ...])
     return env
 
 
-def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - of either kind
-    """Put a wrapper around an environment; one that ends the program is an error."""
+def _wrapped(env: Any, wrapper: ClassSpec) -> Any:  # noqa: ANN401 - a single or a vector environment
+    """Apply a wrapper; `SystemExit` in its constructor is an error too."""
     try:
         return instantiate("env.wrappers", wrapper, WRAPPERS, env)
     except (SystemExit, KeyboardInterrupt) as error:

@@ -14,7 +14,7 @@ from gymnasium.wrappers import vector as vector_wrappers
 from lightning_rl.environments.atari import AtariPreprocessing
 from lightning_rl.environments.wrappers.action_mask import MaskedActions, ReadMasks, check_source
 from lightning_rl.environments.wrappers.action_repeat import learned_repeat
-from lightning_rl.environments.wrappers.frame_stack import FrameStack
+from lightning_rl.environments.wrappers.history import FlatObservations, FrameStack
 from lightning_rl.environments.wrappers.previous_step import PreviousStep
 from lightning_rl.environments.wrappers.rewards import (
     RewardClip,
@@ -22,7 +22,6 @@ from lightning_rl.environments.wrappers.rewards import (
     check_reward_options,
     make_reward_transform,
 )
-from lightning_rl.environments.wrappers.vector_history import FlatObservations
 from lightning_rl.validation import (
     ClassSpec,
     check,

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import setitem
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -41,24 +41,33 @@ from lightning_rl.environments.contract import (
 from lightning_rl.environments.seeding import EpisodeTracker
 from lightning_rl.nested import Nested, map_leaves
 
-# Seconds that all workers together get to close their environments before they are ended by force.
+# Seconds that all workers together have to close their environments before they are killed.
 _GRACE = 5.0
 _LEFT_TO_PARENT = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 ]
 Factory = Callable[[], gymnasium.Env[Any, Any]]
 ChooseAhead = Callable[[int, Nested], Any]
-"""Takes a count and observations `[B, ...]`, of which the first `count` rows are new, and returns actions `[B, ...]`;
-None if no environment may step ahead."""
+"""A function of a count and observations `[B, ...]`, of which the first `count` rows are new. It returns actions
+`[B, ...]`, or None if no environment may step ahead."""
 Message = tuple[Any, ...]
-"""The message to a worker, see `_serve`."""
+"""A message to a worker, see `_serve`."""
+
+
+class Description(NamedTuple):
+    """The attributes of an environment in another process that its vector environment needs."""
+
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+    metadata: dict[str, Any]
+    render_mode: str | None
 
 
 class LocalVectorEnv(SyncVectorEnv):
-    """`SyncVectorEnv` that can call a method of every environment with arguments of its own."""
+    """`SyncVectorEnv` with `call_each`."""
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with arguments of its own."""
+        """Call a method of every environment, each with different arguments."""
         return tuple(env.get_wrapper_attr(name)(*args) for env, args in zip(self.envs, arguments, strict=True))
 
 
@@ -73,16 +82,16 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
     Args:
         factories: One per environment.
         autoreset_mode: When the workers reset their environments.
-        timeout: Seconds that a worker may take to make its environment, and for each step, reset or call.
-        described: Has the spaces of each environment; this process makes no environment.
+        timeout: Maximum seconds to make an environment, and for each step, reset or call.
+        described: The spaces of each environment; this process makes no environment.
         replaces_workers: Whether a new process replaces a worker that died or hung.
 
     Attributes:
         processes: The worker processes.
         pipes: The parent's ends of the pipes to the workers.
-        tracker: Counts the episodes and steps of every environment, also of lost workers.
-        choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps.
-            It is used for one call of `step`; the following call ignores the actions of the first half.
+        tracker: Tracks the episode and step of every environment, also of lost workers.
+        choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
+            in the next call of `step`; the call after that ignores the actions of the first half.
     """
 
     def __init__(
@@ -90,7 +99,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         factories: Sequence[Factory],
         autoreset_mode: AutoresetMode,
         timeout: float,
-        described: gymnasium.Env[Any, Any],
+        described: Description,
         replaces_workers: bool = False,
     ) -> None:
         self.num_envs = len(factories)
@@ -104,15 +113,15 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         self._factories = factories
         self._mode = autoreset_mode
         self._replaces_workers = replaces_workers
-        # Exit codes of lost workers; None for a worker that hung.
+        # Exit codes of lost workers; None if a worker hung.
         self._lost: dict[int, str | None] = {}
         self._losses_in_a_row = [0] * self.num_envs
         self._shared = create_shared_memory(self.single_observation_space, self.num_envs)
         self.observations = read_from_shared_memory(self.single_observation_space, self._shared, self.num_envs)
-        # Steps in halves return these arrays: the first half already writes its next observations to shared memory.
+        # Returned by steps in halves, whose first half already writes its next observations to shared memory.
         self._kept = map_leaves(np.array, self.observations)
         self.choose_ahead: ChooseAhead | None = None
-        self._ahead = range(0)  # environments that already take the next step
+        self._ahead = range(0)  # environments that already run the next step
         self.processes: list[Any] = [None] * self.num_envs
         self.pipes: list[Any] = [None] * self.num_envs
         with none_left_on_failure():
@@ -127,8 +136,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         """Step every environment.
 
         Raises:
-            WorkerFailure: A worker died or exceeded the time limit, and is not replaced, or raised outside its
-                environment.
+            WorkerFailure: A worker raised outside its environment, or died or hung and is not replaced.
             EnvironmentFailure: An environment raised, or too many replacements in a row were lost.
         """
         choose, self.choose_ahead = self.choose_ahead, None
@@ -166,7 +174,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             return tuple(self._ask(dict.fromkeys(range(self.num_envs), ("call", name, args, kwargs))))
 
     def call_each(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Call a method of every environment with arguments of its own, otherwise as `call`."""
+        """Call a method of every environment, each with different arguments; otherwise as `call`."""
         with self._guarded():
             return tuple(self._ask({i: ("call", name, args, {}) for i, args in enumerate(arguments)}))
 
@@ -175,7 +183,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:  # noqa: ANN401
-        """Set an attribute of every environment, to the values of a list or tuple or to one value; raises as `step`."""
+        """Set an attribute of every environment, from a list or tuple or to one value; raises as `step`."""
         each = values if isinstance(values, list | tuple) else [values] * self.num_envs
         self.call_each("set_wrapper_attr", [(name, value) for _, value in zip(self.pipes, each, strict=True)])
 
@@ -184,7 +192,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return self.call("render")
 
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
-        """Replace a lost worker by a new process, which begins the next episode of the environment's stream.
+        """Replace a lost worker, and begin the next episode of the environment's stream in the new process.
 
         Returns:
             The first observation and the `info` of the reset.
@@ -206,10 +214,10 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             if info is not None:
                 row = list(iterate(self.observation_space, self.observations))[index]
                 return row, info | {FAILURE: failures + info.get(FAILURE, [])}
-            episode, step = episode + 1, 0  # where the replacement was lost
+            episode, step = episode + 1, 0  # the episode in which the replacement was lost
 
     def close_extras(self, terminate: bool = False) -> None:
-        """End the workers, politely where they answer in time; may be called in any state."""
+        """End the workers, and kill those that do not end in time; may be called in any state."""
         if not terminate:
             for pipe in self.pipes:
                 with contextlib.suppress(OSError):
@@ -241,7 +249,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return self._kept, outcomes
 
     def _outcomes(self, indices: range) -> list[Any]:
-        """Return reward, ends and `info` of some environments' steps, and replace lost workers."""
+        """Return (reward, terminated, truncated, `info`) of some environments, and replace lost workers."""
         outcomes = self._answers(indices)
         if self._replaces_workers:
             for place, index in enumerate(indices):
@@ -252,7 +260,6 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         return outcomes
 
     def _start(self, index: int) -> None:
-        """Start a worker."""
         self.pipes[index], child_pipe = multiprocessing.Pipe()
         factory = CloudpickleWrapper(self._factories[index])
         process = multiprocessing.Process(
@@ -267,7 +274,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         child_pipe.close()
 
     def _check_spaces_of_workers(self) -> None:
-        """Wait until every environment is made, and check its spaces."""
+        """Wait until every environment is made, and raise if its spaces are not the described ones."""
         expected = {"observation_space": self.single_observation_space, "action_space": self.single_action_space}
         for name, space in expected.items():
             found = self._ask(dict.fromkeys(range(self.num_envs), ("call", name, (), {})))
@@ -289,7 +296,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             raise
 
     def _ask(self, messages: Mapping[int, Message]) -> list[Any]:
-        """Send messages to workers and return their answers in the same order, None for a lost worker."""
+        """Send messages to workers and return their answers in the same order; None for a lost worker."""
         self._answers(self._ahead)  # discards steps of an interrupted rollout
         self._ahead = range(0)
         self._send(messages)
@@ -330,13 +337,13 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         """Mark a worker as lost, and kill it, so that a late answer cannot arrive."""
         process = self.processes[index]
         if not hangs:
-            process.join(1.0)  # the end of a pipe is seen a little before the end of its process
+            process.join(1.0)  # a pipe closes a little before its process ends
         self._lost[index] = None if hangs else str(process.exitcode)
         kill([process])
         self.pipes[index].close()
 
     def _failure(self, lost: Mapping[int, str | None]) -> WorkerFailure:
-        """Return the failure of lost workers: of the dead workers, if any, else of the hanging ones."""
+        """Return the failure of the dead workers, or of the hanging workers if none is dead."""
         dead = {index: code for index, code in lost.items() if code is not None}
         if dead:
             codes = ", ".join(dead.values())
@@ -350,14 +357,9 @@ def send(pipe: Any, message: Any) -> None:  # noqa: ANN401 - a connection, and a
 
 
 def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
-    """Run an environment in a worker process until the parent closes it, and report any exception to the parent.
+    """Run an environment in a worker process until the parent closes it, and send exceptions to the parent.
 
-    Args:
-        index: Index of the environment.
-        make: Makes the environment.
-        pipe: The worker's end of the pipe; the parent receives pairs (answer, error).
-        shared: Shared memory of all observations.
-        mode: When the worker resets the environment.
+    The parent receives pairs (answer, error). `shared` is the shared memory of the observations of all environments.
     """
     live_with_parent()
     env = None
@@ -409,14 +411,14 @@ def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mod
 
 
 def live_with_parent() -> None:
-    """In a worker process, see to it that it ends with its parent, and not before.
+    """In a worker process: ignore signals that are meant for the parent, and exit when the parent ends.
 
-    A daemon process is ended by a parent that exits, not by one that is killed; and a worker that is busy, or whose
-    pipe a sibling holds open, does not notice on its own.
+    Python ends daemon processes if the parent exits, but not if the parent is killed; and a busy worker does not notice
+    that its pipe is closed.
     """
     if (parent := multiprocessing.parent_process()) is None:
         return
-    # A terminal and a scheduler send these to every process of a run; the first one decides what becomes of it.
+    # Terminals and schedulers send these signals to every process of a run; the parent decides how the run ends.
     for signum in _LEFT_TO_PARENT:
         signal.signal(signum, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -424,11 +426,16 @@ def live_with_parent() -> None:
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
 
 
+def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public type for it
+    parent.join()
+    os._exit(1)
+
+
 @contextlib.contextmanager
 def none_left_on_failure() -> Iterator[None]:
-    """Leave no process that was started within, if that fails.
+    """Kill the processes that the block started if the block raises.
 
-    Of one that nobody knows of multiprocessing would wait for the end at exit: for ever, since it does not hear.
+    Otherwise multiprocessing would wait forever for them at exit, since they ignore SIGTERM.
     """
     before = set(multiprocessing.active_children())
     try:
@@ -440,10 +447,9 @@ def none_left_on_failure() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_waiting() -> Iterator[None]:
-    """Let the signals that are left to the parent wait, in this thread and in the processes that it starts within.
+    """Block the signals of `live_with_parent` in this thread, and in the processes that the block starts.
 
-    A process begins with what is blocked in the one that starts it. It would be ended by a Ctrl-C otherwise, which a
-    terminal sends to every process, until `live_with_parent`.
+    A new process inherits the blocked signals; otherwise Ctrl-C could end it before it calls `live_with_parent`.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -456,14 +462,9 @@ def signals_waiting() -> Iterator[None]:
 
 
 def kill(processes: Iterable[Any]) -> None:
-    """End processes by force, and wait for their end."""
+    """Kill processes, and wait until they have ended."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()
     for process in alive:
         process.join(1.0)
-
-
-def _exit_after(parent: Any) -> None:  # noqa: ANN401 - multiprocessing has no public name for it
-    parent.join()
-    os._exit(1)

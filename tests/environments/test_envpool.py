@@ -55,7 +55,7 @@ def test_the_limit_of_procgen_cannot_be_changed():
 
 def test_a_library_that_envpool_lacks_is_named():
     with (
-        pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs something .*: the Qt 5 runtime"),
+        pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs a library .*: the Qt 5 runtime"),
         explained(EnvironmentSpec("BigfishEasy-v0", backend="envpool")),
     ):
         raise ImportError("the Qt 5 runtime")

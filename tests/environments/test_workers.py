@@ -12,7 +12,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from lightning_rl.environments.contract import batch_infos
-from lightning_rl.environments.workers import WorkerPool
+from lightning_rl.environments.workers import Description, WorkerPool
 from lightning_rl.nested import leaves, map_leaves
 from tests.probes import make_batch
 
@@ -64,7 +64,10 @@ def pair(request):
 
     def make(mode=AutoresetMode.SAME_STEP):
         factories = [functools.partial(Talkative, place) for place in range(3)]
-        both = SyncVectorEnv(factories, autoreset_mode=mode), WorkerPool(factories, mode, 20.0, Talkative(0))
+        described = Description(
+            Talkative.observation_space, Talkative.action_space, Talkative.metadata, Talkative.render_mode
+        )
+        both = SyncVectorEnv(factories, autoreset_mode=mode), WorkerPool(factories, mode, 20.0, described)
         for env in both:
             request.addfinalizer(env.close)
         return both

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.vector import VectorEnv
 
 from lightning_rl.environments.contract import EnvironmentFailure, WorkerFailure, is_failure, summary
-from lightning_rl.environments.wrappers.vector_history import Array, VectorHistory
+from lightning_rl.environments.wrappers.history import Array, VectorHistory
 from lightning_rl.masks import ActionMask, MaskLayout, component_names, find_masks, has_choices
 from lightning_rl.nested import (
     Nested,

@@ -56,7 +56,7 @@ def test_other_numbers_of_environments_begin_new_episodes(num_envs):
 @pytest.mark.parametrize("backend", ["sync", "native"])
 def test_environments_with_a_vector_wrapper_of_another_kind_are_not_restored(backend):
     """It may have a state of its own."""
-    env = {"wrappers": ["tests.environments.wrappers.test_vector_history.Counting"], "frame_stack": 2}
+    env = {"wrappers": ["tests.environments.wrappers.test_history.Counting"], "frame_stack": 2}
     batch = make_batch("CartPole-v1", 2, backend=backend, env=env)
     batch.reset()
     assert batch.state_dict() is None
