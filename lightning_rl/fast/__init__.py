@@ -1,8 +1,6 @@
-"""Faster updates and acting: formulas and NumPy for small networks on the CPU, and compiled updates for all others.
+"""Fast updates and acting: closed forms and NumPy for small networks on the CPU, compiled programs for all others.
 
-The rest of the package calls `engine_for`, `actor`, `default_optimizer` and `compiler_problem`, and marks `PPO.loss`
-with `closed_form`. Without this folder and these lines it computes the same numbers up to rounding.
-`debug.fast_paths: none` switches the folder off.
+The package computes the same numbers, up to rounding, without this folder; `debug.fast_paths: none` disables it.
 """
 
 from lightning_rl.fast.compiled import compiler_problem

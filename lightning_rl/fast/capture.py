@@ -1,4 +1,4 @@
-"""Losses as graphs of operations, which PyTorch's compiler captures."""
+"""Captures the loss of an algorithm as a graph of tensor operations, with PyTorch's compiler."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.fx import GraphModule
 from lightning_rl.nested import leaves
 from lightning_rl.rollouts.batch import Batch
 
-# Graphs of one loss, beyond which something in the loss changes with every rollout.
+# More graphs of one loss mean that a value in it changes with every rollout.
 _MOST_GRAPHS = 8
 
 
 class Outline(NamedTuple):
-    """A loss over a minibatch as plain names and tensors.
+    """The parts of a loss over a minibatch, as names and tensors.
 
     Attributes:
         names: Names of the recorded values.
-        observed: Those of the names that may be NaN or infinite.
-        limit_names: Names of recorded values that end the updates where they exceed a limit.
-        has_value: Whether the loss has a value loss.
-        total: The loss.
+        observed: Names of the values that may be NaN or infinite.
+        limit_names: Names of the values that stop the updates when they exceed their limit.
+        has_value: Whether the loss contains a value loss.
+        total: The loss, a scalar.
         values: The recorded values, `[len(names)]`.
-        terms: The terms of the sum, `[M]`.
+        terms: The weighted terms of the loss, `[M]`.
         log_ratios: Logarithms of the importance ratios, `[N]`.
         limits: The limit of each of `limit_names`, numbers or scalars.
     """
@@ -52,21 +52,21 @@ def _outline(loss: Any) -> tuple[Any, ...]:  # noqa: ANN401 - a `Loss`, whose mo
 
 
 class Graph:
-    """A captured loss: a function of tensors alone.
+    """A captured loss: a function of tensors without side effects on Python objects.
 
     Attributes:
         module: The operations.
-        inputs: What the last guarded call has passed: tensors, and sizes that change.
-        sizes: For each input that is a size, the input that has it and the dimension.
-        dynamic_dims: Inputs and their dimensions whose size changes.
-        outputs: What the graph has returned last.
-        total: Place of the loss among the outputs.
-        has_side_effects: Whether the loss keeps outputs elsewhere than in what it returns.
-        gradient: Gradient of the graph; None before it is known.
-        places: Inputs that come from a minibatch, each with its place among the leaves of the minibatch; empty where
-            an input is neither from there nor a parameter, buffer or option; None before it is known.
-        layouts: By their number of rows, the layouts of minibatches for which the guards have held.
-        programs: What the graph was compiled into.
+        inputs: Inputs of the last call: tensors, and dynamic sizes.
+        sizes: For each input that is a size: the input tensor and the dimension with this size.
+        dynamic_dims: Input tensors, by position, with their dynamic dimensions.
+        outputs: Outputs of the last call.
+        total: Position of the loss among the outputs.
+        has_side_effects: Whether the loss also stores outputs in attributes.
+        gradient: Gradient of the graph; None before `understand`.
+        places: Inputs that come from the minibatch, with their position among its leaves. Empty if the origin of an
+            input is unknown; None before the first call.
+        layouts: Layout of the minibatches that passed the guards, by number of rows.
+        programs: Compiled programs of the graph.
     """
 
     total: int
@@ -85,21 +85,21 @@ class Graph:
         self._template: list[Any] = []
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:  # noqa: ANN401
-        """Compute the outputs: Dynamo calls this once the guards hold."""
+        """Compute the outputs; Dynamo calls this after the guards passed."""
         capture, self.inputs = self._capture, inputs
         capture.graph = self
         if self.gradient is None:
             with torch.no_grad():
                 self.outputs = self.module(*inputs)
-        elif self.has_side_effects:  # otherwise the call is for its guards alone
+        elif self.has_side_effects:  # otherwise the caller only needs the guards
             self.outputs = capture.compute(self)
         return self.outputs
 
     def understand(self, outline: Sequence[Any]) -> None:
-        """Note which outputs make up an outline, given the outline of the last guarded call.
+        """Store which outputs are the parts of an outline, given the outline of the last call.
 
         Raises:
-            ValueError: A part of the loss is no output of the graph.
+            ValueError: A part of the loss is not an output of the graph.
         """
         places = {id(x): ("inputs", k) for k, x in enumerate(self.inputs)}
         places |= {id(x): ("outputs", k) for k, x in enumerate(self.outputs)}
@@ -120,7 +120,7 @@ class Graph:
             raise ValueError("the loss does not depend on the parameters")
 
     def outline(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Outline:
-        """Return the loss that outputs make up."""
+        """Return the outline of a loss, given inputs and outputs of the graph."""
 
         def filled(entry: tuple[str, Any]) -> Any:  # noqa: ANN401
             kind, which = entry
@@ -133,9 +133,9 @@ class Graph:
 
 
 class QuickTanh(torch.autograd.Function):
-    """The hyperbolic tangent in float32 by one exponential.
+    """The hyperbolic tangent in float32, with one exponential.
 
-    It is right to 1e-7, as numbers about 1 are, and takes a quarter of the time of what the compiler makes of `tanh`.
+    The absolute error is at most 1e-7. The compiled function takes a quarter of the time of a compiled `torch.tanh`.
     """
 
     @staticmethod
@@ -146,7 +146,7 @@ class QuickTanh(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ANN401
-        """Keep the result."""
+        """Save the result for the backward pass."""
         ctx.save_for_backward(output)
 
     @staticmethod
@@ -172,10 +172,10 @@ def with_quick_tanh(module: GraphModule) -> GraphModule:
 
 
 def _dynamic_sizes(module: GraphModule) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int]]]:
-    """Return which inputs are sizes, each with another input and the dimension that has it, and all such dimensions.
+    """Return the inputs that are sizes, with a tensor and dimension of this size, and all dynamic dimensions.
 
     Raises:
-        ValueError: A number is an input that is the size of no other one.
+        ValueError: An input is a number, but not the size of another input.
     """
     examples = [node.meta["example_value"] for node in module.graph.nodes if node.op == "placeholder"]
     places: dict[str, tuple[int, int]] = {}
@@ -192,15 +192,15 @@ def _dynamic_sizes(module: GraphModule) -> tuple[dict[int, tuple[int, int]], lis
 
 
 class Capture:
-    """Captures a loss as graphs, one for each way in which the loss can be computed.
+    """Captures a loss as graphs: one graph for each path through its Python code.
 
     Args:
-        loss_of: The loss of an algorithm, a method.
+        loss_of: The loss method of an algorithm.
 
     Attributes:
         graph: Graph of the last call.
-        compute: Computes the outputs of a graph that is understood, from its `inputs`.
-        count: Number of graphs.
+        compute: Computes the outputs of a graph from its `inputs`.
+        count: Number of graphs so far.
     """
 
     def __init__(self, loss_of: Callable[[Any], Any]) -> None:
@@ -214,10 +214,10 @@ class Capture:
         self._guarded = torch.compile(fresh(outline_of), backend=self._made, fullgraph=True)
 
     def __call__(self, batch: Any) -> Sequence[Any]:  # noqa: ANN401
-        """Return the outline of the loss, by the graph whose guards hold."""
-        if isinstance(batch, Batch):  # of which rollouts have more or fewer rows
+        """Check the guards, and return the outline of the loss."""
+        if isinstance(batch, Batch):  # the number of rows may differ between rollouts
             for x in leaves(batch.fields):
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # documented, in spite of the name
+                torch._dynamo.maybe_mark_dynamic(x, 0)  # documented by PyTorch despite the private module
         found: Sequence[Any] = self._guarded(batch)
         return found
 
@@ -229,7 +229,7 @@ class Capture:
 
 
 def fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function with code of its own: PyTorch's compiler keeps what it has compiled by code."""
+    """Return a copy of a function with a copy of its code: PyTorch's compiler caches by code object."""
     assert isinstance(function, FunctionType)
     code, given = function.__code__.replace(), function.__globals__
     return FunctionType(code, given, function.__name__, function.__defaults__, function.__closure__)

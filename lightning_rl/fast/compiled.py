@@ -1,8 +1,8 @@
-"""Compiled losses of an algorithm: from minibatch to minibatch, with as few checks as are needed.
+"""Compiled losses of an algorithm.
 
-PyTorch's compiler first captures `loss(batch)` as a graph, with guards on everything in Python that the loss depends
-on. Graph, gradient and step are then compiled into one program. The guards are checked for the first minibatch of each
-rollout, and again where the algorithm, the loss or the shapes have changed.
+PyTorch's compiler captures `loss(batch)` as a graph, with guards on all Python values that the loss reads. Graph,
+gradient and optimizer step are compiled into one program. The guards are checked for the first minibatch of each
+rollout, and whenever the algorithm, the loss or the shapes changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_rl.rollouts.batch import Batch
 
 @functools.cache
 def compiler_problem(device: torch.device) -> str | None:
-    """Return why programs cannot be compiled for a device, None if they can."""
+    """Return the reason why a device cannot run compiled programs, or None."""
     if device.type not in ("cpu", "cuda"):
         return f"the device is {device.type}"
     named = os.environ.get("CXX")
@@ -41,12 +41,12 @@ def compiler_problem(device: torch.device) -> str | None:
 
 
 class CompiledLoss:
-    """A loss without graph, and its gradient; otherwise what `Loss` of the plain engine is.
+    """A loss with computed gradients instead of an autograd graph; otherwise like `Loss`.
 
     Args:
-        outline: The loss.
+        outline: The parts of the loss.
         parameters: Parameters that the loss depends on.
-        gradients: The gradient of each of these parameters.
+        gradients: Gradient of each of these parameters.
     """
 
     def __init__(self, outline: Outline, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
@@ -59,21 +59,21 @@ class CompiledLoss:
         self.parameters, self.gradients = parameters, gradients
 
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
-        """Return names, values, and those of the names that may be NaN or infinite."""
+        """Return the names and values to record, and the names of values that may be NaN or infinite."""
         return self._outline.names, self._outline.values, self._outline.observed
 
 
 class Binding(NamedTuple):
-    """What stays the same from one minibatch of a rollout to the next.
+    """A program that may run on further minibatches of a rollout without a check of the guards.
 
     Attributes:
-        graph: The graph whose guards hold.
-        program: The program of the graph.
-        inputs: Inputs of the graph, in which those of a minibatch are put.
-        groups: The tensors of each of the optimizers' vectors.
-        vectors: Of the optimizers.
-        signature: Of minibatches like these.
-        attributes: Of the algorithm and the estimator.
+        graph: The graph whose guards passed.
+        program: The compiled program of the graph.
+        inputs: Inputs of the graph; the inputs from the minibatch are replaced for each call.
+        vectors: Vectors of the optimizers.
+        groups: `Vectors.tensors()` of each of them.
+        signature: Signature of the minibatches.
+        attributes: Attributes of the algorithm and the estimator when the guards passed.
     """
 
     graph: Graph
@@ -86,7 +86,7 @@ class Binding(NamedTuple):
 
 
 class CompiledLosses:
-    """The compiled losses of an algorithm, for all of a run.
+    """The compiled losses of an algorithm; lives as long as the run.
 
     Args:
         model: The algorithm.
@@ -95,7 +95,7 @@ class CompiledLosses:
     def __init__(self, model: Any) -> None:  # noqa: ANN401 - an algorithm, whose module imports this folder
         self._model = model
         self._captures: dict[Any, Capture] = {}
-        # Losses that are not compiled; losses, with a half of the network, whose step is not compiled with them.
+        # Losses that cannot be compiled; and pairs of loss and network part whose step is not in the program.
         self._failed: set[Any] = set()
         self._apart: set[Any] = set()
         self._scalars: dict[tuple[int, str], Tensor] = {}
@@ -105,7 +105,7 @@ class CompiledLosses:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs of all losses so far."""
+        """Number of captured graphs of all losses."""
         return sum(capture.count for capture in self._captures.values())
 
     @property
@@ -114,15 +114,15 @@ class CompiledLosses:
         return bool(self._failed)
 
     def begin(self) -> None:
-        """Have the guards checked before the next minibatch."""
+        """Require a check of the guards for the next minibatch."""
         self._binding = None
 
     def step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Take a whole step; None if loss and step are no single program.
+        """Take a whole step in one program; return None if there is no such program.
 
         Args:
             steps: The `GradientSteps` of the algorithm.
-            loss_of: The loss of the algorithm, a method.
+            loss_of: The loss method of the algorithm.
             batch: The minibatch.
         """
         key = self._key(loss_of)
@@ -130,7 +130,7 @@ class CompiledLosses:
             return None
         record = steps.record
         state = StepState(record.is_open, record.finite, record.num_updates)
-        if state.is_open is state.finite:  # one tensor would be one input of the program for good
+        if state.is_open is state.finite:  # the compiler would merge them into one input
             state = state._replace(finite=state.finite.clone())
         signature = self._signature(loss_of, batch, (StepProgram, steps.part, steps.active_set))
         if (binding := self._fitted(signature, batch)) is not None:
@@ -170,7 +170,7 @@ class CompiledLosses:
         return used.result
 
     def loss(self, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> CompiledLoss | None:  # noqa: ANN401
-        """Return the loss over a minibatch with its gradient; None if it cannot be compiled."""
+        """Return the loss over a minibatch with its gradients; None if the loss cannot be compiled."""
         if self._key(loss_of) in self._failed:
             return None
         signature = self._signature(loss_of, batch, (GradientProgram, part, None))
@@ -203,7 +203,7 @@ class CompiledLosses:
         batch: Any,  # noqa: ANN401
         compute: Callable[[Graph], Sequence[Tensor]],
     ) -> Graph | None:
-        """Check the guards of a loss, and compute its graph; None, with a line of the log, where that fails."""
+        """Check the guards of a loss and compute its graph; on failure, log the reason and return None."""
         key = self._key(loss_of)
         if key not in self._captures:
             if not self._captures:
@@ -227,7 +227,7 @@ class CompiledLosses:
             self._failed.add(key)
             reason = str(error).strip().partition("\n")[0]
             rank_zero_info(
-                f"{type(self._model).__name__}.{key.__name__} cannot be compiled, and is learned by autograd: "
+                f"{type(self._model).__name__}.{key.__name__} cannot be compiled; autograd computes its gradient: "
                 f"{type(error).__name__}: {reason}"
             )
             return None
@@ -237,17 +237,17 @@ class CompiledLosses:
         return getattr(loss_of, "__func__", loss_of)
 
     def _signature(self, loss_of: Callable[[Any], Any], batch: Any, how: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401
-        """Return what minibatches have in common that need no new check of guards; None if each needs one."""
+        """Return a key that equals for minibatches sharing one check of guards; None if each needs its own check."""
         if type(batch) is not Batch or batch.sequences is not None:
             return None
         return self._key(loss_of), how, [*batch.fields], batch.counts_all_rows, batch.is_normalized
 
     def _attributes(self) -> Iterator[Any]:
-        """Return everything that a loss may read from the algorithm: an update that replaces it changes the loss."""
+        """Return all attributes that a loss may read; the guards are checked again if one of them is replaced."""
         return itertools.chain(vars(self._model).values(), vars(self._model.estimator).values())
 
     def _fitted(self, signature: tuple[Any, ...] | None, batch: Any) -> Binding | None:  # noqa: ANN401
-        """Return the binding of the last guarded call with the inputs of another minibatch, None if it does not fit."""
+        """Return the current binding with the inputs of a minibatch, or None if the guards need a check."""
         binding = self._binding
         if binding is None or signature is None or binding.signature != signature:
             return None
@@ -270,7 +270,7 @@ class CompiledLosses:
         vectors: list[Vectors],
         groups: list[Sequence[Tensor]],
     ) -> None:
-        """Have further minibatches computed without a check of guards, if each input of the graph is known."""
+        """Skip the guards for further minibatches if the origin of each input of the graph is known."""
         graph = cast(Graph, self._captures[self._key(loss_of)].graph)
         if signature is None or graph.has_side_effects:
             return
@@ -288,7 +288,7 @@ class CompiledLosses:
             self._binding = Binding(graph, program, [*graph.inputs], vectors, groups, signature, attributes)
 
     def _set_weight(self, batch: Batch) -> Tensor:
-        """Return a tensor, the same for all minibatches, that has the weight of a row."""
+        """Write the weight of a row into a scalar tensor that all minibatches share, and return it."""
         weight = batch.weight
         if self._weight_tensor is None:
             self._weight_tensor = self._scalar()
@@ -298,12 +298,12 @@ class CompiledLosses:
         return self._weight_tensor
 
     def _scalar(self) -> Tensor:
-        """Return a tensor for a number that changes from minibatch to minibatch, or over the run."""
+        """Return a scalar tensor for a number that changes between minibatches or over the run."""
         dtype = torch.promote_types(self._model.dtype, torch.float32)
         return torch.zeros((), dtype=dtype, device=self._model.device)
 
     def _with_tensor_as_weight(self, batch: Batch) -> Batch:
-        """Return a batch whose weight does not become a constant of the graph."""
+        """Return a batch whose weight is a tensor, so that it is no constant of the graph."""
         weight, normalized = self._set_weight(batch), batch.is_normalized
         batch = batch.replace()
         batch.weight, batch.is_normalized = cast(Any, weight), normalized
@@ -311,9 +311,9 @@ class CompiledLosses:
 
     @contextmanager
     def _tensors_as_scheduled_options(self) -> Iterator[None]:
-        """Put tensors in the place of the options that change over a run, which so are no constants of the graph.
+        """Replace scheduled options by scalar tensors, so that they are no constants of the graph.
 
-        Zero and infinity stay numbers, since losses leave out terms that have such coefficients.
+        Zero and infinity stay numbers, because losses skip terms with such coefficients.
         """
         options = list(self._model.schedules.attributes(self._model))
         found = [(owner, name, getattr(owner, name)) for owner, name in options]
@@ -331,12 +331,12 @@ class CompiledLosses:
 
 
 def _layout(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return what a program depends on but for the numbers in tensors."""
+    """Return shape, strides and dtype of each tensor."""
     return [(x.shape, x.stride(), x.dtype) for x in tensors]
 
 
 def _vectors(steps: Any) -> list[list[Vectors]] | None:  # noqa: ANN401
-    """Return the vectors of the optimizers in use, None unless all of their parameters are in vectors and learned."""
+    """Return the vectors of each active optimizer; None if a parameter is frozen or in no vector."""
     if steps.model.frozen_parameters(steps.part):
         return None
     found = []

@@ -1,4 +1,4 @@
-"""The fast engines: gradients in closed form or compiled, and steps without Lightning's empty hooks."""
+"""Engines for faster updates: closed-form or compiled gradients, and optimizer steps without Lightning's hooks."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _Loss = TypeVar("_Loss", bound=Callable[..., Any])
 _MARK = "closed_form"
 _HOOKS = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 _STRATEGY = ("pre_backward", "backward", "post_backward", "optimizer_step")
-# What was logged last about each algorithm.
+# The last log line about the engine of each algorithm.
 _logged: WeakKeyDictionary[LightningModule, str] = WeakKeyDictionary()
 _compiled: WeakKeyDictionary[LightningModule, CompiledLosses] = WeakKeyDictionary()
 
 
 def closed_form(form: type[PPOLoss], reads: Sequence[str]) -> Callable[[_Loss], _Loss]:
-    """Mark a `loss(batch)` that also exists in closed form: whoever edits one of them edits both.
+    """Mark a `loss(batch)` that also has a closed form; edit both together.
 
     Args:
-        form: Computes the same loss, and its gradient.
-        reads: Members of the class that `loss` uses and `form` has its own formulas for, and those that take its
-            result. A subclass or an instance that overrides one of them learns by autograd.
+        form: Computes the same loss with its gradient.
+        reads: Members that `loss` calls and `form` reimplements, and members that process the result. If a subclass or
+            instance overrides one of them, autograd computes the gradient.
     """
 
     def mark(loss: _Loss) -> _Loss:
@@ -53,10 +53,10 @@ def step_progress(model: LightningModule) -> Any:  # noqa: ANN401
 
 
 class FastEngine:
-    """Computes gradients, in closed form where there is one, and steps optimizers past Lightning's empty hooks.
+    """Computes gradients in closed form if possible, and skips Lightning's hooks in backward passes and steps.
 
     Args:
-        closed_form: Of the loss of the model; None leaves it to autograd.
+        closed_form: Closed form of the loss. None uses autograd.
     """
 
     compiles_loss = False
@@ -66,7 +66,7 @@ class FastEngine:
         self._known: KnownLoss | CompiledLoss | None = None
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Return None: loss, gradient and step follow one another."""
+        """Return None: this engine has no program for a whole step."""
         return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Any], batch: Any, part: str | None) -> Any:  # noqa: ANN401
@@ -86,7 +86,7 @@ class FastEngine:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients of all parameters that have one; `FlatAdam` has many in one tensor."""
+        """Return all gradients of an optimizer; `FlatAdam` has one tensor per parameter group."""
         if isinstance(optimizer, FlatAdam):
             tensors = optimizer.vectors()
         else:
@@ -94,7 +94,7 @@ class FastEngine:
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Take a step, as one of Lightning's global steps if it `counts`."""
+        """Take an optimizer step; `counts` increments Lightning's global step."""
         raw = optimizer.optimizer
         step = raw.step_alone if isinstance(raw, FlatAdam) else raw.step
         if not counts:
@@ -109,10 +109,10 @@ class FastEngine:
 
 
 class CompiledEngine(FastEngine):
-    """Compiles the loss with its gradient, and with the step where `FlatAdam` takes it.
+    """Computes loss and gradient, and the step of `FlatAdam`, with compiled programs.
 
     Args:
-        losses: The compiled losses of the model.
+        losses: The compiled losses of the algorithm.
     """
 
     compiles_loss = True
@@ -122,7 +122,7 @@ class CompiledEngine(FastEngine):
         self.losses = losses
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> StepResult | None:  # noqa: ANN401
-        """Take a whole step by one program, and count it; None if loss and step are no single program."""
+        """Take a whole step in one program and count it; return None if there is no such program."""
         result = self.losses.step(steps, loss_of, batch)
         is_open = None if result is None else result.state.is_open
         if is_open is not None and (not is_open.is_cpu or is_open):
@@ -137,7 +137,7 @@ class CompiledEngine(FastEngine):
         return loss_of(batch) if self._known is None else self._known
 
     def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Give the parameters their gradients, averaged over ranks; of a loss that is not compiled by autograd."""
+        """Set the gradients, averaged over ranks; autograd computes them for losses that are not compiled."""
         known, self._known = self._known, None
         several = world_size() > 1
         if known is None and not several:
@@ -145,7 +145,7 @@ class CompiledEngine(FastEngine):
             return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if known is None:
-            # Past the hooks of DDP: a loss may be compiled on one rank and not on another, which has too few rows.
+            # Without the hooks of DDP, because another rank may run the compiled loss at the same time.
             gradients = dict(zip(parameters, torch.autograd.grad(total, parameters, allow_unused=True), strict=True))
         else:
             gradients = dict(zip(known.parameters, known.gradients, strict=True))
@@ -160,10 +160,10 @@ class CompiledEngine(FastEngine):
 
 
 def engine_for(model: LightningModule) -> FastEngine | None:
-    """Return the engine for the updates from the next rollout, None for the plain one; log which, where it changes.
+    """Return the engine for the next rollout, or None for plain PyTorch and Lightning; log changes.
 
     Args:
-        model: An algorithm that is attached to a Trainer.
+        model: An algorithm attached to a Trainer.
     """
     name = type(model).__name__
     engine: FastEngine | None = None
@@ -186,7 +186,7 @@ def engine_for(model: LightningModule) -> FastEngine | None:
 
 
 def _compiled_losses(model: LightningModule) -> CompiledLosses:
-    """Return the compiled losses of a model, for updates from another rollout."""
+    """Return the compiled losses of a model; their guards are checked for each rollout."""
     if model not in _compiled:
         _compiled[model] = CompiledLosses(model)
     _compiled[model].begin()
@@ -194,10 +194,10 @@ def _compiled_losses(model: LightningModule) -> CompiledLosses:
 
 
 def why_not(model: Any) -> str | None:  # noqa: ANN401
-    """Return why backward passes and steps of a model take Lightning's way, None if they need not."""
+    """Return the reason why a model needs Lightning's own backward pass and step, or None."""
     if model.fast_paths == "none":
         return "debug.fast_paths is none"
-    # Lightning puts a compiled training step into the instance.
+    # Lightning stores a compiled training step in the instance.
     if torch.compiler.is_compiling() or "training_step" in vars(model):
         return "the training step is compiled or replaced"
     if torch.is_anomaly_enabled():
@@ -212,7 +212,7 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
     ]
     if not (is_compiled and isinstance(strategy, DDPStrategy)):
         members.append((strategy, Strategy, _STRATEGY))
-    # Mixed precision with bfloat16 does nothing in these hooks: only float16 needs its gradients scaled.
+    # Mixed precision with bfloat16 does nothing in these hooks; float16 scales gradients.
     precision = strategy.precision_plugin
     if not (is_compiled and type(precision) is MixedPrecision and precision.scaler is None):
         members.append((precision, Precision, _STRATEGY))
@@ -221,19 +221,19 @@ def why_not(model: Any) -> str | None:  # noqa: ANN401
 
 
 def why_not_compiled(model: Any) -> str | None:  # noqa: ANN401
-    """Return why the losses of a model are not compiled, None if they are."""
+    """Return the reason why the losses of a model cannot be compiled, or None."""
     if getattr(model.policy, "memory", None) is not None:
-        return "the policy has memory, whose sequences have other lengths in each rollout"
+        return "the policy has memory, and its sequences differ in length between rollouts"
     if is_observed(model.policy):
         return "a module of the policy has hooks or is compiled"
     return compiler_problem(model.device)
 
 
 def closed_form_of(model: Any) -> PPOLoss | str:  # noqa: ANN401
-    """Return the closed form of the loss of a model as it is now, or why there is none."""
+    """Return the closed form of the loss of a model, or the reason why there is none."""
     form, reads = getattr(getattr(type(model), "loss", None), _MARK, (None, ()))
     if form is None:
-        return "no closed form of its loss is known"
+        return "its loss has no closed form"
     owner = next(cls for cls in type(model).__mro__ if "loss" in vars(cls))
     if (name := overridden(model, owner, ("loss", *reads))) is not None:
         return f"{name} is overridden"

@@ -1,4 +1,4 @@
-"""Adam for small networks: the tensors of a group side by side in memory, so that few kernels see to all of them."""
+"""Adam for small networks: one vector per parameter group, so that each operation needs one kernel per group."""
 
 from __future__ import annotations
 
@@ -16,49 +16,48 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_rl.validation import ClassSpec
 
-# Tensors begin where PyTorch's allocator would have them begin, so that kernels round alike wherever they lie.
+# PyTorch's allocator has the same alignment; kernels round differently at other alignments.
 _ALIGNMENT_BYTES = 64
-# Gradients are copied together; those of large networks take longer to copy than their kernels take to start.
+# Copying the gradients of larger networks takes longer than starting one kernel per tensor.
 _MOST_ENTRIES = 2**18
 
 
 def default_optimizer(model: Any) -> ClassSpec | None:  # noqa: ANN401 - an algorithm
-    """Return `FlatAdam` for an algorithm on a device that it is made for, None elsewhere."""
+    """Return `FlatAdam` on CPU and CUDA devices, None on others or if `debug.fast_paths` is none."""
     if model.options["debug.fast_paths"] == "none" or model.device.type not in ("cpu", "cuda"):
         return None
     return {"class_path": "lightning_rl.fast.FlatAdam", "init_args": {"eps": 1e-5, "fused": True}}
 
 
 class FlatAdam(Adam):
-    """`torch.optim.Adam` that keeps the parameters, gradients and moments of each group in one vector each.
+    """`torch.optim.Adam` with the parameters, gradients and moments of each group in one vector each.
 
-    A step then is one kernel, and so is what is done to gradients by way of `vectors`. With small networks the time of
-    an update is that of starting kernels, one for each tensor. The parameters become views of the vector, as moments in
-    the state do; the state has Adam's form, so that either class loads what the other has saved.
+    A step runs one kernel per group instead of one per tensor; with small networks, starting kernels takes most of the
+    time. Parameters and moments become views of the vectors. The state dict has Adam's format, so that either class
+    loads state of the other.
 
-    Groups that are not `fused`, are large, mix dtypes, or have parameters without a gradient are treated as Adam does.
-
-    It has Adam's arguments.
+    Adam's own step is used for groups that are not `fused`, have more than 2**18 entries, mix dtypes or devices, or
+    contain parameters without a gradient. The arguments are Adam's.
     """
 
-    _laid_out: dict[int, Vectors | None] | None = None  # by identity of the group; None: as Adam does
+    _laid_out: dict[int, Vectors | None] | None = None  # by id of the group; None: Adam's own step
 
     _has_step_hooks = False
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
-        """Call a hook before each step; also the steps of `step_alone`."""
+        """Call a hook before each step."""
         self._has_step_hooks = True
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:  # noqa: ANN401 - a type that is private to PyTorch
-        """Call a hook after each step; also the steps of `step_alone`."""
+        """Call a hook after each step."""
         self._has_step_hooks = True
         return super().register_step_post_hook(hook)
 
     def vectors(self) -> list[Tensor]:
-        """Return what has all parameters that have a gradient, and in `grad` those gradients: some may be views.
+        """Return tensors whose `grad` together hold all gradients: one vector per group, or the group's parameters.
 
-        Call it between backward pass and step: what is done to these gradients the step takes for the parameters'.
+        The next step uses these gradients; clip or scale them in place after the backward pass.
         """
         found: list[Tensor] = []
         for group in self.param_groups:
@@ -68,10 +67,7 @@ class FlatAdam(Adam):
         return found
 
     def all_vectors(self) -> list[Vectors] | None:
-        """Return the vectors of all groups for a step that is taken on them; None if Adam has to step a group.
-
-        The gradients of the parameters then are views of the vectors.
-        """
+        """Return the vectors of all groups, with the parameters' gradients as views; None if a group has no vectors."""
         if self._is_watched():
             return None
         found: list[Vectors] = []
@@ -86,10 +82,9 @@ class FlatAdam(Adam):
         return found
 
     def step_alone(self) -> None:
-        """Take the step of `step()`, without PyTorch's profile of it where nobody waits for a step.
+        """Take a step without the profiling and hooks of `step()`, which take longer than the step of a small network.
 
-        The way to it takes several times as long as the step of a small network. Call it after `vectors`, with nothing
-        in between but what is done to these gradients.
+        If the optimizer has hooks, calls `step()`. Call `vectors` first, and change nothing but their gradients between.
         """
         found = [(self._laid_out or {}).get(id(group)) for group in self.param_groups]
         ready = [vectors for vectors in found if vectors is not None and vectors.have_gradients()]
@@ -100,7 +95,7 @@ class FlatAdam(Adam):
             vectors.take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or set them to zero."""
+        """Set the gradients to None, or to zero."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
@@ -110,12 +105,12 @@ class FlatAdam(Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._laid_out = None  # another state than the one that was laid out
+        self._laid_out = None  # the vectors hold the previous state
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Give Adam what it steps: nothing of a group that has vectors, whose step is taken here.
+        """Take the step of a group with vectors, and give Adam nothing to do; leave other groups to Adam.
 
-        Private to PyTorch: an override of `step` that calls Adam's would run the hooks of a step twice.
+        Overrides a private method of PyTorch, because an override of `step` would run the hooks twice.
         """
         vectors = self._vectors_of(group)
         if vectors is None:
@@ -124,12 +119,12 @@ class FlatAdam(Adam):
         return False
 
     def _is_watched(self) -> bool:
-        """Whether hooks or a scheduler, which counts by a `step` of its own, wait for a step."""
+        """Whether hooks or a scheduler, which replaces `step` to count, need a call of `step`."""
         hooks = (self._has_step_hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)
         return any(hooks) or "step" in vars(self)
 
     def _vectors_of(self, group: dict[str, Any]) -> Vectors | None:
-        """Return the vectors of a group, with its gradients; None if Adam has to step each parameter by itself."""
+        """Return the vectors of a group with the current gradients; None if the group has no vectors."""
         if self._laid_out is None:
             self._laid_out = {}
         key = id(group)
@@ -157,21 +152,21 @@ class FlatAdam(Adam):
                 and parameter.is_contiguous()
                 for parameter in parameters
             )
-            # One number of steps is for all of them.
+            # The vector has one step count for all parameters.
             and len({float(self.state[parameter].get("step", 0)) for parameter in parameters}) == 1
         )
 
 
 class Vectors:
-    """What a group of Adam has, side by side.
+    """Parameters, gradients and state of a parameter group as one vector each.
 
     Attributes:
-        group: The group.
+        group: The parameter group.
         parameters: Parameters of the group.
-        values: Parameters, with their gradients in `grad`.
-        exp_avg: First moments.
-        exp_avg_sq: Second moments.
-        steps: Number of steps, the same for each parameter.
+        values: Vector of the parameters; `values.grad` is the vector of the gradients.
+        exp_avg: Vector of the first moments.
+        exp_avg_sq: Vector of the second moments.
+        steps: Number of steps, one equal entry per parameter.
     """
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -195,7 +190,7 @@ class Vectors:
         self._rate, self._rate_tensor = -1.0, torch.zeros((), dtype=torch.float64)
 
     def places(self) -> list[tuple[nn.Parameter, tuple[int, int, torch.Size]]]:
-        """Return where each parameter begins, its size, and its shape."""
+        """Return each parameter with its offset in the vector, its size and its shape."""
         pairs = zip(self.parameters, self.begins, strict=False)
         return [(parameter, (begin, parameter.numel(), parameter.shape)) for parameter, begin in pairs]
 
@@ -206,16 +201,16 @@ class Vectors:
         return self.values, self.values.grad, self.exp_avg, self.exp_avg_sq, self.steps, self._rate_tensor
 
     def update_rate(self) -> None:
-        """Make the learning rate in `tensors` the rate of the group."""
+        """Copy the learning rate of the group into the tensor that `tensors` returns."""
         if self.group["lr"] != self._rate:
             self._rate = float(self.group["lr"])
             self._rate_tensor.fill_(self._rate)
 
     def gather(self, optimizer: Optimizer) -> bool:
-        """Bring the gradients side by side; False if parameters and state no longer refer to these vectors.
+        """Copy the gradients into their vector.
 
-        Something may have put others in their place. If so, or if a gradient is missing, the state stays correct: each
-        parameter has its own part of it.
+        Return False if a gradient is missing, or if parameters or state were replaced and are no views any more. The
+        state stays correct in this case: each parameter keeps its view.
         """
         states = optimizer.state
         for parameter, place, moments in zip(self.parameters, self._places, self._moments, strict=True):
@@ -224,24 +219,24 @@ class Vectors:
                 return False
         if not self.have_gradients():
             assert self.values.grad is not None
-            # Gradients that were not finite are scaled by NaN, and so is what lies between them.
+            # Clipping non-finite gradients also writes NaN into the padding.
             self.values.grad.zero_()
-            # Private to PyTorch: one kernel, where `copy_` takes one for each gradient.
+            # Private to PyTorch: one kernel instead of one per gradient.
             torch._foreach_copy_(self._gradients, [cast(Tensor, parameter.grad) for parameter in self.parameters])
             for parameter, view in zip(self.parameters, self._gradients, strict=True):
                 parameter.grad = view
         return True
 
     def have_gradients(self) -> bool:
-        """Whether the gradients of the parameters are those in the vectors."""
+        """Whether the gradients of the parameters are views of the vector."""
         return all(p.grad is view for p, view in zip(self.parameters, self._gradients, strict=True))
 
     def take_step(self, optimizer: Optimizer) -> None:
-        """Take a step as fused Adam does."""
+        """Take a step with the kernel of fused Adam."""
         assert self.values.grad is not None
         group, found_inf = self.group, getattr(optimizer, "found_inf", None)
         self.steps += 1
-        # The kernel alone, private to PyTorch: `Adam.step` takes longer than the kernel. Checked with 2.8 and 2.13.
+        # Private to PyTorch (2.8 and 2.13 tested): `Adam.step` takes longer than its kernel.
         torch._fused_adam_(
             *([self.values], [self.values.grad], [self.exp_avg], [self.exp_avg_sq], [], [self.steps[0]]),
             lr=group["lr"],
@@ -254,11 +249,11 @@ class Vectors:
             grad_scale=getattr(optimizer, "grad_scale", None),
             found_inf=found_inf,
         )
-        if found_inf is not None:  # the kernel did nothing then
+        if found_inf is not None:  # the kernel skipped the step
             self.steps -= found_inf
 
     def _side_by_side(self, parts: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """Return one vector that has `parts`, 0 where there are none, and the views of it in the parameters' shapes."""
+        """Return a vector of `parts`, with zeros for None and padding, and its views in the parameters' shapes."""
         first = self.parameters[0]
         vector = torch.zeros(self.begins[-1], dtype=first.dtype, device=first.device)
         places = zip(self.begins, self.parameters, strict=False)

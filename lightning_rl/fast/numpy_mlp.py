@@ -1,7 +1,4 @@
-"""Linear layers with tanh in NumPy: forward and backward passes for updates, and acting in a few environments.
-
-Starting an operation of PyTorch takes longer than a small network computes.
-"""
+"""Tanh MLPs in NumPy, for small networks, where the overhead of PyTorch's operations takes most of the time."""
 
 from __future__ import annotations
 
@@ -28,14 +25,14 @@ Array = NDArray[np.floating[Any]]
 
 _DTYPES = (torch.float32, torch.float64)
 _TANH_BACKWARD = torch.ops.aten.tanh_backward.default
-# Multiplications beyond which NumPy's library may run a product on several threads.
+# NumPy's BLAS may run larger products (in multiplications) on several threads.
 _LARGEST_NUMPY_PRODUCT = 2**18
-# Members of `ActorCritic` that an actor replaces.
+# Members of `ActorCritic` that `Actor` reimplements.
 _ACTING = ("act", "prepare_observations", "_acting_features", "_encode_for_actor", "_encode", "_distribution")
 
 
 class NumpyMLP:
-    """Forward and backward pass of linear layers with tanh after each but the last, without autograd.
+    """Forward and backward pass, without autograd, of linear layers with tanh between them.
 
     Args:
         parameters: Weight and bias of each layer.
@@ -46,7 +43,7 @@ class NumpyMLP:
         self._features: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs `[N, width]` for rows `[N, features]`, and keep what each layer takes for `backward`."""
+        """Return the outputs `[N, width]` for inputs `[N, features]`, and store activations for `backward`."""
         self._features = [x]
         for weight, bias in self.layers[:-1]:
             outputs = functional.linear(self._features[-1], weight, bias)
@@ -56,7 +53,7 @@ class NumpyMLP:
         return functional.linear(self._features[-1], *self.layers[-1])
 
     def backward(self, gradient: Tensor) -> list[Tensor]:
-        """Return the gradient of each parameter, given the gradient of the outputs `[N, width]` of the last forward."""
+        """Return the gradient of each parameter, given the gradient of the last outputs, `[N, width]`."""
         gradients: list[Tensor] = []
         for k in range(len(self.layers) - 1, -1, -1):
             features = self._features.pop()
@@ -67,27 +64,24 @@ class NumpyMLP:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices on the CPU that need no gradient, `[N, K]` and `[K, M]`.
-
-    NumPy takes a fraction of PyTorch's time where one side is narrow.
-    """
+    """Return the matrix product of `[N, K]` and `[K, M]` without autograd; NumPy is faster for narrow matrices."""
     sizes = *a.shape, b.shape[1]
-    # Products with a vector have another limit.
+    # Products with a vector use other routines of the BLAS.
     if min(sizes) > 1 and math.prod(sizes) <= _LARGEST_NUMPY_PRODUCT:
         return torch.from_numpy(a.numpy().dot(b.numpy()))
     return a.mm(b)
 
 
 class Actor:
-    """Acts as an `ActorCritic` does, by NumPy, as long as nothing changes the policy.
+    """`ActorCritic.act` in NumPy; valid until the parameters or running statistics of the policy change.
 
     Args:
-        policy: Its parameters and running statistics are read once.
+        policy: The policy.
         parameters: Weight and bias of each layer from observations to the outputs of the actor.
     """
 
     max_rows = 64
-    """With more rows the products take most of the time, and PyTorch may run them on several threads."""
+    """Matrix products dominate for more rows, and PyTorch may use several threads."""
 
     def __init__(self, policy: ActorCritic, parameters: Sequence[nn.Parameter]) -> None:
         self.policy = policy
@@ -106,17 +100,17 @@ class Actor:
             return self.policy.act(observations, generator, deterministic)
         outputs = self.outputs(x)
         noise = np.zeros_like(outputs)
-        if self._std:  # a mean, to which `DiagonalGaussian` adds
+        if self._std:  # sample as `DiagonalGaussian` does
             if not deterministic:
                 torch.from_numpy(noise).normal_(generator=generator)
             return PolicyOutput(torch.from_numpy(outputs + self._std[0] * noise))
-        if not deterministic:  # logits, of which `Categorical` subtracts
+        if not deterministic:  # sample as `Categorical` does
             torch.from_numpy(noise).exponential_(generator=generator).log_()
         return PolicyOutput(torch.from_numpy((outputs - noise).argmax(-1)))
 
     def outputs(self, x: Array) -> Array:
-        """Return what the layers make of rows `[N, features]`."""
-        if len(x) != self._rows:  # contiguous weights and repeated biases halve the time for so few rows
+        """Return the logits or means for inputs `[N, features]`."""
+        if len(x) != self._rows:  # contiguous weights and repeated biases halve the time
             self._rows = len(x)
             self._layers = [(np.ascontiguousarray(w.T), np.repeat(b[None], len(x), 0)) for w, b in self._parameters]
         for k, (weight, bias) in enumerate(self._layers):
@@ -128,16 +122,14 @@ class Actor:
 
 
 def actor(policy: object) -> Actor | None:
-    """Return an actor for the rollout to come; None unless the policy is a plain tanh MLP on the CPU.
+    """Return an actor for the next rollout; None unless the policy is a plain tanh MLP on the CPU.
 
-    Args:
-        policy: Any; nothing changes it until the rollout ends. Where its attribute `fast_paths` is "none",
-            there is no actor.
+    The attribute `fast_paths` of the policy disables it with "none".
     """
     if not isinstance(policy, ActorCritic) or getattr(policy, "fast_paths", None) == "none":
         return None
     parameters = actor_parameters(policy)
-    # With one encoder for both, acting gives values too.
+    # With a shared encoder, `act` also returns values.
     if parameters is None or policy.critic_encoder is None or not have_one_dtype(parameters):
         return None
     if overridden(policy, ActorCritic, _ACTING) or is_observed(policy) or torch.compiler.is_compiling():
@@ -146,7 +138,7 @@ def actor(policy: object) -> Actor | None:
 
 
 class Preparation:
-    """`ActorCritic.prepare_observations` for rows, with the running statistics as they were at the first call."""
+    """`ActorCritic.prepare_observations` in NumPy, with the running statistics of the first call."""
 
     def __init__(self, policy: ActorCritic) -> None:
         self._policy, self._dtype = policy, policy.dtype
@@ -156,7 +148,7 @@ class Preparation:
         self._moments: list[Array] = []
 
     def __call__(self, observations: Nested) -> Array | None:
-        """Return rows `[N, features]` as the encoders take them; None of what NumPy would not compute as PyTorch."""
+        """Return the inputs of the encoders, `[N, features]`; None for observations of another kind."""
         normalizer = self._normalizer
         if not self._is_known or getattr(observations, "dtype", None) is not self._dtype:
             observations, normalizer = self._policy.prepare_observations(observations), None
@@ -175,7 +167,7 @@ class Preparation:
 
 
 def actor_parameters(policy: ActorCritic) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer from observations to logits or mean; None unless it is a plain tanh MLP."""
+    """Return weight and bias of each layer of the actor; None unless the actor is a plain tanh MLP."""
     head, layers = policy.action_head, tanh_parameters(policy.actor_encoder)
     last: nn.Module = nn.Identity()
     if type(head) is CategoricalHead:
@@ -187,14 +179,14 @@ def actor_parameters(policy: ActorCritic) -> list[nn.Parameter] | None:
 
 
 def log_std(policy: ActorCritic) -> list[nn.Parameter]:
-    """Return the logarithm of the standard deviation that all rows share; nothing where there is no such parameter."""
+    """Return the state-independent `log_std` parameter in a list; an empty list if there is none."""
     head = policy.action_head
     parameter = getattr(head, "log_std", None)
     return [parameter] if isinstance(parameter, nn.Parameter) and head.log_limits == [None, None] else []
 
 
 def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
-    """Return weight and bias of each layer; None unless they are linear with tanh after each, on plain vectors."""
+    """Return weight and bias of each layer; None unless the encoder is an MLP with tanh on vectors."""
     if type(encoder) is not MLPEncoder or not encoder.is_vector or type(encoder.layers) is not nn.Sequential:
         return None
     linear, tanh = list(encoder.layers)[::2], list(encoder.layers)[1::2]
@@ -203,47 +195,40 @@ def tanh_parameters(encoder: nn.Module | None) -> list[nn.Parameter] | None:
 
 
 def linear_parameters(layers: Sequence[nn.Module], kind: type[nn.Linear] = HeadLinear) -> list[nn.Parameter] | None:
-    """Return weight and bias of linear layers; None where one is of another class or makes them of something else."""
+    """Return weight and bias of linear layers; None if a layer has another class or parametrized weights."""
     found = [x for layer in layers if type(layer) is kind for x in (layer.weight, layer.bias)]
     plain = len(found) == 2 * len(layers) and all(type(x) is nn.Parameter for x in found)
     return cast(list[nn.Parameter], found) if plain else None
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
-    """Whether `x` is a tensor of rows that NumPy computes with as PyTorch would."""
+    """Whether `x` is a CPU tensor of rows in float32 or float64, without autocast."""
     plain = type(x) is Tensor and x.is_cpu and x.dtype in _DTYPES and x.dim() > 1
     return plain and not torch.is_autocast_enabled("cpu")
 
 
 def have_one_dtype(parameters: Sequence[Tensor]) -> bool:
-    """Whether parameters are on the CPU, in a dtype that NumPy has, the same for all."""
+    """Whether all parameters are on the CPU, in float32 or all in float64."""
     dtype = parameters[0].dtype
     return dtype in _DTYPES and all(x.is_cpu and x.dtype == dtype for x in parameters)
 
 
 def overridden(owner: object, base: type[Any], members: Sequence[str]) -> str | None:
-    """Return the first of some members that the class of `owner`, or `owner` itself, overrides; None if there is none.
-
-    Args:
-        owner: An instance of `base`.
-        base: The class whose members are known.
-        members: Names of methods and properties.
-    """
+    """Return the first of `members` that an instance of `base`, or its class, overrides; None if there is none."""
     cls, own = type(owner), vars(owner)
     for name in members:
-        # Functions and properties, which a class gives as they are.
         if name in own or (cls is not base and getattr(cls, name, None) is not getattr(base, name)):
             return name
     return None
 
 
-# PyTorch has no public way to find hooks; checked with PyTorch 2.8 and 2.13.
+# PyTorch has no public API to find hooks (2.8 and 2.13 tested).
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl")
 _GLOBAL_HOOKS = [f"_global{name}" for name in _HOOKS[:4]]
 
 
 def is_observed(root: nn.Module) -> bool:
-    """Whether a module within `root`, or every module, has hooks, is compiled, or has a `forward` of its own."""
+    """Whether a module in `root` has hooks (global ones included), is compiled, or has an instance `forward`."""
     return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS) or any(
         "forward" in vars(module) or any(getattr(module, name) for name in _HOOKS) for module in root.modules()
     )

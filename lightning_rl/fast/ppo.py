@@ -1,4 +1,4 @@
-"""PPO's loss and its gradient in closed form, for networks so small that autograd takes longer than its operations."""
+"""PPO's loss and its gradient in closed form, for small networks where autograd takes most of the time."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.rollouts.batch import Batch
 
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
-# The sum after its parts: the first term that is not finite is named in errors.
+# Errors name the first non-finite term, so the sum comes after its parts.
 _TERMS = ("policy_loss", "entropy", "value_loss", "loss", *_OBSERVED)
 _ABSOLUTE = "total_abs_loss"
-# Options of PPO that the formulas do not have, by attribute.
+# Options of PPO that the closed form does not support, by attribute.
 _OPTIONS = {
     "log_prob_clip": "clipping.log_prob",
     "dual_clip": "clipping.dual",
@@ -41,15 +41,15 @@ _POLICY = [name for cls in (ActorCritic, Trunk) for name, member in vars(cls).it
 
 
 class KnownLoss:
-    """A loss without graph, and its gradient; otherwise what `Loss` of the plain engine is.
+    """A loss with computed gradients instead of an autograd graph; otherwise like `Loss`.
 
     Args:
-        names: Of what is recorded.
-        values: What is recorded, `[len(names)]`.
+        names: Names of the recorded values.
+        values: The recorded values, `[len(names)]`.
         log_ratios: Logarithms of the importance ratios, `[N]`.
-        limits: Names of recorded numbers that end the updates from this rollout where they are larger.
-        parameters: What the loss depends on.
-        gradients: The gradient of each parameter, in its shape and contiguous.
+        limits: Upper limits of recorded values; a larger value stops the updates from this rollout.
+        parameters: Parameters that the loss depends on.
+        gradients: The gradient of each parameter, contiguous.
     """
 
     has_value = True
@@ -72,24 +72,24 @@ class KnownLoss:
         self.observed = {name: values[names.index(name)] for name in limits}
 
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Sequence[str]]:
-        """Return names, values, and those of the names that may be NaN or infinite."""
+        """Return the names and values to record, and the names of values that may be NaN or infinite."""
         return self.names, self.values, _OBSERVED
 
 
 class PPOLoss:
-    """What `PPO.loss` computes of minibatches, and its gradient, by a few operations of NumPy.
+    """`PPO.loss` and its gradient, computed with NumPy.
 
-    It covers the default options and policies of two tanh MLPs with a categorical or Gaussian action; see `of`.
+    Supports the default options, and policies of two tanh MLPs with a categorical or Gaussian action; see `of`.
 
     Args:
         model: A `PPO`.
         actor: Weight and bias of each layer up to the logits or the mean.
-        critic: Those up to the value.
-        shared: The logarithm of the standard deviation of a Gaussian action, the same for all rows.
+        critic: Weight and bias of each layer up to the value.
+        shared: Logarithm of the standard deviation of a Gaussian policy; empty for a categorical policy.
     """
 
     max_rows = 8192
-    """With more rows the operations take longer than starting them, and PyTorch may run them on several threads."""
+    """Autograd is as fast for more rows, and PyTorch may use several threads."""
 
     def __init__(
         self,
@@ -106,19 +106,15 @@ class PPOLoss:
 
     @classmethod
     def of(cls, model: Any) -> PPOLoss | str:  # noqa: ANN401
-        """Return the closed form for the updates from one rollout, or why there is none.
-
-        Args:
-            model: A `PPO` with the `loss` and the other members of `PPO` itself.
-        """
+        """Return the closed form for the updates from one rollout, or the reason why there is none."""
         policy = model.policy
         for name, option in _OPTIONS.items():
             if getattr(model, name):
                 return f"{option} is set"
         if any(model.weight_penalty.coefficients.values()):
-            return "weights are penalized"
+            return "optimizer.l2 is set"
         if model.frozen_parameters(None):
-            return "only a part of the policy is learned"
+            return "a part of the policy is frozen"
         if type(policy) is not ActorCritic:
             return f"the policy is a {type(policy).__name__}"
         if (own := overridden(policy, ActorCritic, _POLICY)) is not None:
@@ -133,7 +129,7 @@ class PPOLoss:
         return _why_unsuited(made.parameters) or made
 
     def __call__(self, batch: Batch) -> KnownLoss | None:
-        """Return the loss over a minibatch with its gradients, and record its terms; None if it is no plain one."""
+        """Return the loss over a minibatch with its gradients; None if the batch has masks, sequences or other dtypes."""
         model = self.model
         x, actions = self._prepare(batch.observations) if batch.is_plain else None, batch.actions
         if x is None or not 0 < len(x) <= self.max_rows:
@@ -143,7 +139,7 @@ class PPOLoss:
         if any(tensor.dtype is not self.dtype for tensor in numbers):
             return None
         advantages = model.estimator.normalized(batch)
-        with torch.no_grad(), np.errstate(all="ignore"):  # the update sees what is not finite
+        with torch.no_grad(), np.errstate(all="ignore"):  # the update checks for non-finite values
             outputs, values = (network.forward(torch.from_numpy(x)).numpy() for network in (self.actor, self.critic))
             shared = [parameter.detach().numpy() for parameter in self.shared]
             rows = (GaussianRows if shared else CategoricalRows)(actions.numpy(), outputs, *shared)
@@ -166,20 +162,20 @@ class PPOLoss:
         return KnownLoss(names, values_of_terms, torch.from_numpy(log_ratios), limits, self.parameters, gradients)
 
     def _policy_part(self, log_ratios: Array, advantages: Array, weight: float) -> tuple[Any, Array, tuple[Any, ...]]:
-        """Return the surrogate loss (equation 7), the gradient of each log-probability, and measures of the change.
+        """Return the clipped surrogate loss (Schulman et al. 2017, equation 7) and its gradient, `[N]`.
 
-        These are the estimates k3 and k1 of the divergence, and the share of clipped ratios.
+        The third result has the estimates k3 and k1 of the KL divergence and the fraction of clipped ratios.
         """
         low, high = map(float, self.model.clip_ranges)
         changes = np.expm1(log_ratios)
         losses = -advantages
         bound = np.minimum(losses * (1 - low), losses * (1 + high))
         if math.inf in (low, high):
-            # 0 · inf, where nothing is clipped and the advantage is 0: so is the loss then.
+            # 0 · inf is NaN: with no clipping and advantage 0, the bound is 0.
             np.nan_to_num(bound, copy=False, nan=0.0, posinf=math.inf, neginf=-math.inf)
-        # PyTorch's exponential, whose last bit decides at the very edge of the range: NumPy's differs in float32.
+        # NumPy's exponential differs in the last bit of float32, which matters at the edge of the clip range.
         losses *= torch.from_numpy(log_ratios).exp().numpy()
-        gradient = losses * (losses >= bound)  # of an infinite ratio NaN, clipped or not, as by autograd
+        gradient = losses * (losses >= bound)  # NaN for an infinite ratio, as in autograd
         gradient *= weight
         policy_loss = weight * np.maximum(losses, bound, out=losses).sum()
         k3, k1 = weight * (changes - log_ratios).sum(), -weight * log_ratios.sum()
@@ -187,7 +183,7 @@ class PPOLoss:
         return policy_loss, gradient, (k3, k1, clipped)
 
     def _value_part(self, batch: Batch, values: Array) -> tuple[Any, Array]:
-        """Return the value loss and the gradient of each value, times its coefficient."""
+        """Return the value loss, and the gradient of each value times `value_coef`."""
         returns, weight = batch.returns.numpy(), batch.weight
         errors = values - returns
         losses, gradient = errors * errors, errors
@@ -195,8 +191,7 @@ class PPOLoss:
             limit, changes = float(self.model.clip_range_value), values - batch.values.numpy()
             bounded = batch.values.numpy() + np.clip(changes, -limit, limit) - returns
             bounded *= bounded
-            # Beyond the range the bounded error is constant. Of two equal errors each gets half of the gradient, as in
-            # `torch.maximum`.
+            # The clipped error is constant beyond the range. Equal errors share the gradient, as in `torch.maximum`.
             share = np.heaviside(losses - bounded, 0.5)
             gradient = errors * np.where(np.abs(changes) > limit, share, 1)
             losses = np.maximum(losses, bounded)
@@ -204,33 +199,33 @@ class PPOLoss:
 
 
 def _why_unsuited(parameters: Sequence[nn.Parameter]) -> str | None:
-    """Return what keeps parameters from gradients in closed form, None if nothing does."""
+    """Return the reason why gradients of these parameters cannot be set directly, or None."""
     if not have_one_dtype(parameters):
         return "the parameters are not all on the CPU in float32 or all in float64"
     if len(set(map(id, parameters))) < len(parameters):
-        return "a parameter is in two places"
+        return "two layers share a parameter"
     if not all(parameter.requires_grad for parameter in parameters):
         return "a parameter is frozen"
-    # PyTorch has no public way to find hooks of tensors; checked with PyTorch 2.8 and 2.13.
+    # PyTorch has no public API for the hooks of a tensor (2.8 and 2.13 tested).
     if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
         return "a parameter has hooks"
     return None
 
 
 class CategoricalRows:
-    """One of `n` actions in each row, as `Categorical` has it.
+    """Log-probabilities and entropies of categorical distributions, with gradients.
+
+    Args:
+        actions: Actions taken, `[N]`.
+        logits: `[N, n]`.
 
     Attributes:
         log_prob: Log-probability of each action, `[N]`.
         entropies: Sum of the entropies of all rows.
-
-    Args:
-        actions: That were taken, `[N]`.
-        logits: `[N, n]`.
     """
 
     def __init__(self, actions: NDArray[np.integer[Any]], logits: Array) -> None:
-        # Rows side by side, so that a sum over actions is one of few long vectors.
+        # Transposed, because a sum over the few actions then adds a few long vectors.
         log_probs = np.ascontiguousarray(logits.T)
         log_probs = log_probs - np.maximum.reduce(log_probs)
         probs = np.exp(log_probs)
@@ -244,32 +239,34 @@ class CategoricalRows:
         self.entropies = np.add.reduce(self._entropies)
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
-        """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), and g more for the action taken.
+        """Return the gradient of the logits, `[N, n]`: p (-g - e (log p + H)), plus g for the action taken.
 
         Args:
-            log_prob: The gradient g of each log-probability, `[N]`.
-            entropy: That of the entropy of each row, e.
+            log_prob: Gradient g of each log-probability, `[N]`.
+            entropy: Gradient e of the entropy of each row.
         """
         if entropy:
             gradient = self._log_probs + self._entropies
             gradient *= -entropy
             gradient -= log_prob
             gradient *= self._probs
-        else:  # of a logit that is -inf the entropy has no gradient
+        else:  # the entropy term is NaN for a logit of -inf
             gradient = self._probs * -log_prob
         gradient[self._taken] += log_prob
         return (gradient.T,)
 
 
 class GaussianRows:
-    """Independent normal distributions, one per action dimension, whose deviations all rows share: `DiagonalGaussian`.
-
-    It has the attributes of `CategoricalRows`.
+    """Log-densities and entropies of diagonal Gaussian distributions with one standard deviation for all rows.
 
     Args:
-        actions: That were taken, `[N, a]`.
+        actions: Actions taken, `[N, a]`.
         mean: `[N, a]`.
         log_std: Logarithm of the standard deviation, `[a]`.
+
+    Attributes:
+        log_prob: Log-density of each action, `[N]`.
+        entropies: Sum of the entropies of all rows.
     """
 
     def __init__(self, actions: Array, mean: Array, log_std: Array) -> None:
@@ -283,12 +280,9 @@ class GaussianRows:
         self.entropies = rows * (log_volume + 0.5 * (1 + LOG_2PI) * size)
 
     def gradients(self, log_prob: Array, entropy: float) -> tuple[Array, ...]:
-        """Return the gradients of mean, `[N, a]`, and logarithm of the standard deviation, `[a]`.
-
-        The arguments are those of `CategoricalRows.gradients`.
-        """
+        """Return the gradients of `mean`, `[N, a]`, and `log_std`, `[a]`; arguments as in `CategoricalRows`."""
         of_z = self._z * log_prob[:, None]
         of_mean = of_z * self._inverse_std
-        # Not by a product of matrices, which NumPy's library may share among threads that nobody has counted.
+        # Not a matrix product: NumPy's BLAS may run it on several threads.
         of_log_std = np.add.reduce(of_z * self._z)
         return of_mean, of_log_std + (entropy * len(log_prob) - np.add.reduce(log_prob))

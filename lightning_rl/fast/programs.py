@@ -1,4 +1,4 @@
-"""Programs of `torch.compile`: a captured loss with its gradient, and with the step of Adam."""
+"""Programs compiled by `torch.compile`: loss with gradient, and loss with gradient and Adam step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ABSOLUTE = "total_abs_loss"
 
 
 class Gradient:
-    """The gradient of a graph with respect to the parameters that the loss depends on.
+    """The gradient of a captured loss with respect to the parameters it depends on.
 
     Args:
-        graph: A captured loss, with the inputs of its last call.
-        parameters: All parameters.
+        graph: The captured loss.
+        parameters: All parameters of the algorithm.
 
     Attributes:
-        parameters: Those that the loss depends on.
+        parameters: The parameters that the loss depends on.
     """
 
     def __init__(self, graph: Graph, parameters: Sequence[nn.Parameter]) -> None:
@@ -32,7 +32,7 @@ class Gradient:
         self._count, self._sizes = len(graph.inputs), graph.sizes
         known = {id(parameter): parameter for parameter in parameters}
         given = {k: known[id(x)] for k, x in enumerate(graph.inputs) if id(x) in known}
-        # Autograd finds the parameters without a gradient, which optimizers leave as they are.
+        # Autograd finds parameters without a gradient; optimizers skip them.
         with torch.enable_grad():
             total = graph.module(*graph.inputs)[graph.total]
         found = torch.autograd.grad(total, [*given.values()], allow_unused=True)
@@ -41,7 +41,7 @@ class Gradient:
         self.parameters = [given[k] for k in self._places]
 
     def __call__(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
-        """Return the gradients and the outputs of the graph; traced by the compiler."""
+        """Return the gradients and the outputs of the graph; the compiler traces this method."""
 
         def of_parameters(given: Sequence[Tensor]) -> tuple[Tensor, Any]:
             outputs = self._module(*self.inputs(given, others))
@@ -51,7 +51,7 @@ class Gradient:
         return gradients, outputs
 
     def inputs(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
-        """Return the inputs of the graph with other parameters."""
+        """Return the inputs of the graph, given parameters and other inputs."""
         inputs: list[Any] = [None] * self._count
         for places, given in ((self._places, parameters), (self._other_places, others)):
             for k, x in zip(places, given, strict=True):
@@ -61,18 +61,18 @@ class Gradient:
         return inputs
 
     def others(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs that are not learned."""
+        """Return the inputs that are not parameters."""
         return [inputs[k] for k in self._other_places]
 
 
 def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -> Callable[..., Any]:
-    """Return a function of what a graph depends on, compiled, without guards of its own.
+    """Return a compiled function without guards, because the capture of the graph has guards.
 
-    Call it first with the inputs of the graph that it was made with.
+    The first call must use the current inputs of the graph.
     """
     for k, dim in graph.dynamic_dims:
-        torch._dynamo.mark_dynamic(graph.inputs[k], dim)  # documented, in spite of the name
-    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}  # the graph has guards
+        torch._dynamo.mark_dynamic(graph.inputs[k], dim)  # documented by PyTorch despite the private module
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     if device.type == "cpu":
         options["cpp_wrapper"] = True
     dynamic = None if graph.dynamic_dims else False
@@ -80,14 +80,14 @@ def compiled(function: Callable[..., Any], graph: Graph, device: torch.device) -
 
 
 class GradientProgram:
-    """Loss and gradient of a minibatch as one program.
+    """Computes loss and gradient of a minibatch in one program.
 
     Args:
         graph: A captured loss.
         gradient: Gradient of the graph.
 
     Attributes:
-        gradients: The gradient of each parameter of `gradient`, of the last call.
+        gradients: Gradients of the last call, in the order of `gradient.parameters`.
     """
 
     def __init__(self, graph: Graph, gradient: Gradient) -> None:
@@ -97,7 +97,7 @@ class GradientProgram:
 
         def program(learned: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Any, Any]:
             gradients, outputs = gradient(learned, others)
-            if on_several_ranks:  # one rank's loss that is not finite must reach the gradient of all ranks
+            if on_several_ranks:  # a non-finite loss on one rank must reach the averaged gradient
                 factor = 1 + 0 * outputs[graph.total]
                 gradients = [x * factor for x in gradients]
             return gradients, outputs
@@ -113,12 +113,12 @@ class GradientProgram:
 
 
 class StepState(NamedTuple):
-    """What decides about a step.
+    """Conditions of a step, as scalars on the device.
 
     Attributes:
-        is_open: Whether updates are still made.
-        finite: Whether every loss and gradient has been finite.
-        num_updates: Number of updates that were made.
+        is_open: Whether the updates from this rollout have not been stopped.
+        finite: Whether every loss and gradient so far was finite.
+        num_updates: Number of updates so far.
     """
 
     is_open: Tensor
@@ -127,14 +127,14 @@ class StepState(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What came of a whole step.
+    """Result of a whole step.
 
     Attributes:
         names: Names of the recorded values.
         values: The recorded values, `[len(names)]`.
-        observed: Those of the names that may be NaN or infinite.
+        observed: Names of the values that may be NaN or infinite.
         log_ratios: Logarithms of the importance ratios, `[N]`.
-        has_value: Whether the loss has a value loss.
+        has_value: Whether the loss contains a value loss.
         state: State after the step.
     """
 
@@ -147,17 +147,17 @@ class StepResult(NamedTuple):
 
 
 class StepProgram:
-    """Loss, gradient, clipping and the steps of `FlatAdam` for a minibatch as one program.
+    """Computes loss, gradient, clipping and the steps of `FlatAdam` for a minibatch in one program.
 
     Args:
         graph: A captured loss.
         gradient: Gradient of the graph.
-        optimizers: The vectors of each optimizer, which have all parameters of the gradient.
-        max_norm: Maximum global norm of the gradient of each optimizer; None does not clip.
-        max_value: Maximum absolute entry of the gradient; None does not clip.
+        optimizers: Vectors of each optimizer; together they hold all parameters of the gradient.
+        max_norm: Maximum global gradient norm per optimizer. None disables clipping.
+        max_value: Maximum absolute value of a gradient entry. None disables clipping.
 
     Attributes:
-        result: What came of the last call.
+        result: Result of the last call.
     """
 
     result: StepResult
@@ -217,11 +217,11 @@ class StepProgram:
         self._program = compiled(program, graph, gradient.parameters[0].device)
 
     def __call__(self, inputs: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], state: StepState) -> Sequence[Any]:
-        """Take a step, and return the outputs of the graph if they matter.
+        """Take a step, and return the outputs of the graph if the loss has side effects.
 
         Args:
             inputs: Inputs of the graph.
-            groups: The tensors of each of the optimizers' vectors.
+            groups: `Vectors.tensors()` of each parameter group.
             state: State before the step.
         """
         with torch.no_grad():
@@ -236,7 +236,7 @@ class StepProgram:
 
 
 def constants_of(group: dict[str, Any]) -> tuple[float, float, float, float, bool]:
-    """Return the options of a group of Adam that a program has as constants."""
+    """Return the options of a parameter group that are constants in a program."""
     first, second = map(float, group["betas"])
     return first, second, group["eps"], group["weight_decay"], group["maximize"]
 
@@ -244,7 +244,7 @@ def constants_of(group: dict[str, Any]) -> tuple[float, float, float, float, boo
 def _side_by_side(
     gradients: Sequence[Tensor], places: Sequence[tuple[int, int, int, Any]], lengths: Sequence[int]
 ) -> list[Tensor]:
-    """Return gradients in the layout of the vectors of optimizers, 0 in between."""
+    """Return the gradients concatenated in the layout of `Vectors`, with zeros as padding."""
     parts: list[list[Tensor]] = [[] for _ in lengths]
     ends = [0] * len(lengths)
     in_order = sorted(zip(places, gradients, strict=True), key=lambda pair: pair[0][:2])
@@ -278,17 +278,9 @@ def _take_adam_step(
     weight_decay: float,
     maximize: bool,
 ) -> None:
-    """Step a vector of parameters as fused Adam does where `condition` holds.
+    """Take a step of Adam (Kingma and Ba 2015) if `condition`, a boolean scalar, is true.
 
-    Args:
-        tensors: Those of `Vectors.tensors`.
-        gradient: Gradient of the vector.
-        condition: A boolean scalar.
-        beta1: Decay of the first moments.
-        beta2: Decay of the second moments.
-        eps: Added to the root of the second moments.
-        weight_decay: Factor of the parameters in the gradient.
-        maximize: Whether to step up the gradient.
+    `tensors` are those of `Vectors.tensors`; the arithmetic follows `torch.optim.Adam(fused=True)`.
     """
     values, kept, exp_avg, exp_avg_sq, steps, rate = tensors
     kept.copy_(gradient)

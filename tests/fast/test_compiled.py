@@ -34,8 +34,8 @@ SMALL: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 2, "num
 
 
 @pytest.fixture
-def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run programs as they are, since compiling takes seconds."""
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run programs without compiling them, which takes seconds."""
     torch.compiler.reset()
     monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
 
@@ -76,13 +76,13 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def test_scheduled_options_do_not_compile_again(as_it_is):
+def test_scheduled_options_do_not_recompile(uncompiled):
     model = learn(**SCHEDULES)
     assert model.steps.engine.losses.num_graphs == 1
     assert_alike(model, learn(**SCHEDULES, fast_paths="none"))
 
 
-def test_rollouts_with_more_or_fewer_rows_do_not_compile_again(as_it_is):
+def test_rollouts_of_other_sizes_do_not_recompile(uncompiled):
     ends = []
     for fast_paths in ("compiled", "none"):
         torch.manual_seed(0)
@@ -107,7 +107,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_of_steps_have_the_same_effect(case, as_it_is):
+def test_gradient_clipping_and_optimizer_options_equal_autograd(case, uncompiled):
     model, other = (learn(**OPTIONS[case], fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
     assert not model.steps.engine.losses.has_failed
     assert_alike(model, other)
@@ -115,7 +115,7 @@ def test_options_of_steps_have_the_same_effect(case, as_it_is):
         assert model.trainer.global_step < 12
 
 
-def test_updates_that_are_not_finite_are_left_out(as_it_is):
+def test_non_finite_updates_are_skipped(uncompiled):
     class Spoiled(PPO):
         def batch(self, rollout: Any, **per_step: Any) -> Any:
             batch = super().batch(rollout, **per_step)
@@ -134,7 +134,7 @@ def test_updates_that_are_not_finite_are_left_out(as_it_is):
     assert ends[0].trainer.global_step == 8
 
 
-def test_a_number_that_the_loss_reads_may_change_within_a_rollout(as_it_is):
+def test_a_number_that_the_loss_reads_may_change_within_a_rollout(uncompiled):
     class Rising(PPO):
         def update(self, rollout: Any) -> None:
             for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
@@ -152,7 +152,7 @@ def test_a_number_that_the_loss_reads_may_change_within_a_rollout(as_it_is):
     assert_alike(*ends)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(as_it_is, tmp_path):
+def test_resumed_run_is_bit_identical(uncompiled, tmp_path):
     whole = make_model(data := make_data(), debug={"fast_paths": "compiled"})
     make_trainer(max_epochs=2).fit(whole, data)
     first = make_model(data := make_data(), debug={"fast_paths": "compiled"})
@@ -164,7 +164,7 @@ def test_a_resumed_run_ends_with_the_same_bits(as_it_is, tmp_path):
     assert_equal_parameters(resumed, parameters_of(whole))
 
 
-def test_mixed_precision_is_compiled(as_it_is):
+def test_mixed_precision_is_compiled(uncompiled):
     mixed: dict[str, Any] = {"precision": "bf16-mixed"}
     model, other = (learn(trainer=mixed, fast_paths=fast_paths) for fast_paths in ("compiled", "none"))
     assert isinstance(model.steps.engine, fast.CompiledEngine) and not model.steps.engine.losses.has_failed
@@ -180,8 +180,8 @@ UNSUITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "memory": (
         {"policy": {"memory": "lstm"}},
         {},
-        "PPO updates by the fast engine, with autograd: the policy has memory, whose sequences have other lengths in "
-        "each rollout",
+        "PPO updates by the fast engine, with autograd: the policy has memory, and its sequences differ in length "
+        "between rollouts",
     ),
     "hooks": (
         {},
@@ -192,7 +192,7 @@ UNSUITED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNSUITED)
-def test_one_line_says_why_nothing_is_compiled(case, as_it_is, caplog):
+def test_log_gives_the_reason_if_nothing_is_compiled(case, uncompiled, caplog):
     options, trainer, line = UNSUITED[case]
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         data = make_data()
@@ -201,7 +201,7 @@ def test_one_line_says_why_nothing_is_compiled(case, as_it_is, caplog):
     assert not lines(caplog, "compiling")
 
 
-def test_a_missing_compiler_is_named(monkeypatch):
+def test_missing_compiler_is_an_error_that_names_it(monkeypatch):
     model, trainer = PPO(VECTOR, DISCRETE, debug={"fast_paths": "compiled"}), make_trainer()
     model.check_run(trainer, None)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -214,12 +214,12 @@ def test_a_missing_compiler_is_named(monkeypatch):
         module.compiler_problem.cache_clear()
 
 
-def test_unknown_fast_paths_are_refused():
+def test_unknown_value_of_fast_paths_is_an_error():
     with pytest.raises(ConfigurationError, match=r"^debug\.fast_paths=True is not valid: expected one of"):
         PPO(VECTOR, DISCRETE, debug={"fast_paths": True})
 
 
-def test_a_loss_that_cannot_be_compiled_is_learned_by_autograd_with_one_line(as_it_is, caplog):
+def test_loss_that_cannot_be_compiled_falls_back_to_autograd_and_logs_the_reason(uncompiled, caplog):
     class Reading(PPO):
         def loss(self, batch: Any) -> Any:
             loss = super().loss(batch)
@@ -232,12 +232,12 @@ def test_a_loss_that_cannot_be_compiled_is_learned_by_autograd_with_one_line(as_
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
     (line,) = lines(caplog, "cannot be compiled")
-    assert line.startswith("Reading.loss cannot be compiled, and is learned by autograd: ")
+    assert line.startswith("Reading.loss cannot be compiled; autograd computes its gradient: ")
     assert_alike(model, learn(rollouts=range(1), fast_paths="none"))
 
 
 @needs_compiler
-def test_the_program_of_the_compiler_learns_the_same(caplog):
+def test_compiled_program_gives_the_same_parameters(caplog):
     torch.compiler.reset()
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         model = learn(entropy_coef=0.1, target_kl=10.0)
@@ -248,7 +248,7 @@ def test_the_program_of_the_compiler_learns_the_same(caplog):
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_program_of_the_compiler_learns_continuous_actions_and_other_optimizers(monkeypatch):
+def test_compiled_program_supports_continuous_actions_and_other_optimizers(monkeypatch):
     torch.compiler.reset()
     for options in (
         {"normalization": {"observations": True}, "optimizer": {"critic": {"learning_rate": 1e-3}}},

@@ -87,8 +87,8 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
     ),
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
-    "A2C": (A2C, {}, FAST + "autograd: no closed form of its loss is known"),
-    "IMPALA": (IMPALA, {}, FAST + "autograd: no closed form of its loss is known"),
+    "A2C": (A2C, {}, FAST + "autograd: its loss has no closed form"),
+    "IMPALA": (IMPALA, {}, FAST + "autograd: its loss has no closed form"),
     "switched off": (
         PPO,
         {"debug": {"fast_paths": "none"}},
@@ -98,7 +98,7 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_one_line_says_which_engine_updates_and_why(case, caplog):
+def test_log_names_the_engine_and_the_reason(case, caplog):
     cls, options, line = LINES[case]
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         _, engine = fitted(cls, **options)
@@ -118,7 +118,7 @@ DECLINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", DECLINES)
-def test_whoever_takes_part_in_backward_passes_and_steps_has_lightnings_way(case, caplog):
+def test_overridden_hooks_disable_the_fast_engine(case, caplog):
     cls, options, reason = DECLINES[case]
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         _, engine = fitted(cls, dict(options))
@@ -126,7 +126,7 @@ def test_whoever_takes_part_in_backward_passes_and_steps_has_lightnings_way(case
     assert lines(caplog) == [f"{cls.__name__} updates by plain PyTorch and Lightning: {reason}"]
 
 
-def test_a_compiled_training_step_has_lightnings_way():
+def test_compiled_training_step_disables_the_fast_engine():
     data = make_data()
     model = make_model(data)
     model.trainer = make_trainer()
@@ -135,7 +135,7 @@ def test_a_compiled_training_step_has_lightnings_way():
     assert fast.engine_for(model) is None
 
 
-def test_a_line_is_logged_again_only_where_it_changes(caplog):
+def test_engine_is_logged_only_when_it_changes(caplog):
     data = make_data()
     model = make_model(data)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
@@ -152,7 +152,7 @@ ALGORITHMS: dict[str, tuple[type[Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", ALGORITHMS)
-def test_runs_without_fast_paths_learn_the_same(case):
+def test_runs_with_and_without_fast_paths_agree(case):
     cls, options = ALGORITHMS[case]
     ends = [
         fitted(
@@ -173,7 +173,7 @@ def test_runs_without_fast_paths_learn_the_same(case):
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_a_copy_of_ppo_has_its_own_members():
+def test_closed_form_ignores_members_of_a_copied_class():
     class Own(PPO):
         def add_policy_terms(self, loss: Any, distribution: Any) -> None:
             super().add_policy_terms(loss, distribution)
@@ -182,7 +182,7 @@ def test_a_copy_of_ppo_has_its_own_members():
     assert closed_form_of(Own(VECTOR, DISCRETE)) == "add_policy_terms is overridden"
 
 
-def test_the_rest_of_the_package_knows_few_names_of_the_folder():
+def test_package_uses_only_the_public_names_of_the_folder():
     found: dict[str, list[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         if "fast" not in path.relative_to(PACKAGE).parts:
@@ -211,7 +211,7 @@ print("return:", float(trainer.callback_metrics["val/episode_return"]))
 """
 
 
-def test_without_the_folder_and_the_lines_that_know_it_cartpole_is_learned(tmp_path):
+def test_package_trains_without_the_folder(tmp_path):
     copy = tmp_path / "lightning_rl"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(copy / "fast")

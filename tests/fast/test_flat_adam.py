@@ -52,7 +52,7 @@ def pair(**options: Any) -> list[tuple[nn.Sequential, Optimizer]]:
     return made
 
 
-def test_steps_are_those_of_adam_on_one_vector_for_each_group():
+def test_steps_equal_adam_on_one_vector_per_group():
     for options, vectors in (({}, 1), ({"weight_decay": 0.1}, 2), ({"amsgrad": True}, 3), ({"fused": False}, 3)):
         ours, adams = pair(**options)
         learn(*ours)
@@ -61,7 +61,7 @@ def test_steps_are_those_of_adam_on_one_vector_for_each_group():
         assert len(gradients_of(ours[1])) == vectors
 
 
-def test_a_gradient_is_seen_and_changed_by_way_of_its_parameter():
+def test_gradients_of_parameters_are_views_of_the_vector():
     ours, adams = pair()
     for network, optimizer in (ours, adams):
         network(torch.ones(1, 3)).sum().backward()
@@ -73,7 +73,7 @@ def test_a_gradient_is_seen_and_changed_by_way_of_its_parameter():
 
 
 @pytest.mark.parametrize("first", [slice(0, 1), slice(None)])
-def test_parameters_without_a_gradient_stay_where_they_are(first):
+def test_parameters_without_gradient_do_not_change(first):
     ours, adams = pair()
     for made in (ours, adams):
         learn(*made, part=first)
@@ -106,7 +106,7 @@ def clear(network: nn.Module, optimizer: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("happens", [to_double, put_elsewhere, reload, clear])
-def test_what_replaces_parameters_or_state_is_noticed(happens: Callable[[nn.Module, Optimizer], None]):
+def test_replaced_parameters_or_state_are_detected(happens: Callable[[nn.Module, Optimizer], None]):
     ours, adams = pair()
     for made in (ours, adams):
         learn(*made)
@@ -117,7 +117,7 @@ def test_what_replaces_parameters_or_state_is_noticed(happens: Callable[[nn.Modu
 
 
 @pytest.mark.parametrize("kinds", [(FlatAdam, Adam), (Adam, FlatAdam), (FlatAdam, FlatAdam)])
-def test_state_goes_from_one_class_to_the_other(kinds):
+def test_state_dict_is_compatible_with_adam(kinds):
     whole, _ = pair()
     learn(*whole, steps=3)
     learn(*whole, steps=3)
@@ -133,7 +133,7 @@ def test_state_goes_from_one_class_to_the_other(kinds):
         assert all(torch.equal(x, y) for x, y in zip(network.parameters(), whole[0].parameters(), strict=True))
 
 
-def test_copies_go_their_own_way():
+def test_deep_copies_are_independent():
     (network, optimizer), adams = pair()
     learn(network, optimizer)
     other_network, other = copy.deepcopy((network, optimizer))
@@ -154,7 +154,7 @@ def test_hooks_around_a_step_are_called_once():
     assert calls == ["before", "after"] * 2
 
 
-def test_whoever_waits_for_steps_sees_all_of_them():
+def test_hooks_and_schedulers_see_every_step():
     (network, optimizer), _ = pair()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     learn(network, optimizer, steps=1)
@@ -164,7 +164,7 @@ def test_whoever_waits_for_steps_sees_all_of_them():
     assert "Optimizer.step#FlatAdam.step" in {event.name for event in profile.events()}
 
 
-def test_a_step_that_a_gradient_scaler_forbids_is_not_taken():
+def test_step_is_skipped_if_the_gradient_scaler_found_inf():
     ours, adams = pair()
     for network, optimizer in (ours, adams):
         learn(network, optimizer)
@@ -176,7 +176,7 @@ def test_a_step_that_a_gradient_scaler_forbids_is_not_taken():
     assert float(ours[1].state[ours[0][0].weight]["step"]) == 6
 
 
-def test_large_groups_are_left_to_adam(monkeypatch):
+def test_large_groups_use_steps_of_adam(monkeypatch):
     monkeypatch.setattr("lightning_rl.fast.flat_adam._MOST_ENTRIES", 31)  # of the 32 there are
     ours, adams = pair()
     learn(*ours)
@@ -185,7 +185,7 @@ def test_large_groups_are_left_to_adam(monkeypatch):
     assert len(gradients_of(ours[1])) == 4
 
 
-def test_a_gradient_of_nan_leaves_nothing_behind():
+def test_nan_gradient_does_not_contaminate_later_steps():
     (network, optimizer), _ = pair()
     learn(network, optimizer)
     network(torch.full((1, 3), torch.nan)).sum().backward()

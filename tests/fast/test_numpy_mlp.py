@@ -54,7 +54,7 @@ SHAPES = [(4, 5, 6), (64, 4, 256), (4, 256, 64), (64, 256, 1), (1, 256, 64), (64
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_those_of_matrices_wherever_they_lie_in_memory(shape):
+def test_products_support_any_memory_layout(shape):
     rows, inner, columns = shape
     a, b = (torch.randn(size, dtype=torch.float64) for size in ((rows, inner), (inner, columns)))
     expected = torch.einsum("nk,km->nm", a, b)
@@ -64,7 +64,7 @@ def test_products_are_those_of_matrices_wherever_they_lie_in_memory(shape):
         assert result.is_contiguous()  # as gradients are
 
 
-def test_tanh_of_numpy_is_that_of_pytorch_to_the_last_digits():
+def test_numpy_tanh_equals_pytorch_tanh():
     x = torch.cat([torch.linspace(-12, 12, 20_001), torch.tensor([0.0, 1e-30, torch.inf, -torch.inf])])
     for dtype, digits in ((torch.float32, 3e-7), (torch.float64, 5e-16)):
         exact = torch.from_numpy(np.tanh(x.to(dtype).numpy()))
@@ -116,7 +116,7 @@ ACTING: dict[str, tuple[type[ActorCritic], dict[str, Any], bool]] = {
 @pytest.mark.parametrize("case", ACTING)
 @pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_actor_chooses_the_actions_of_its_policy(case, action_space, dtype):
+def test_actor_chooses_the_actions_of_its_policy(case, action_space, dtype):
     cls, options, has_actor = ACTING[case]
     torch.manual_seed(0)
     policy = cls(VECTOR, action_space, **options).to(dtype)
@@ -159,7 +159,7 @@ UNSUITED: dict[str, Callable[[ActorCritic], Any]] = {
 
 
 @pytest.mark.parametrize("change", UNSUITED)
-def test_policies_that_differ_or_have_hooks_act_by_pytorch(change):
+def test_other_policies_and_policies_with_hooks_have_no_actor(change):
     policy = ActorCritic(VECTOR, DISCRETE)
     assert actor(policy) is not None
     handle = UNSUITED[change](policy)
@@ -170,14 +170,14 @@ def test_policies_that_differ_or_have_hooks_act_by_pytorch(change):
             handle.remove()
 
 
-def test_policies_with_masks_and_policies_of_other_kinds_have_no_actor():
+def test_policies_with_masks_have_no_actor():
     space = spaces.Dict({"x": VECTOR, "mask": ActionMask((3,))})
     assert actor(ActorCritic(space, DISCRETE)) is None
     assert actor(object()) is None
     assert tanh_parameters(None) is None
 
 
-def test_an_actor_leaves_rows_under_autocast_to_its_policy():
+def test_actor_calls_the_policy_under_autocast():
     policy = ActorCritic(VECTOR, CONTINUOUS)
     act, x = actor(policy), torch.randn(4, 3)
     assert act is not None
@@ -187,7 +187,7 @@ def test_an_actor_leaves_rows_under_autocast_to_its_policy():
 
 
 @pytest.mark.parametrize("fast_paths", ["auto", "none"])
-def test_rollouts_are_collected_by_an_actor_unless_switched_off(fast_paths, monkeypatch):
+def test_rollouts_use_the_actor_unless_disabled(fast_paths, monkeypatch):
     calls = []
     outputs = Actor.outputs
 

@@ -86,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS], ids=["categorical", "gaussian"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_space):
+def test_loss_gradient_and_diagnostics_equal_autograd(options, action_space):
     model = make(action_space, **OPTIONS[options])
     batch = make_batch(model)
     expected = model.compute_loss(batch)
@@ -103,7 +103,7 @@ def test_loss_gradient_and_diagnostics_are_those_of_autograd(options, action_spa
         torch.testing.assert_close(found_gradient, gradient, rtol=1e-10, atol=1e-14)
 
 
-def test_numbers_of_numpy_are_numbers():
+def test_options_may_be_numpy_numbers():
     model, plain = make(dtype=torch.float32), make(dtype=torch.float32)
     batch = make_batch(model)
     make_batch(plain)
@@ -113,7 +113,7 @@ def test_numbers_of_numpy_are_numbers():
     assert all(map(torch.equal, found.gradients, expected.gradients))
 
 
-def test_a_range_that_a_schedule_has_closed_is_a_range():
+def test_clip_range_may_be_scheduled_to_zero():
     model = make(clipping={"value": 0.5}, clip_range=0.2)
     batch = make_batch(model)
     model.clip_range_value = 0.0
@@ -125,7 +125,7 @@ def test_a_range_that_a_schedule_has_closed_is_a_range():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autograd(dtype):
+def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_in_autograd(dtype):
     """All numbers are multiples of 1/4, so that ties are exact: beyond the range, at its edge and within it."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -149,7 +149,7 @@ def test_equal_clipped_and_unclipped_value_losses_share_the_gradient_as_by_autog
         torch.testing.assert_close(torch.from_numpy(gradient), expected)
 
 
-def test_a_value_as_far_from_its_return_as_the_clipped_value_has_half_of_the_gradient():
+def test_value_as_far_from_the_return_as_the_clipped_value_gets_half_of_the_gradient():
     """A value of 3 with a return of 2, an old value of 0 and a range of 1: the clipped value is 1."""
     model = make(clipping={"value": 1.0}, value_coef=0.5, entropy_coef=0.0)
     batch = make_batch(model)
@@ -168,7 +168,7 @@ def test_a_value_as_far_from_its_return_as_the_clipped_value_has_half_of_the_gra
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sides", ["both", "low", "high", "closed"])
-def test_a_ratio_at_the_edge_of_its_range_has_the_gradient_of_autograd(sides, dtype):
+def test_ratio_at_the_edge_of_the_clip_range_has_the_gradient_of_autograd(sides, dtype):
     """The range ends at ratios that some rows have to the last bit, with advantages of either sign and of 0."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -206,7 +206,7 @@ INFINITE: dict[str, dict[str, float]] = {
 
 
 @pytest.mark.parametrize("case", INFINITE)
-def test_what_is_not_finite_by_autograd_is_not_finite(case):
+def test_non_finite_gradients_are_the_same_as_in_autograd(case):
     model = make(CONTINUOUS, torch.float32, advantages={"normalize": "none"})
     batch = make_batch(model)
     for name, value in INFINITE[case].items():
@@ -221,7 +221,7 @@ def test_what_is_not_finite_by_autograd_is_not_finite(case):
         assert found_gradient.isfinite().all() == gradient.isfinite().all()
 
 
-def test_a_choice_that_cannot_be_made_does_no_harm_without_a_bonus():
+def test_logit_of_minus_infinity_is_supported_without_entropy_bonus():
     model = make(entropy_coef=0.0)
     batch = make_batch(model)
     with torch.no_grad():
@@ -233,7 +233,7 @@ def test_a_choice_that_cannot_be_made_does_no_harm_without_a_bonus():
     assert all(gradient.isfinite().all() for gradient in known.gradients)
 
 
-def test_float32_has_the_gradient_of_float64():
+def test_float32_gradient_is_close_to_float64():
     model = make(dtype=torch.float32)
     batch = make_batch(model)
     known = fast_loss(model, batch)
@@ -246,7 +246,7 @@ def test_float32_has_the_gradient_of_float64():
         torch.testing.assert_close(found_gradient.double(), gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_a_share_of_a_minibatch_of_all_ranks_counts_as_such():
+def test_minibatches_are_weighted_over_ranks():
     model = make()
     batch = make_batch(model)
     batch.weight = 2 / 70
@@ -343,7 +343,7 @@ STAYS = ("removed pruning",)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_whoever_looks_on_or_has_a_way_of_their_own_is_asked(change):
+def test_hooks_and_overridden_members_disable_the_closed_form(change):
     model = make()
     batch = make_batch(model)
     assert fast_loss(model, batch) is not None
@@ -353,7 +353,7 @@ def test_whoever_looks_on_or_has_a_way_of_their_own_is_asked(change):
 
 @pytest.mark.parametrize("name", ["loss", *READ_BY_LOSS])
 @pytest.mark.parametrize("of", ["class", "instance"])
-def test_whoever_overrides_a_member_that_the_loss_reads_learns_by_autograd(name, of):
+def test_overriding_a_member_that_the_loss_reads_disables_the_closed_form(name, of):
     model = make()
     assert isinstance(closed_form_of(model), PPOLoss)
     if of == "class":
@@ -362,11 +362,11 @@ def test_whoever_overrides_a_member_that_the_loss_reads_learns_by_autograd(name,
         model.__class__ = type("Own", (PPO,), {name: lambda self, *args: None})
     else:
         vars(model)[name] = lambda *args: None
-    reasons = (f"{name} is overridden", "no closed form of its loss is known")
+    reasons = (f"{name} is overridden", "its loss has no closed form")
     assert closed_form_of(model) == reasons[name == "loss" and of == "class"]
 
 
-def test_an_instance_with_hooks_of_all_modules_learns_by_autograd():
+def test_global_module_hooks_disable_the_closed_form():
     model, handle = make(), nn.modules.module.register_module_forward_hook(hook)
     try:
         assert closed_form_of(model) == "a module of the policy has hooks or is compiled"
@@ -424,16 +424,16 @@ def test_closed_form_equals_autograd(seed):
 
 
 @pytest.mark.parametrize("options", UNSUITED_OPTIONS, ids=str)
-def test_other_options_are_left_to_autograd(options):
+def test_unsupported_options_use_autograd(options):
     assert isinstance(closed_form_of(make(**options)), str)
 
 
 @pytest.mark.parametrize("action_distribution", UNSUITED_DISTRIBUTIONS, ids=str)
-def test_other_distributions_are_left_to_autograd(action_distribution):
+def test_unsupported_distributions_use_autograd(action_distribution):
     assert isinstance(closed_form_of(make(CONTINUOUS, policy={"action_distribution": action_distribution})), str)
 
 
-def test_other_rows_are_left_to_autograd():
+def test_unsupported_batches_use_autograd():
     model = make()
     fast = closed_form(model)
     batch = make_batch(model)
@@ -481,7 +481,7 @@ def fitted(monkeypatch: pytest.MonkeyPatch, works: bool, *callbacks: Callback, *
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_a_run_learns_what_it_learns_with_autograd(monkeypatch, env_id):
+def test_run_equals_a_run_with_autograd(monkeypatch, env_id):
     (fast, count), (slow, none) = (fitted(monkeypatch, works, env_id=env_id) for works in (True, False))
     assert (count, none) == (8, 0)  # two rollouts, two passes, two minibatches
     for found, expected in zip(fast.parameters(), slow.parameters(), strict=True):
@@ -489,7 +489,7 @@ def test_a_run_learns_what_it_learns_with_autograd(monkeypatch, env_id):
     assert fast.losses == pytest.approx(slow.losses, rel=1e-7, abs=1e-9)
 
 
-def test_callbacks_that_wait_for_backward_passes_see_the_gradient_of_autograd(monkeypatch):
+def test_backward_hooks_of_callbacks_see_the_gradient_of_autograd(monkeypatch):
     waiting = AfterBackward()
     (quick, _), (heard, count) = fitted(monkeypatch, True), fitted(monkeypatch, True, waiting)
     assert (count, len(waiting.norms)) == (0, 8)
@@ -498,7 +498,7 @@ def test_callbacks_that_wait_for_backward_passes_see_the_gradient_of_autograd(mo
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_updates_stop_at_the_divergence_that_was_asked_for(monkeypatch):
+def test_updates_stop_at_target_kl(monkeypatch):
     (fast, count), (slow, _) = (
         fitted(monkeypatch, works, target_kl=1e-7, learning_rate=0.01) for works in (True, False)
     )
@@ -514,7 +514,7 @@ class OwnBackward(PPO):
             self.policy.value_head.bias.grad.add_(100.0)
 
 
-def test_a_backward_pass_of_ones_own_is_made():
+def test_overridden_backward_is_called():
     data = make_data()
     torch.manual_seed(0)
     model = OwnBackward(data.observation_space, data.action_space, policy={"hidden_sizes": (16,)}, learning_rate=1e-3)
