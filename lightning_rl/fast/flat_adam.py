@@ -84,7 +84,7 @@ class FlatAdam(Adam):
     def step_alone(self) -> None:
         """Take a step without the profiling and hooks of `step()`, which take longer than the step of a small network.
 
-        If the optimizer has hooks, calls `step()`. Call `vectors` first, and change nothing but their gradients between.
+        Calls `step()` if the optimizer has hooks. Call `vectors` before, and only change their gradients in between.
         """
         found = [(self._laid_out or {}).get(id(group)) for group in self.param_groups]
         ready = [vectors for vectors in found if vectors is not None and vectors.have_gradients()]

@@ -129,7 +129,7 @@ class PPOLoss:
         return _why_unsuited(made.parameters) or made
 
     def __call__(self, batch: Batch) -> KnownLoss | None:
-        """Return the loss over a minibatch with its gradients; None if the batch has masks, sequences or other dtypes."""
+        """Return the loss over a minibatch with its gradients; None for masks, sequences or other dtypes."""
         model = self.model
         x, actions = self._prepare(batch.observations) if batch.is_plain else None, batch.actions
         if x is None or not 0 < len(x) <= self.max_rows:

@@ -25,7 +25,7 @@ PACKAGE = Path(lightning_rl.__file__).parent
 DOOR = re.compile(
     r"^.*\b(import fast|fast\.(engine_for|actor|default_optimizer|closed_form|compiler_problem))\b.*\n", re.MULTILINE
 )
-"""The lines that know of the folder."""
+"""Lines that use the folder."""
 
 
 class Watch(Callback):
@@ -217,8 +217,7 @@ def test_package_trains_without_the_folder(tmp_path):
     shutil.rmtree(copy / "fast")
     for path in copy.rglob("*.py"):
         text = path.read_text()
-        if (without := DOOR.sub("", text)) != text:
-            path.write_text(without)
+        path.write_text(DOOR.sub("", re.sub(r"\bfast\.\w+\(\w+\) or ", "", text)))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", "-c", f"import torch; torch.manual_seed(1)\n{TRAIN}"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)

@@ -154,7 +154,7 @@ UNSUITED: dict[str, Callable[[ActorCritic], Any]] = {
     "half precision": lambda policy: policy.bfloat16(),
     "dtypes of layers differ": lambda policy: policy.action_head.double(),
     "another device": lambda policy: policy.to("meta"),
-    "switched off": lambda policy: setattr(policy, "fast_paths", False),
+    "switched off": lambda policy: setattr(policy, "fast_paths", "none"),
 }
 
 
