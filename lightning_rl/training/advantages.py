@@ -1,4 +1,4 @@
-"""Advantages and returns of a rollout, and how they are normalized."""
+"""Advantages and returns of a rollout, and the normalization of advantages."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import acting_distributions, with_recomputed_values
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import OnTruncation, Rollout
+from lightning_rl.training.config import NormalizeAdvantages
 from lightning_rl.training.normalizers import Normalizers
 from lightning_rl.validation import check
 
-Normalize = Literal["minibatch", "rollout", "none"]
-
 
 class AdvantageEstimator:
-    """Makes a batch with advantages and returns of a rollout: generalized advantage estimates (Schulman et al. 2016).
+    """Computes advantages and returns by generalized advantage estimation (Schulman et al. 2016).
 
     Args:
-        policy: Whose values are computed anew where that is wanted.
-        normalizers: Normalize rewards.
+        policy: Policy that recomputes values.
+        normalizers: Normalizers of rewards.
         gamma: Discount factor.
-        on_truncation: Like the following, an option of `AdvantageConfig`.
-        estimator: See there; `self.kind`.
-        value_target: See there.
-        recompute_values: See there.
-        recompute_advantages: See there.
-        normalize: See there.
+        on_truncation: See `AdvantageConfig`, also for the following options.
+        estimator: Stored as `kind`.
+        value_target: See `AdvantageConfig`.
+        recompute_values: See `AdvantageConfig`.
+        recompute_advantages: See `AdvantageConfig`.
+        normalize: See `AdvantageConfig`.
 
     Attributes:
-        gae_lambda: λ: 0 is one-step, 1 Monte Carlo.
+        gae_lambda: λ. 0 gives one-step advantages, 1 Monte Carlo advantages.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class AdvantageEstimator:
         value_target: Literal["td_lambda", "empirical"] = "td_lambda",
         recompute_values: bool = False,
         recompute_advantages: bool = False,
-        normalize: Normalize = "none",
+        normalize: NormalizeAdvantages = "none",
     ) -> None:
         self.policy = policy
         self.normalizers = normalizers
@@ -65,12 +64,12 @@ class AdvantageEstimator:
         self.gae_lambda = 0.95
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
-        """Return a rollout's steps with `advantages`, and `returns` for the values to learn, as one batch.
+        """Return the steps of a rollout as a batch with `advantages` and value targets `returns`.
 
         Args:
-            rollout: What to learn from; stays as it is.
-            weights: How much each step counts, `[T, B]`; None: all the same.
-            **per_step: More tensors `[T, B, ...]` that the batch is to have.
+            rollout: The rollout; it is not modified.
+            weights: Weight of each step, `[T, B]`. None: equal weights.
+            **per_step: Further tensors `[T, B, ...]` for the batch.
         """
         if self.recompute_values:
             rollout = with_recomputed_values(self.policy, rollout)
@@ -83,7 +82,7 @@ class AdvantageEstimator:
         return batch
 
     def renewed(self, batch: Batch) -> Batch:
-        """Return a batch that `batch` made with values, advantages and returns by the critic as it is now."""
+        """Return a batch of `batch` with values, advantages and returns of the current critic."""
         assert batch.source is not None
         rollout, rows = batch.source
         rollout = with_recomputed_values(self.policy, rollout)
@@ -92,21 +91,21 @@ class AdvantageEstimator:
         return batch.replace(values=new.values, advantages=new.advantages, returns=new.returns)
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]`; override it to estimate them in another way."""
+        """Return advantages and value targets, `[T, B]`. Override this method for another estimator."""
         lambda_ = 1.0 if self.kind == "monte_carlo" else self.gae_lambda
         advantages = self.gae(rollout, lambda_)
         empirical = self.value_target == "empirical" and lambda_ != 1
         return advantages, (self.gae(rollout, 1.0) if empirical else advantages) + rollout.values
 
     def gae(self, rollout: Rollout, lambda_: float) -> Tensor:
-        """Return generalized advantage estimates `[T, B]`, from normalized rewards."""
+        """Return generalized advantage estimates `[T, B]` of the normalized rewards."""
         rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         return rl.gae(rewards, rollout.values, rollout.next_values, discounts, rollout.traces(lambda_))
 
     def counted_steps(
         self, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return which steps are learned from (None: the real ones), and how much they count (None: the same)."""
+        """Return the mask of steps to learn from (None: all), and their weights (None: equal)."""
         if weights is None:
             return rollout.valid, None
         return (weights != 0) if rollout.valid is None else rollout.valid & (weights != 0), weights
@@ -114,24 +113,25 @@ class AdvantageEstimator:
     # ------------------------------------------------------------------ normalizing
 
     @property
-    def normalize(self) -> Normalize:
-        """Over what advantages are normalized: each `minibatch`, the whole `rollout`, or `none`."""
+    def normalize(self) -> NormalizeAdvantages:
+        """Normalize advantages over each `minibatch`, over the whole `rollout`, or not at all (`none`)."""
         return self._normalize
 
     @normalize.setter
-    def normalize(self, over: Normalize) -> None:
-        check(over in get_args(Normalize), "normalize", over, f"one of {', '.join(get_args(Normalize))}")
-        self._normalize = over
+    def normalize(self, over: NormalizeAdvantages) -> None:
+        choices = get_args(NormalizeAdvantages)
+        check(over in choices, "normalize", over, f"one of {', '.join(choices)}")
+        self._normalize: NormalizeAdvantages = over
 
     def normalized(self, batch: Batch) -> Tensor:
-        """Return the advantages of a minibatch as the loss of the policy takes them, `[N]`.
+        """Return the advantages of a minibatch for the policy loss, `[N]`.
 
-        Those that are normalized over a rollout are so before it is cut into minibatches: they are taken as they are.
+        With `normalize="rollout"` they were normalized before the rollout was split.
         """
         return self.standardized(batch) if self.normalize == "minibatch" else batch.advantages
 
     def standardized(self, batch: Batch) -> Tensor:
-        """Return the advantages of rows that count, shifted and scaled by `standardize`; 0 elsewhere."""
+        """Return the standardized advantages `[N]`; 0 in rows of weight 0."""
         if batch.is_normalized:
             return batch.advantages
         if "weights" not in batch.fields:
@@ -141,20 +141,19 @@ class AdvantageEstimator:
         return torch.zeros_like(batch.advantages).masked_scatter(counted, standardized)
 
     def standardize(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return `(x - mean) / (standard deviation + 1e-8)` of each part, taken over its entries on all ranks.
+        """Return `(x - mean) / (std + 1e-8)` of each part over its entries on all ranks, with one collective call.
 
-        Override it to normalize advantages in another way.
+        Override this method for another normalization.
 
         Args:
-            parts: Of this rank, `[N]` each: those of all minibatches of a pass, or of one. N may be another for each of
-                them, and on each rank; these talk to each other once.
+            parts: Advantages of one or more minibatches, `[N]` each. N may differ between parts and ranks.
         """
         if world_size() == 1:
             if len(parts) == 1:
                 return [rl.normalize_rows(parts[0].unsqueeze(0)).squeeze(0)]
             same = (list(some) for _, some in itertools.groupby(parts, key=len))
             return [part for some in same for part in rl.normalize_rows(torch.stack(some)).unbind()]
-        # In float64 equal entries have exactly their own mean, so that they become 0 rather than noise.
+        # In float64 the mean of equal entries is exact, so they become 0 instead of noise.
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
         scales = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-8
@@ -163,7 +162,7 @@ class AdvantageEstimator:
         ]
 
     def normalized_over_rollout(self, batch: Batch) -> Batch:
-        """Return a batch whose advantages are normalized over all of it, if that is wanted."""
+        """Return the batch with advantages normalized over all its rows if `normalize` is `rollout`."""
         if self.normalize != "rollout" or batch.is_normalized:
             return batch
         return self._with_normalized(batch.replace(), self.standardized(batch))
@@ -171,10 +170,10 @@ class AdvantageEstimator:
     def minibatches(
         self, batch: Batch, order: Tensor, num_minibatches: int, loss_is_compiled: bool = False
     ) -> Iterator[Batch]:
-        """Yield the minibatches of a pass; if each is normalized for itself, with normalized advantages.
+        """Yield the minibatches of a pass, with normalized advantages if `normalize` is `minibatch`.
 
-        That of all of them at once takes little longer than of one, and ranks talk to each other once. A compiled loss
-        normalizes the advantages of a minibatch at almost no cost.
+        All minibatches are normalized at once: this takes little longer than one, and a single collective call. A
+        compiled loss normalizes at almost no cost.
         """
         cut = batch.minibatches(order, num_minibatches)
         in_loss = loss_is_compiled and batch.is_plain and world_size() == 1
@@ -196,7 +195,7 @@ class AdvantageEstimator:
 
 
 def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
-    """Return `1 - Var[target - prediction] / Var[target]`, taken over the entries of all ranks."""
+    """Return 1 - Var[target - prediction] / Var[target] over the entries of all ranks."""
     if world_size() == 1:
         return rl.explained_variance(predictions, targets)
     dtype = exact_dtype(targets.device)
@@ -207,13 +206,13 @@ def explained_variance(predictions: Tensor, targets: Tensor) -> Tensor:
 def with_acting_distributions(
     policy: nn.Module, rollout: Rollout, make: Callable[..., Batch], per_step: dict[str, Nested]
 ) -> Batch:
-    """Return what `make` makes of a rollout, with the distributions that acted as `acting_distribution`.
+    """Return a batch with the parameters of the collecting distributions as `acting_distribution`.
 
     Args:
-        policy: That acted.
-        rollout: What it collected.
-        make: Makes a batch; normalizers may take the rollout in there, after which it is another policy.
-        per_step: More tensors `[T, B, ...]` that the batch is to have.
+        policy: Policy that collected the rollout.
+        rollout: The rollout.
+        make: Makes the batch. It may update normalizers, so the distributions are computed first.
+        per_step: Further tensors `[T, B, ...]` for the batch.
     """
     acting = acting_distributions(policy, rollout)
     if rollout.memory is None:
@@ -222,10 +221,10 @@ def with_acting_distributions(
 
 
 def divergence(batch: Batch, distribution: Distribution) -> Tensor:
-    """Return KL(old ‖ new) of each row, `[N]`, in nats: exact for every action distribution.
+    """Return the exact KL(old ‖ new) of each row, `[N]`, in nats.
 
     Args:
-        batch: That `with_acting_distributions` made, all of it or a part.
-        distribution: Of its actions, by the current parameters.
+        batch: Rows of a batch of `with_acting_distributions`.
+        distribution: Action distribution of the current policy for these rows.
     """
     return distribution.with_parameters(batch.acting_distribution).kl(distribution)

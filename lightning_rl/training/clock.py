@@ -1,10 +1,10 @@
-"""The clock of a run in environment steps, and the options that follow it."""
+"""The clock of a run in environment steps, its planned end, and the options that follow a schedule."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,11 +19,10 @@ from lightning_rl.validation import check
 
 
 def planned_env_steps(trainer: Trainer) -> int | None:
-    """Return the number of environment steps after which `trainer` will stop, None if nothing bounds it.
+    """Return the number of environment steps at which `trainer` will stop, or None without a limit.
 
-    The smallest of every callback's `max_env_steps` and what `max_epochs` allows, where each epoch has
-    ranks · environments · rollout length · rollouts steps, and the first one begins where the module's clock was then:
-    a module may have been trained before. Known from the start of training on.
+    This is the minimum of `max_env_steps` of all callbacks, and of the steps of `max_epochs` epochs after the start of
+    the first epoch: ranks · environments · rollout length · rollouts each. It is known once training has started.
     """
     limits = _limits(trainer)
     shape = getattr(trainer.datamodule, "rollout_shape", None)  # type: ignore[attr-defined]
@@ -36,7 +35,7 @@ def planned_env_steps(trainer: Trainer) -> int | None:
 
 
 def is_bounded(trainer: Trainer) -> bool:
-    """Whether anything that the clock knows of ends the run."""
+    """Whether `max_env_steps` or `max_epochs` ends the run."""
     return bool(_limits(trainer)) or trainer.max_epochs not in (None, -1)
 
 
@@ -46,28 +45,28 @@ def _limits(trainer: Trainer) -> list[int]:
 
 
 def validates_now(trainer: Trainer) -> bool:
-    """Whether `trainer` validates when the callbacks of the present batch are done."""
+    """Whether `trainer` validates after the callbacks of the current batch."""
     loop: Any = trainer.fit_loop.epoch_loop
-    # Private to Lightning, because a copy of its rules would drift. The argument, its fetcher of batches, matters only
-    # to a `training_step` that takes the iterator of the loader.
+    # Private in Lightning 2.6, because a copy of its rules would diverge. The argument, the data fetcher, matters only
+    # if `training_step` takes the loader's iterator.
     return bool(trainer.enable_validation and loop._should_check_val_fx(None))
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether the present batch is the last one of its epoch."""
+    """Whether the current batch is the last of its epoch."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 class RunClock:
-    """Where a run is.
+    """Counters of a run.
 
     Attributes:
         env_steps: Environment steps of all ranks that were learned from.
-        frames: Steps of the simulation in them: more where each action is repeated.
+        frames: Simulation steps in them; more than `env_steps` with action repeat.
         policy_version: Number of rollouts that were learned from.
-        env_steps_before_epochs: Where it was when the Trainer began to count epochs: above 0 where an earlier run has
-            trained the module, and this one does not go on from it by `ckpt_path`.
-        planned_env_steps: Where the run ends; None where that is not known.
+        env_steps_before_epochs: Environment steps when the Trainer started to count epochs; above 0 if an earlier run
+            trained the module, and this run does not resume it by `ckpt_path`.
+        planned_env_steps: Environment steps at the end of the run. None: unknown.
     """
 
     def __init__(self) -> None:
@@ -75,37 +74,41 @@ class RunClock:
         self.planned_env_steps: int | None = None
 
     def lag(self, rollout: Rollout, may_lag: bool) -> int:
-        """Return by how many versions the policy of a rollout is older than the current one.
+        """Return how many versions the policy of a rollout is older than the current policy.
 
         Raises:
-            RuntimeError: It is not the current one, and only that can be learned from.
+            RuntimeError: The rollout is newer; or it is older and not `may_lag`.
         """
         lag = self.policy_version - rollout.policy_version
         if lag < 0 or (lag and not may_lag):
             raise RuntimeError(
                 f"the rollout was collected with version {rollout.policy_version} of the policy, not with version "
-                f"{self.policy_version}: the train loader must have a length, or Lightning fetches one batch ahead"
+                f"{self.policy_version}: the train loader must have a length, or Lightning prefetches a batch"
             )
         return lag
 
     def advance(self, rollout: Rollout, device: torch.device) -> None:
-        """Count a rollout that was learned from, on all ranks; a collective call."""
+        """Count the steps of a rollout on all ranks; a collective call."""
         frames = rollout.num_steps if rollout.frames is None else rollout.frames
         counts = all_reduce(torch.tensor([rollout.num_steps, frames], device=device)).tolist()
         self.env_steps, self.frames = self.env_steps + counts[0], self.frames + counts[1]
 
 
 RATES = ("learning_rate", "critic_learning_rate")
+_ANNEAL = "optimizer.anneal"
+
+
+class _Entry(NamedTuple):
+    schedule: Schedule
+    option: str
+    owner: object | None
 
 
 class ScheduledOptions:
-    """Sets the attributes of an algorithm to what their schedules say at the present environment step."""
+    """Sets the attributes of an algorithm that follow a schedule."""
 
     def __init__(self) -> None:
-        self._schedules: dict[str, Schedule] = {}
-        self._owners: dict[str, object] = {}
-        self._options: dict[str, str] = {}
-        self._annealed = False
+        self._entries: dict[str, _Entry] = {}
 
     def add(
         self,
@@ -117,73 +120,77 @@ class ScheduledOptions:
         owner: object = None,
         option: str | None = None,
     ) -> float:
-        """Take in an option, and return its value at the beginning of a run; see `parse_schedule` for the bounds.
+        """Add an option and return its first value; see `parse_schedule` for the bounds and errors.
 
-        `owner` has the attribute `name`; None: the algorithm. `option` is its full name, for errors; None: `name`.
-
-        Raises:
-            ConfigurationError: It is neither a number within the bounds nor a schedule.
+        Args:
+            name: Attribute to set.
+            value: Number or schedule.
+            above: Exclusive lower bound.
+            at_least: Lower bound.
+            at_most: Upper bound.
+            owner: Object with the attribute. None: the algorithm.
+            option: Full name of the option. None: `name`.
         """
         option = option or name
         schedule = parse_schedule(option, value, above=above, at_least=at_least, at_most=at_most)
         if schedule.varies:
-            self._schedules[name] = schedule
-            self._options[name] = option
-            if owner is not None:
-                self._owners[name] = owner
+            self._entries[name] = _Entry(schedule, option, owner)
         return schedule.at(0, None)
 
     def anneal(self, name: str, value: float) -> None:
-        """Lower an option on a line from `value` to 0 at the end of the run."""
-        self._schedules[name] = Ramp(value, 0.0)
-        self._annealed = True
+        """Lower a learning rate linearly from `value` to 0 over the run."""
+        self._entries[name] = _Entry(Ramp(value, 0.0), _ANNEAL, None)
 
     def first(self, name: str, otherwise: float) -> float:
-        """Return the value of an option at the beginning of a run, or `otherwise` where it does not change."""
-        return self._schedules[name].at(0, None) if name in self._schedules else otherwise
+        """Return the first value of an attribute, or `otherwise` if it has no schedule."""
+        return self._entries[name].schedule.at(0, None) if name in self._entries else otherwise
 
     def apply(self, module: LightningModule, clock: RunClock, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        """Set the options that change to what their schedules say, and return them.
+        """Set all scheduled attributes and learning rates for the current environment step, and return their values.
 
         Args:
             module: The algorithm.
-            clock: Where the run is.
-            optimizers: Whose learning rates are set: that of the policy, and of the critic if it has its own.
+            clock: Clock of the run.
+            optimizers: The optimizer, and the critic's if it is separate.
         """
-        values = {name: x.at(clock.env_steps, clock.planned_env_steps) for name, x in self._schedules.items()}
+        values = {
+            name: entry.schedule.at(clock.env_steps, clock.planned_env_steps) for name, entry in self._entries.items()
+        }
         for name, value in values.items():
-            setattr(self._owners.get(name, module), name, value)
+            owner = self._entries[name].owner
+            setattr(module if owner is None else owner, name, value)
         for name, optimizer in zip(RATES, optimizers, strict=False):
             if name in values:
                 set_learning_rate(optimizer, values[name])
         return values
 
     def attributes(self, module: LightningModule) -> Iterator[tuple[object, str]]:
-        """Yield owner and name of each attribute that changes over the run, but for learning rates."""
-        yield from ((self._owners.get(name, module), name) for name in self._schedules if name not in RATES)
+        """Yield owner and name of each scheduled attribute, except learning rates."""
+        for name, entry in self._entries.items():
+            if name not in RATES:
+                yield module if entry.owner is None else entry.owner, name
 
     def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
-        """Raise unless there is an end for the schedules that go to the end.
+        """Check that the run has an end, if a schedule ends with the run.
 
         Raises:
-            ConfigurationError: There is none; names the first of them.
+            ConfigurationError: The run has no end.
         """
-        for name, schedule in self._schedules.items():
-            option = "optimizer.anneal" if self._annealed and name in RATES else self._options[name]
+        for schedule, option, _ in self._entries.values():
             check(has_end or not schedule.over_run, option, module.options[option], expected)
 
     def report_new_end(self, env_steps: int, planned: int | None, before: int | None) -> None:
-        """Say that a resumed run ends elsewhere than it would have, if that moves schedules."""
-        names = [name for name, schedule in self._schedules.items() if schedule.over_run]
-        if not names or before in (None, planned) or env_steps >= (planned or 0):
+        """Log that the planned end of a resumed run has changed, if a schedule ends with the run."""
+        options = {option for schedule, option, _ in self._entries.values() if schedule.over_run}
+        if not options or before in (None, planned) or env_steps >= (planned or 0):
             return
-        if self._annealed:
+        if _ANNEAL in options:
             rank_zero_info(
-                f"Resuming with a learning rate that reaches 0 at {planned} environment steps (before: {before}): it "
-                f"goes on from {env_steps} of them on the new line"
+                f"Resuming with a learning rate that reaches 0 at {planned} environment steps (before: {before}); "
+                f"it follows the new line from step {env_steps}"
             )
-        if options := {self._options[name]: 1 for name in names if not (self._annealed and name in RATES)}:
+        if others := sorted(options - {_ANNEAL}):
             rank_zero_info(
-                f"Resuming with schedules that end at {planned} environment steps (before: {before}), of "
-                f"{', '.join(options)}: they go on from {env_steps} of them as if that had been planned from the start"
+                f"Resuming with schedules that end at {planned} environment steps (before: {before}): "
+                f"{', '.join(others)}; from step {env_steps} they continue as if this end had always been planned"
             )

@@ -1,4 +1,4 @@
-"""`torch.compile(model)`, restricted to the policy."""
+"""Support for `torch.compile(model)`: only the policy is compiled."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
-    """Restrict the compilation of a model to its policy; a model that is not compiled stays as it is.
+    """Compile only the policy of a model that `torch.compile` was called with; leave other models unchanged.
 
-    Lightning compiles each step of a compiled model as a whole. A training step of this package contains optimizers,
-    loggers and NumPy, which PyTorch's compiler cannot trace.
-
-    A policy with memory is not compiled, with a warning: its shapes change with the episodes of each rollout.
+    Lightning compiles whole steps. A training step of this package contains optimizers, loggers and NumPy, which the
+    compiler cannot trace. A policy with memory is not compiled, because its shapes change with every rollout.
 
     Args:
-        model: What `torch.compile` may have been called with.
-        policy: Its forward pass is compiled with the options of that call.
+        model: The algorithm.
+        policy: Its policy, compiled with the options that `torch.compile` was called with.
     """
-    context = model._compiler_ctx  # private to Lightning 2.6, and the only record of these options
+    context = model._compiler_ctx  # private in Lightning 2.6; nothing public has the options of torch.compile
     if context is None:
         return
     for name in _STEPS:
@@ -33,5 +31,6 @@ def compile_policy_alone(model: LightningModule, policy: nn.Module) -> None:
             "for the episode lengths of each rollout; drop torch.compile"
         )
         return
-    # What `nn.Module.compile` of PyTorch 2.13 does with options of its own; copies and pickles leave it out.
+    # `nn.Module.compile` of PyTorch 2.13 assigns the same attribute, which copies and pickles leave out; but it cannot
+    # be called with the options of an earlier torch.compile.
     policy._compiled_call_impl = context["dynamo_ctx"](policy._call_impl)

@@ -1,4 +1,4 @@
-"""The loss over a minibatch: named terms with one number per row, and what is observed beside them."""
+"""The loss of a minibatch: named terms with one number per row, and further numbers to log."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_rl.training.parameter_groups import ActorOrCritic
 
 
 class Loss:
-    """A weighted sum of named terms over a minibatch, as an algorithm adds them up.
+    """A weighted sum of named terms over a minibatch.
 
-    The algorithm gives one number per row. The means are over the rows of all ranks that count: masks, step weights
-    and the padding of sequences are dealt with here, as are the units of the value head.
+    Each term has one number per row, `[N]`. `Loss` takes the mean over the rows of all ranks; it applies masks, step
+    weights, sequence padding and the units of the value head.
 
     Args:
-        batch: The minibatch; terms may also be over another one.
-        value_normalizer: In whose units the value head predicts returns; None: in those of the rewards.
-        part: The half of the network that is learned, so that there are its terms alone; None: both.
-        scale: Factor of all terms in the sum; they are recorded without it.
+        batch: The minibatch. Methods with a `batch` argument accept rows of another batch.
+        value_normalizer: Defines the units of the value head. None: units of the rewards.
+        part: Keep only the terms of this half of the network. None: both.
+        scale: Factor of all terms in the sum. Recorded terms do not include it.
 
     Attributes:
         batch: The minibatch.
-        terms: The terms of the sum, each with its weight.
-        metrics: What is recorded of the terms, by name, without gradient; none of it may be infinite or NaN.
-        observed: Further numbers that are recorded; these may be.
-        first_log_ratios: Logarithms of the importance ratios, `[N]`; None where there are none.
-        limits: Names of observed numbers that end the updates from this rollout if their mean over all ranks is larger
-            than the limit, and these limits.
+        terms: Weighted terms of the sum.
+        metrics: Recorded terms by name, without gradient; must be finite.
+        observed: Further recorded numbers; may be NaN or infinite.
+        first_log_ratios: Log-ratios `[N]` for `first_ratio_error`, or None.
+        limits: Maximum mean over all ranks of observed numbers, by name. A larger mean stops the updates from this
+            rollout.
         has_value: Whether `add_value` was called.
     """
 
@@ -59,28 +59,28 @@ class Loss:
 
     @property
     def total(self) -> Tensor:
-        """The sum of all terms, a scalar with a graph: what is minimized; no term can be added any more.
+        """The sum of all terms, a scalar to minimize. Terms added later are ignored.
 
         Raises:
-            ValueError: There is no term.
+            ValueError: The loss has no term.
         """
-        if self._total is None:  # not a cached property, whose lock PyTorch's compiler cannot trace
+        if self._total is None:  # not a cached_property: PyTorch's compiler cannot trace its lock
             if not self.terms:
                 raise ValueError("the loss has no term: expected a call of loss.add or loss.add_value")
             self._total = functools.reduce(operator.add, self.terms)
         return self._total
 
     def add(self, name: str, rows: Tensor, weight: Tensor | float = 1.0, batch: Batch | None = None) -> None:
-        """Add a term: the mean of `rows`, times `weight`.
+        """Add the mean of `rows`, times `weight`.
 
         Args:
-            name: What the mean is recorded by; a second term of the same name is added to the first.
+            name: Recorded name of the mean. Terms with the same name are added up.
             rows: One number per row, `[N]`.
             weight: Factor of the mean in the sum.
-            batch: Whose rows they are; None: those of the minibatch.
+            batch: Batch of the rows. None: the minibatch.
 
         Raises:
-            ValueError: There is not one number per row.
+            ValueError: `rows` does not have one number per row.
         """
         if self.part != "critic":
             mean = self._mean(name, rows, batch)
@@ -88,14 +88,12 @@ class Loss:
             self._sum(mean, weight)
 
     def add_entropy(self, entropies: Mapping[str, Tensor], coef: Tensor | float, batch: Batch | None = None) -> None:
-        """Subtract the mean entropy, times `coef`, and record it and that of each part of the actions.
-
-        A coefficient of 0 leaves it out of the sum: the entropy of actions that are impossible has no gradient.
+        """Subtract the mean entropy times `coef`, and record the entropy and its parts.
 
         Args:
-            entropies: Of each row, `[N]`, by path of the part of the action: `distribution.entropies()`.
-            coef: Its coefficient.
-            batch: Whose rows they are; None: those of the minibatch.
+            entropies: Result of `distribution.entropies()`: entropies `[N]` by part of the action.
+            coef: Entropy coefficient. 0 leaves the entropy out of the sum.
+            batch: Batch of the rows. None: the minibatch.
         """
         if self.part != "critic":
             means = {path: self._rows(batch).mean(x) for path, x in entropies.items()}
@@ -119,17 +117,17 @@ class Loss:
         huber_delta: float | None = None,
         batch: Batch | None = None,
     ) -> None:
-        """Add a value loss, in the units of the value head: ½(V - return)², or Huber's.
+        """Add the value loss ½(V - return)², or the Huber loss, in units of the value head.
 
         Args:
-            values: By the current critic, `[N]`.
+            values: Values of the current critic, `[N]`.
             weight: Factor of the mean in the sum.
-            name: What it is recorded by.
-            returns: To be predicted, `[N]`; None: those of the batch.
-            clip_range: Bound on the change of the value since the rollout, whose loss is taken where it is larger;
-                None: none.
-            huber_delta: Errors above this count on a line; None: all squared.
-            batch: Whose rows they are; None: those of the minibatch.
+            name: Recorded name.
+            returns: Value targets, `[N]`. None: `batch.returns`.
+            clip_range: Clip the change of the value since the rollout, and take the larger of both losses. None: do
+                not clip.
+            huber_delta: Errors above this count linearly. None: all errors are squared.
+            batch: Batch of the rows. None: the minibatch.
         """
         self.has_value = True
         if self.part == "actor":
@@ -141,17 +139,17 @@ class Loss:
         self._sum(mean, weight)
 
     def normalized(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return values and returns, of any shape, in the units of the value head."""
+        """Return values or returns of any shape in units of the value head."""
         normalizer = self.value_normalizer
         return values if normalizer is None else tuple(normalizer(value) for value in values)
 
     def add_scalar(self, name: str | None, value: Tensor, weight: Tensor | float = 1.0) -> None:
-        """Add a term that is no mean over rows, such as a penalty on a mean.
+        """Add a term that is not a mean over rows, such as a penalty on a mean.
 
         Args:
-            name: What it is recorded by; None: it is not.
-            value: A scalar, the same on every rank.
-            weight: Its factor in the sum.
+            name: Recorded name. None: do not record it.
+            value: Scalar, equal on all ranks.
+            weight: Factor of the value in the sum.
         """
         if self.part != "critic":
             if name is not None:
@@ -159,36 +157,36 @@ class Loss:
             self._sum(value, weight)
 
     def add_penalty(self, name: str, value: Tensor) -> None:
-        """Add a penalty on parameters, a scalar, which is there whatever half of the network is learned."""
+        """Add a penalty on parameters, a scalar, whatever `part` is."""
         self._record(name, value)
         self.terms.append(value)
 
     def log_ratios(self, log_probs: Tensor) -> Tensor:
-        """Return the logarithms of the importance ratios, `[N]`; those of a rollout's first minibatch are watched.
+        """Return the log importance ratios `[N]`, and check the ratios of a rollout's first minibatch.
 
-        There the policy that learns is the one that acted: `first_ratio_error` is 0 but for rounding.
+        The first minibatch is learned by the policy that acted, so `first_ratio_error` must be 0 up to rounding.
         """
         log_ratios = log_probs - self.batch.log_probs
         self.watch_ratios(log_ratios)
         return log_ratios
 
     def watch_ratios(self, log_ratios: Tensor) -> None:
-        """Have the distance of importance ratios from 1 recorded if this is the first minibatch of a rollout."""
+        """Record the distance of the importance ratios from 1, in the first minibatch of a rollout only."""
         if self.part != "critic":
             self.first_log_ratios = log_ratios.detach()
 
     def observe(self, *, batch: Batch | None = None, **rows: Tensor) -> None:
-        """Record the means of numbers that describe an update but take no part in it, `[N]` each, or scalars."""
+        """Record scalars, or means over rows `[N]`, that are not part of the sum."""
         if self.part != "critic":
             with torch.no_grad():
                 for name, x in rows.items():
                     self.observed[name] = self._mean(name, x, batch) if x.dim() else x.detach()
 
     def stop_above(self, name: str, limit: float) -> None:
-        """Make no further update from this rollout if an observed mean, over all ranks, is above a limit.
+        """Stop the updates from this rollout if an observed mean over all ranks exceeds a limit.
 
         Raises:
-            ValueError: Nothing of that name is observed.
+            ValueError: No number with this name is observed.
         """
         if self.part != "critic":
             if name not in self.observed:
@@ -196,7 +194,7 @@ class Loss:
             self.limits[name] = limit
 
     def recorded(self) -> tuple[tuple[str, ...], Tensor, Collection[str]]:
-        """Return names and values of all that is recorded, and those of the names that may be NaN or infinite."""
+        """Return names and values of all recorded numbers, and the names that may be NaN or infinite."""
         everything = self.metrics | {"loss": self.total.detach()} | self.observed
         return tuple(everything), torch.stack([*everything.values()]), self.observed
 
@@ -205,7 +203,7 @@ class Loss:
         if rows.shape != (len(own),):
             raise ValueError(
                 f"{name}: rows have the shape {tuple(rows.shape)}: expected ({len(own)},), one number per row of the "
-                "batch; add_scalar takes what is no mean over rows"
+                "batch; use add_scalar for a term that is not a mean over rows"
             )
         return own.mean(rows)
 
@@ -218,7 +216,7 @@ class Loss:
 
     def _sum(self, value: Tensor, weight: Tensor | float) -> None:
         for factor in (weight, self.scale):
-            if isinstance(factor, Tensor) or factor != 1:  # a factor of 1 is a kernel for nothing
+            if isinstance(factor, Tensor) or factor != 1:  # skip a useless kernel
                 value = factor * value
         self.terms.append(value)
 
@@ -226,8 +224,6 @@ class Loss:
 def _value_rows(
     values: Tensor, returns: Tensor, old_values: Tensor, clip_range: float | None, huber_delta: float | None
 ) -> Tensor:
-    """Return the value loss of each row; for the arguments see `Loss.add_value`."""
-
     def error(predictions: Tensor) -> Tensor:
         if huber_delta is None:
             return rl.value_loss(predictions, returns)

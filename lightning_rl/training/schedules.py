@@ -1,39 +1,36 @@
-"""Values that change over a run: functions of the environment steps, written as plain data.
-
-A schedule depends on nothing but the clock, so that a resumed run needs no more than that to go on.
-"""
+"""Schedules: values that depend on the environment step, described as plain data."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int, is_one_of
+from lightning_rl.validation import ConfigurationError, check, check_bool, check_number, is_int, is_list, is_one_of
 
 Scheduled = float | dict[str, Any]
-"""A number, or the description of a schedule; see `parse_schedule`."""
+"""A number or a schedule, as `parse_schedule` accepts it."""
 OR_SCHEDULE = ", or a schedule such as {'kind': 'linear', 'start': 0.2, 'end': 0.0}"
-"""How errors go on that say which number an option may be; its example is Python as well as YAML."""
+"""End of error messages about options that may also be a schedule. The example is valid in Python and in YAML."""
 
 
 class Schedule(Protocol):
-    """A value for every environment step."""
+    """A function from environment steps to values."""
 
     @property
     def varies(self) -> bool:
-        """Whether the value ever changes."""
+        """Whether the value changes."""
         ...
 
     @property
     def over_run(self) -> bool:
-        """Whether it needs to know how long the run is."""
+        """Whether the schedule ends with the run, so that it needs the planned number of steps."""
         ...
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value at a step, given also the planned number of them; None if that is not known yet."""
+        """Return the value at a step of a run with `planned` steps; None: not known yet."""
         ...
 
 
@@ -52,7 +49,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Ramp:
-    """From one value to another on a line, or half a period of a cosine; `over` None is the whole run."""
+    """A line, or half a period of a cosine, from `start` to `end` over `over` steps. None: over the run."""
 
     start: float
     end: float
@@ -62,11 +59,11 @@ class Ramp:
 
     @property
     def over_run(self) -> bool:
-        """Whether it ends with the run."""
+        """Whether the schedule ends with the run."""
         return self.over is None
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value; before the length of the run is known, the first."""
+        """Return the value; `start` if the length of the run is not known yet."""
         length = planned if self.over is None else self.over
         done = min(1.0, env_steps / length) if length else 0.0
         if self.cosine:
@@ -76,7 +73,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """The value of the last step that has been reached, or on lines between them."""
+    """Constant between steps, or linear if `interpolate`; constant before the first step and after the last."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]
@@ -85,7 +82,7 @@ class Piecewise:
     over_run = False
 
     def at(self, env_steps: int, planned: int | None) -> float:
-        """Return the value; before the first step that of the first."""
+        """Return the value."""
         following = bisect_right(self.steps, env_steps)
         last = max(0, following - 1)
         if following in (0, len(self.steps)) or not self.interpolate:
@@ -102,25 +99,24 @@ def parse_schedule(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Schedule:
-    """Return the schedule that a setting describes.
+    """Return the schedule that the value of an option describes.
 
     Args:
-        field: Name of the setting, for errors.
+        field: Name of the option, for errors.
         value: One of
 
-            * a number, or `{"kind": "constant", "value": a}`;
-            * `{"kind": "linear", "start": a, "end": b, "over": steps}`: on a line from a at step 0 to b, and b from
-              there on. Without `over`, or with None, over the planned environment steps of the run;
-            * `{"kind": "cosine", ...}`, likewise, on half a period of a cosine, steepest in the middle;
+            * a number, or `{"kind": "constant", "value": a}`
+            * `{"kind": "linear", "start": a, "end": b, "over": steps}`: linear from a at step 0 to b, then constant.
+              Without `over`, the line ends with the run.
+            * `{"kind": "cosine", ...}`: the same with half a period of a cosine
             * `{"kind": "piecewise", "points": [[0, a], [n, b], ...], "interpolate": False}`: the value of the last
-              point that has been reached, or with `interpolate` on lines between the points; before the first and after
-              the last one the value of that.
-        above: Bound of a constant, which schedules may reach but not cross.
-        at_least: Bound of every value.
-        at_most: Bound of every value.
+              point reached, or with `interpolate` linear between points; constant before the first and after the last
+        above: Exclusive lower bound of numbers; schedules may reach it.
+        at_least: Lower bound of all values.
+        at_most: Upper bound of all values.
 
     Raises:
-        ConfigurationError: It describes none, or a value is out of bounds; names the field.
+        ConfigurationError: The value is not a schedule, or out of bounds.
     """
     if not isinstance(value, Mapping):
         try:
@@ -130,7 +126,7 @@ def parse_schedule(
         return Constant(float(value))
     lowest = at_least if above is None else max(above, -math.inf if at_least is None else at_least)
 
-    def number(name: str, given: Any) -> float:  # noqa: ANN401 - it is checked here
+    def number(name: str, given: Any) -> float:  # noqa: ANN401 - checked here
         check_number(f"{field}: {name}", given, at_least=lowest, at_most=at_most)
         return float(given)
 
@@ -139,12 +135,8 @@ def parse_schedule(
     keys, optional = _KEYS[kind]
     missing, unknown = [key for key in keys if key not in value], {*map(str, value)} - {"kind", *keys, *optional}
     check(not missing, field, value, f"{', '.join(keys)} beside kind={kind}; missing: {', '.join(missing)}")
-    check(
-        not unknown,
-        field,
-        value,
-        f"no keys but kind, {', '.join((*keys, *optional))}, got {', '.join(sorted(unknown))}",
-    )
+    expected = f"no keys but kind, {', '.join((*keys, *optional))}, got {', '.join(sorted(unknown))}"
+    check(not unknown, field, value, expected)
     if kind == "constant":
         check_number(f"{field}: value", value["value"], above=above, at_least=at_least, at_most=at_most)
         return Constant(float(value["value"]))
@@ -157,7 +149,7 @@ def parse_schedule(
     return Ramp(number("start", value["start"]), number("end", value["end"]), over, kind == "cosine")
 
 
-# Keys that each kind must have, and further ones that it may have.
+# Required and optional keys of each kind.
 _KEYS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "constant": (("value",), ()),
     "linear": (("start", "end"), ("over",)),
@@ -168,18 +160,17 @@ _KEYS: dict[Any, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 def _piecewise(
     field: str,
-    points: Any,  # noqa: ANN401 - it is checked here
+    points: Any,  # noqa: ANN401 - checked here
     interpolate: bool,
     number: Callable[[str, Any], float],
 ) -> Piecewise:
     check_bool(f"{field}: interpolate", interpolate)
 
     def is_point(x: object) -> bool:
-        return isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2 and is_int(x[0]) and x[0] >= 0
+        return is_list(x) and len(x) == 2 and is_int(x[0]) and x[0] >= 0
 
-    expected = "a list of [environment steps, value], in the order of their steps"
-    is_list = isinstance(points, Sequence) and not isinstance(points, str)
-    check(is_list and len(points) > 0 and all(map(is_point, points)), f"{field}: points", points, expected)
+    expected = "a list of [environment steps, value], ordered by steps"
+    check(is_list(points) and len(points) > 0 and all(map(is_point, points)), f"{field}: points", points, expected)
     steps, values = tuple(step for step, _ in points), tuple(number("points", value) for _, value in points)
     check(list(steps) == sorted(set(steps)), f"{field}: points", points, expected)
     return Piecewise(steps, values, interpolate)
