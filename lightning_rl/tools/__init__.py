@@ -1,1 +1,1 @@
-"""Tools for trained runs: loading, sharing, learning curves, video files, export."""
+"""Tools for trained runs: plots, videos, exports, the Hugging Face Hub."""

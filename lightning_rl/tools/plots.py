@@ -1,11 +1,11 @@
-"""Figures of learning curves, drawn with matplotlib, and the logs of runs as such figures."""
+"""Figures of learning curves."""
 
 from __future__ import annotations
 
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,22 @@ from typing import Any
 from lightning_rl.tools.curves import Log, Series, Statistic, by_experiment, find_logs, joined, same_seed, summarize
 from lightning_rl.validation import ConfigurationError, check, check_positive_int, how_to_install
 
-# Of Okabe and Ito: told apart by readers who do not see all colours.
+# By Okabe and Ito, for color-blind readers.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _STAGES = {"rollout": "training", "val": "validation", "test": "test"}
 _SUFFIXES = (".png", ".svg")
 _GOAL = "#555555"
-_MOST_SINGLE_RUNS = 10
-# Characters of a line of a legend.
-_LABEL_WIDTH = 48
+_MAX_SINGLE_RUNS = 10
+_LABEL_WIDTH = 48  # characters
 
 
 @dataclass
 class Curve:
-    """One line of a panel: runs of the same, with different seeds.
+    """One curve of a panel.
 
     Attributes:
-        label: Its name.
-        runs: What each of them logged.
+        label: Name of the curve.
+        runs: One series per seed.
     """
 
     label: str
@@ -41,10 +40,10 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: What is compared.
-        curves: What to compare.
-        ylabel: What the values are.
-        goal: A value to be reached; None: there is none.
+        title: Title of the panel.
+        curves: The curves.
+        ylabel: Label of the y axis.
+        goal: Height of a dotted line, or None.
     """
 
     title: str
@@ -62,19 +61,19 @@ def draw(
     columns: int = 4,
     shared_legend: bool = False,
 ) -> None:
-    """Write a figure of learning curves: the same files from the same runs.
+    """Write a figure of learning curves; equal runs give equal files.
 
-    A line is the statistic over the seeds of a curve and a band its bootstrap interval; each seed is a thin line, where
-    there are no more than ten. One seed has no band. See `lightning_rl.tools.curves.summarize`.
+    A line is the statistic over the seeds of a curve, and a band its bootstrap interval
+    (`lightning_rl.tools.curves.summarize`). Up to ten single seeds are thin lines.
 
     Args:
-        panels: What to draw.
-        paths: Files, whose suffixes say what they are: `.png`, `.svg`, `.pdf`.
+        panels: The panels.
+        paths: Files to write, `.png`, `.svg` or `.pdf`.
         statistic: `iqm` or `mean`.
-        confidence: Of the interval.
-        columns: Panels side by side at the most.
-        shared_legend: One legend for all panels, which have the same curves, in the place of one with numbers of seeds
-            in each.
+        confidence: Confidence level of the interval.
+        columns: Maximum number of panels side by side.
+        shared_legend: Draw one legend for all panels, which have the same curves. Otherwise each panel has a legend
+            with numbers of seeds.
 
     Raises:
         ConfigurationError: Matplotlib is not installed, an option is out of range, or the seeds of a curve have no
@@ -88,12 +87,12 @@ def draw(
     settings: Any = {"svg.hashsalt": "curves", "svg.fonttype": "none", "font.size": 8, "savefig.dpi": 200}
     for path in paths:
         with mpl.rc_context(settings):
-            # One for each file: a layout begins with that of the file before.
+            # A new figure for each file, since saving changes the layout.
             figure = _figure(panels, min(columns, len(panels)), shared_legend, statistic, confidence)
-            names = _names(figure) if shared_legend else {}
+            lines = _labeled_lines(figure) if shared_legend else {}
             title = _caption(panels, statistic, confidence)
-            below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(names)), "title": title}
-            figure.legend(list(names.values()), list(names), **below)
+            below = {"loc": "outside lower center", "frameon": False, "ncols": max(1, len(lines)), "title": title}
+            figure.legend(list(lines.values()), list(lines), **below)
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
 
@@ -114,24 +113,9 @@ def _figure(panels: Sequence[Panel], columns: int, shared_legend: bool, statisti
         if number % columns == 0 or panel.ylabel != panels[number - 1].ylabel:
             axis.set_ylabel(panel.ylabel)
         if not shared_legend:
-            # Curves keep their place, however long the names are.
+            # Outside of the layout, so that long labels do not shrink the curves.
             axis.legend(frameon=False, fontsize=7).set_in_layout(False)
     return figure
-
-
-def _names(figure: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the lines of all panels by their names."""
-    return {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-
-
-def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -> str:
-    """Say what lines and bands are, as far as there are such."""
-    counts = {len(curve.runs) for panel in panels for curve in panel.curves} - {1}
-    if not counts:
-        return "one seed each: no interval"
-    what = "interquartile mean" if statistic == "iqm" and max(counts) >= 4 else "mean"
-    few = " (mean of fewer than four)" if what != "mean" and min(counts) < 4 else ""
-    return f"line: {what} over seeds{few}; band: its {confidence:.0%} bootstrap interval; thin: each seed"
 
 
 def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float, counts: bool) -> None:  # noqa: ANN401
@@ -140,24 +124,38 @@ def _draw_panel(axis: Any, panel: Panel, statistic: Statistic, confidence: float
         found = summarize(curve.runs, statistic, confidence)
         seeds = "1 seed" if len(curve.runs) == 1 else f"{len(curve.runs)} seeds"
         label = textwrap.fill(f"{curve.label}, {seeds}", _LABEL_WIDTH) if counts else curve.label
-        marker = "o" if len(found.steps) == 1 else None  # a line needs two
+        marker = "o" if len(found.steps) == 1 else None  # a single point gives no line
         axis.plot(found.steps, found.center, color=color, linewidth=1.4, marker=marker, markersize=3, label=label)
         if found.low is None:
             continue
         axis.fill_between(found.steps, found.low, found.high, color=color, alpha=0.2, linewidth=0)
-        for run in curve.runs if len(curve.runs) <= _MOST_SINGLE_RUNS else ():
+        for run in curve.runs if len(curve.runs) <= _MAX_SINGLE_RUNS else ():
             axis.plot(*run, color=color, alpha=0.4, linewidth=0.5)
     if panel.goal is not None:
         axis.axhline(panel.goal, color=_GOAL, linestyle=":", linewidth=1, label="goal")
     axis.set_title(panel.title, fontsize=8)
-    axis.xaxis.set_major_formatter(_thousands)
+    axis.xaxis.set_major_formatter(_format_steps)
     axis.locator_params(nbins=5)
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _thousands(steps: float, _: object) -> str:
-    """Write a number of steps as 500, 20k or 1.5M."""
+def _format_steps(steps: float, _: object) -> str:
+    """Format a number of steps as 500, 20k or 1.5M."""
     return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
+
+
+def _labeled_lines(figure: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+
+
+def _caption(panels: Sequence[Panel], statistic: Statistic, confidence: float) -> str:
+    """Describe the lines and bands of a figure."""
+    counts = {len(curve.runs) for panel in panels for curve in panel.curves} - {1}
+    if not counts:
+        return "one seed each: no interval"
+    name = "interquartile mean" if statistic == "iqm" and max(counts) >= 4 else "mean"
+    few = " (mean of fewer than four)" if name != "mean" and min(counts) < 4 else ""
+    return f"line: {name} over seeds{few}; band: its {confidence:.0%} bootstrap interval; thin: each seed"
 
 
 def draw_runs(
@@ -169,41 +167,36 @@ def draw_runs(
     confidence: float = 0.95,
     columns: int = 3,
 ) -> list[Path]:
-    """Draw the logs of runs, one panel for each metric and environment; warn of runs that are not what they seem.
+    """Draw the logs of runs, with one panel for each metric and environment; warn of repeated seeds and changed runs.
 
     Args:
         runs: Folders, or `name=folder`.
         metrics: Keys of the log.
-        out: File to write; without an ending both `.png` and `.svg`.
-        statistic: Over seeds.
-        confidence: Of the interval over seeds.
+        out: File to write; without a suffix, both `.png` and `.svg`.
+        statistic: Statistic over seeds.
+        confidence: Confidence level of the interval.
         columns: Maximum number of panels side by side.
 
     Returns:
         The files.
 
     Raises:
-        ConfigurationError: There are no such logs, they do not have a metric, or matplotlib is not installed.
+        ConfigurationError: There are no logs, a metric is not in them, or matplotlib is not installed.
     """
     paths = _files(out)  # before logs are read, which takes a while
     experiments = _experiments(runs)
-    _warn_of_same_seeds(experiments)
-    _warn_of_changes(experiments)
+    for warning in _warnings(experiments):
+        print(f"WARNING: {warning}", file=sys.stderr)
     panels = [panel for metric in metrics for panel in _panels(experiments, metric)]
     draw(panels, paths, statistic=statistic, confidence=confidence, columns=columns)
     return paths
 
 
 def _files(out: str) -> list[Path]:
-    """Return what is written: one file, or where the name has no ending one of each usual kind.
-
-    Raises:
-        ConfigurationError: It has an ending that means nothing here.
-    """
     path = Path(out)
     if path.suffix in (*_SUFFIXES, ".pdf"):
         return [path]
-    # What follows the point of `v1.5` is no ending.
+    # In `v1.5`, `.5` is not a suffix.
     known = f"{', '.join(_SUFFIXES)} or .pdf, or none, which writes {' and '.join(_SUFFIXES)}"
     check(not re.fullmatch(r"\.[a-zA-Z]\w*", path.suffix), "out", out, f"a file that ends in {known}")
     return [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
@@ -219,42 +212,39 @@ def _experiments(runs: Sequence[str]) -> dict[str, list[Log]]:
             named.setdefault(name, []).extend(find_logs(path))
         else:
             unnamed += find_logs(argument)
-    # Folders that overlap name the same run twice.
+    # Overlapping folders name the same run twice.
     once = {log.folder.resolve(): log for log in unnamed}
     return {name: joined(logs) for name, logs in named.items()} | by_experiment(joined(once.values()))
 
 
-def _warn_of_same_seeds(experiments: dict[str, list[Log]]) -> None:
-    """Say which runs a curve takes for seeds of their own, and are not."""
+def _by_environment(logs: Sequence[Log]) -> dict[str, list[Log]]:
+    groups: dict[str, list[Log]] = {}
+    for log in logs:
+        groups.setdefault(log.environment, []).append(log)
+    return groups
+
+
+def _warnings(experiments: dict[str, list[Log]]) -> Iterator[str]:
+    """Yield warnings of runs that repeat a seed of their curve, and of runs that were resumed with other settings."""
     for name, logs in experiments.items():
-        for environment in dict.fromkeys(log.environment for log in logs):
-            if again := same_seed(log for log in logs if log.environment == environment):
-                folders = ", ".join(str(log.folder) for log in again)
-                print(
-                    f"WARNING: {name}: counted as further seeds, with the settings and the seed of another run of this "
-                    f"curve: {folders}; name the folders of the runs that are to be drawn",
-                    file=sys.stderr,
+        for group in _by_environment(logs).values():
+            if repeated := same_seed(group):
+                folders = ", ".join(str(log.folder) for log in repeated)
+                yield (
+                    f"{name}: counted as further seeds, although another run of this curve has the same settings and "
+                    f"seed: {folders}; name the folders of the runs to draw"
                 )
-
-
-def _warn_of_changes(experiments: dict[str, list[Log]]) -> None:
-    """Say which runs were resumed with other settings."""
-    for log in (log for logs in experiments.values() for log in logs if log.changes):
-        text = f"WARNING: {log.folder}: resumed with other settings: {'; '.join(log.changes)}"
-        print(text, file=sys.stderr)
+        for log in logs:
+            if log.changes:
+                yield f"{log.folder}: resumed with other settings: {'; '.join(log.changes)}"
 
 
 def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
-    """Return a panel for each environment in which the value was logged.
-
-    Raises:
-        ConfigurationError: It was logged nowhere.
-    """
+    """Return a panel for each environment with a metric."""
     panels: dict[str, list[Curve]] = {}
     for name, logs in experiments.items():
-        for environment in dict.fromkeys(log.environment for log in logs):
-            found = [log.scalars[metric] for log in logs if log.environment == environment and metric in log.scalars]
-            if found:
+        for environment, group in _by_environment(logs).items():
+            if found := [log.scalars[metric] for log in group if metric in log.scalars]:
                 panels.setdefault(environment, []).append(Curve(name.removesuffix(f" ({environment})"), found))
     if not panels:
         known = sorted({key for logs in experiments.values() for log in logs for key in log.scalars})
@@ -263,7 +253,7 @@ def _panels(experiments: dict[str, list[Log]], metric: str) -> list[Panel]:
 
 
 def _axis_label(metric: str) -> str:
-    """Return `rollout/episode_return` as words."""
+    """Return `rollout/episode_return` as `episode return (training)`."""
     stage, _, name = metric.partition("/")
     words = name.replace("_", " ") if name else stage
     return f"{words} ({_STAGES[stage]})" if name and stage in _STAGES else words

@@ -200,9 +200,7 @@ def test_the_command_warns_of_runs_that_are_no_further_seeds(in_tmp_path, monkey
     write_run(Path("other/version_0"), [1, 2], seed=0, gamma=0.5)
     plot(monkeypatch, "runs", "other")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "WARNING: PPO, gamma=None (CartPole-v1): counted as further seeds, with the settings and the"
-    )
+    assert line.startswith("WARNING: PPO, gamma=None (CartPole-v1): counted as further seeds, although another run")
     assert re.search(r": runs/version_2; name the folders", line)
     plot(monkeypatch, "runs/version_0", "runs/version_1", "other")
     plot(monkeypatch, "both=runs/version_1", "both=other")  # other settings make another run
