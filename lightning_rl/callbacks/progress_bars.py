@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_rl.data.datamodule import EpisodesDataModule
+from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.training.clock import planned_env_steps
 
 DRAW_SECONDS = 0.5  # between drawings in a terminal: Rich takes milliseconds for one
@@ -196,7 +196,7 @@ class _EnvStepBar(ProgressBar):
         # All the episodes are one batch, of which a bar could say no more than this.
         data = trainer.datamodule  # type: ignore[attr-defined]
         shown = self._enabled and self._refresh_rate > 0 and not trainer.sanity_checking
-        if shown and isinstance(data, EpisodesDataModule):
+        if shown and isinstance(data, RolloutDataModule):
             self._write(f"Playing {data.evaluation.episodes} episodes")
 
     def _nothing(self, *args: object, **kwargs: object) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -28,15 +27,16 @@ from lightning_rl.policies.interface import Policy, as_recurrent
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.validation import check_bool, check_positive_int
 
+_MAX_ENVIRONMENTS = 8
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Options of evaluation: of validation, test and prediction.
+    """Options of validation, test and prediction.
 
     Args:
         episodes: Number of evaluation episodes, over all ranks.
-        num_envs: Number of evaluation environments on each rank; None: as many as it has episodes to play, 8 at the
-            most.
+        num_envs: Number of evaluation environments on each rank. None: one for each of the rank's episodes, at most 8.
         deterministic: Evaluate the mode of the policy rather than samples from it.
     """
 
@@ -45,11 +45,7 @@ class EvaluationConfig:
     deterministic: bool = True
 
     def check(self) -> None:
-        """Raise where an option is out of range.
-
-        Raises:
-            ConfigurationError: Names the option as `evaluation.episodes`.
-        """
+        """Raise a `ConfigurationError` if an option is out of range."""
         check_positive_int("evaluation.episodes", self.episodes)
         if self.num_envs is not None:
             check_positive_int("evaluation.num_envs", self.num_envs)
@@ -58,35 +54,28 @@ class EvaluationConfig:
 
 if TYPE_CHECKING:
     EvaluationOptions = EvaluationConfig | Mapping[str, Any]
-else:  # the command line knows the fields of the class alone
+else:  # the command line only accepts fields of the class
     EvaluationOptions = EvaluationConfig
 
 
+@dataclass
 class _Slot:
-    """The episodes that one environment still has to play, those it has played, and the recorded steps of this one."""
+    """Progress of one environment: its finished episodes, and the recorded steps of the current one."""
 
-    def __init__(self, remaining: int) -> None:
-        self.remaining = remaining
-        self.finished: list[Episode] = []
-        self.failures_in_a_row = 0
-        self.steps: list[tuple[Nested, Nested, float]] = []
+    remaining: int
+    finished: list[Episode] = field(default_factory=list)
+    failures_in_a_row: int = 0
+    steps: list[tuple[Nested, Nested, float]] = field(default_factory=list)
 
-    def restart(self) -> bool:
-        """Forget the episode: the environment failed. Return whether to play another one instead."""
-        self.steps = []
-        self.failures_in_a_row += 1
-        return self.failures_in_a_row <= MAX_RESTARTS_IN_A_ROW
-
-    def finish(self, episode: Episode, final_observation: Nested) -> None:
-        """Close the episode."""
+    def finish(self, episode_return: float, length: int, terminated: bool, final_observation: Nested) -> None:
+        """Add an episode, with the recorded steps if there are any."""
+        recorded: tuple[Any, ...] = ()
         if self.steps:
             observations, actions, rewards = zip(*self.steps, strict=True)
-            episode.observations = map_stacked(np.stack, [*observations, final_observation])
-            episode.actions, episode.rewards = map_stacked(np.stack, actions), np.asarray(rewards)
-        self.finished.append(episode)
-        self.remaining -= 1
-        self.failures_in_a_row = 0
-        self.steps = []
+            observations = map_stacked(np.stack, [*observations, final_observation])
+            recorded = (observations, map_stacked(np.stack, actions), np.asarray(rewards))
+        self.finished.append(Episode(episode_return, length, terminated, *recorded))
+        self.remaining, self.failures_in_a_row, self.steps = self.remaining - 1, 0, []
 
 
 def run_episodes(
@@ -101,31 +90,30 @@ def run_episodes(
     deterministic: bool = True,
     record: bool = False,
 ) -> list[Episode]:
-    """Play whole episodes from a fresh start.
+    """Reset the environments and play whole episodes.
 
-    How many episodes each environment plays is fixed beforehand, so that short ones are not favoured. An episode in
-    which an environment failed and was replaced is left out, and the next one played for it.
+    The number of episodes of each environment is fixed beforehand, so that short episodes are not favored. If an
+    environment fails and is replaced, its next episode counts instead.
 
     Args:
-        environments: Reset first.
+        environments: The environments.
         policy: Chooses the actions.
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        episodes_per_environment: One number for each environment.
-        generator: Draws the actions of a policy that is not deterministic; its device is the policy's.
-        dtype: Of the policy's parameters.
+        observation_space: Observation space of one environment.
+        action_space: Action space of one environment.
+        episodes_per_environment: Number of episodes of each environment.
+        generator: Draws the actions if `deterministic` is false; its device is the policy's.
+        dtype: Dtype of the policy's parameters.
         deterministic: Take the mode of the action distribution rather than a sample.
         record: Keep observations, actions and rewards.
 
     Returns:
-        The episodes, in the order of environments and, within one, of time.
+        The episodes of the first environment in the order of time, then of the second, and so on.
 
     Raises:
-        EnvironmentFailure: An environment failed; where it is replaced, in one episode after the other.
+        EnvironmentFailure: An environment failed; or it was replaced, and so were the next ones.
     """
     slots = [_Slot(count) for count in episodes_per_environment]
     collector = Collector(environments, observation_space, action_space, 1, generator, dtype)
-    # A policy need not have a memory, nor know of any.
     if (recurrent := as_recurrent(policy)) is not None:
         collector.memory.state = recurrent.initial_memory(len(slots), critic=False)
     act = partial(policy.act, deterministic=deterministic)
@@ -133,36 +121,32 @@ def run_episodes(
         collector.start(act)
         with torch.no_grad():
             step = collector.advance(0)
-        if record:
-            for index, slot in enumerate(slots):
-                if slot.remaining and (step.valid is None or step.valid[index]):
-                    row, taken = itemgetter((0, index)), itemgetter(index)
-                    observed = map_leaves(lambda x, row=row: np.copy(row(x)), collector.observations)
-                    acted = map_leaves(lambda x, taken=taken: np.copy(taken(x)), collector.actions)
-                    slot.steps.append((observed, acted, float(step.rewards[index])))
+        for index, slot in enumerate(slots if record else ()):
+            if slot.remaining and (step.valid is None or step.valid[index]):
+                observed = map_leaves(lambda x, index=index: np.copy(x[0, index]), collector.observations)
+                acted = map_leaves(lambda x, index=index: np.copy(x[index]), collector.actions)
+                slot.steps.append((observed, acted, float(step.rewards[index])))
         finals = dict(step.final_observations)
         for _, index, episode_return, length in collector.finished_episodes():
             if slots[index].remaining:
                 final = map_leaves(lambda like, x: np.asarray(x, like.dtype), collector.observations, finals[index])
-                slots[index].finish(Episode(episode_return, length, bool(step.terminated[index])), final)
+                slots[index].finish(episode_return, length, bool(step.terminated[index]), final)
         for index in step.failed:
-            if not slots[index].restart():
+            slot = slots[index]
+            slot.steps, slot.failures_in_a_row = [], slot.failures_in_a_row + 1
+            if slot.failures_in_a_row > MAX_RESTARTS_IN_A_ROW:
                 raise EnvironmentFailure(
-                    f"{environments.pop_failures()[-1]}; so did the {MAX_RESTARTS_IN_A_ROW} episodes before this one, "
-                    "and none was played to its end in between"
+                    f"{environments.pop_failures()[-1]}; the {MAX_RESTARTS_IN_A_ROW} episodes before failed too"
                 )
     return [episode for slot in slots for episode in slot.finished]
 
 
-_MOST_ENVIRONMENTS = 8
-
-
 class Evaluator:
-    """Makes environments when episodes are first asked for, and keeps them for the next time.
+    """Makes evaluation environments for the first episodes, and keeps them for the next ones.
 
     Args:
-        spec: Of one environment.
-        num_envs: How many; None takes as many as there are episodes to play, 8 at the most.
+        spec: Describes one environment.
+        num_envs: Number of environments; see `EvaluationConfig`.
     """
 
     def __init__(self, spec: EnvironmentSpec, num_envs: int | None) -> None:
@@ -185,21 +169,12 @@ class Evaluator:
         films: FilmMaker | None = None,
         first_number: int = 0,
     ) -> list[Episode]:
-        """Play episodes.
+        """Play `num_episodes` whole episodes; see `run_episodes` for the other arguments.
 
-        Args:
-            policy: Chooses the actions.
-            space_pair: Observation and action space of one environment.
-            num_episodes: How many.
-            path: Of the node of the tree of seeds that all of them come from.
-            device: Of the policy.
-            dtype: Of its parameters.
-            deterministic: Take the mode of the action distribution rather than a sample.
-            record: Keep observations, actions and rewards.
-            films: Takes the frames of each episode, by its place among those that are returned; `spec` is then filmed.
-            first_number: What the first of them is counted as.
+        All seeds derive from `path`, a path in the tree of seeds. `films` receives the frames of each episode, numbered
+        from `first_number`; `spec` must then be for filming.
         """
-        num_envs = min(num_episodes, self.num_envs or _MOST_ENVIRONMENTS)
+        num_envs = min(num_episodes, self.num_envs or _MAX_ENVIRONMENTS)
         if not num_envs:
             return []
         if self.spec.backend == "envpool" or (path, num_envs) != self._made_for:  # EnvPool cannot be seeded again
@@ -214,19 +189,12 @@ class Evaluator:
             for camera, share in zip(cameras(self.environments.env), shares, strict=True):
                 camera.begin(films, range(number, number + share))
                 number += share
-        return run_episodes(
-            self.environments,
-            policy,
-            *space_pair,
-            shares,
-            torch.Generator(device).manual_seed(derive_seed(*path)),
-            dtype=dtype,
-            deterministic=deterministic,
-            record=record,
-        )
+        generator = torch.Generator(device).manual_seed(derive_seed(*path))
+        options: dict[str, Any] = {"dtype": dtype, "deterministic": deterministic, "record": record}
+        return run_episodes(self.environments, policy, *space_pair, shares, generator, **options)
 
     def close(self) -> None:
-        """Close the environments, if there are any."""
+        """Close the environments if they have been made."""
         environments, self.environments = self.environments, None
         if environments is not None:
             environments.close()

@@ -1,4 +1,4 @@
-"""Recorded episodes as Minari data sets: written, and read back."""
+"""Reads and writes recorded episodes as Minari data sets."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ def write_minari(
     """Write recorded episodes as a new data set, losslessly.
 
     Args:
-        episodes: With observations, actions and rewards.
-        folder: Where Minari keeps data sets, as the variable `MINARI_DATASETS_PATH` says.
-        name: Of the data set; the first version of it that is not there yet is written.
+        episodes: Episodes with observations, actions and rewards.
+        folder: The folder of all data sets, as in the variable `MINARI_DATASETS_PATH`.
+        name: Name of the data set; its first free version is written.
         space_pair: Observation and action space of one environment.
-        env_id: Of the environment.
-        algorithm: Of the policy.
+        env_id: Id of the environment, stored in the data set.
+        algorithm: Name of the algorithm, stored in the data set.
 
     Returns:
-        Its id, `<name>-v<version>`.
+        Id of the data set, `<name>-v<version>`.
 
     Raises:
-        ConfigurationError: Minari is not installed, or it cannot hold these episodes.
+        ConfigurationError: Minari is not installed, or cannot store these episodes.
     """
     minari = check_can_write()
     from minari.data_collector import EpisodeBuffer
 
-    folder = folder.absolute()  # Minari joins relative ones to themselves
+    folder = folder.absolute()  # Minari joins a relative path to itself
     buffers = []
     for number, episode in enumerate(episodes):
         last = np.arange(episode.length) == episode.length - 1
@@ -68,7 +68,7 @@ def write_minari(
     stem = re.sub(r"[^\w/-]", "-", name)
     dataset_id = next(name for n in count() if not (folder / (name := f"{stem}-v{n}")).exists())
     with _root(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # about each field of the description that nobody filled in
+        warnings.simplefilter("ignore", UserWarning)  # one for each metadata field without a value
         try:
             minari.create_dataset_from_buffers(
                 dataset_id,
@@ -89,13 +89,13 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
     """Yield the episodes of a data set.
 
     Args:
-        source: Its id, or the folder that it is in.
-        field: What to call it in errors.
+        source: Id or folder of the data set.
+        field: Name of the option in error messages.
 
     Raises:
         ConfigurationError: Minari is not installed, or there is no such data set.
     """
-    minari = import_minari(field)
+    minari = _import_minari(field)
     try:
         data = Path(source) / "data"
         dataset = minari.MinariDataset(data) if data.is_dir() else minari.load_dataset(source)
@@ -103,28 +103,22 @@ def read_minari(source: str, field: str) -> Iterator[Episode]:
         raise ConfigurationError(f"{field} cannot be loaded: {error}") from error
     for found in dataset.iterate_episodes():
         rewards = np.asarray(found.rewards)
-        episode = Episode(float(rewards.sum()), len(rewards), bool(np.any(found.terminations)))
-        episode.observations, episode.actions, episode.rewards = found.observations, found.actions, rewards
-        yield episode
+        result = (float(rewards.sum()), len(rewards), bool(np.any(found.terminations)))
+        yield Episode(*result, found.observations, found.actions, rewards)
 
 
 def check_can_write() -> Any:  # noqa: ANN401 - a module
-    """Return Minari if it can write data sets, which it needs h5py for.
+    """Return the module `minari`.
 
     Raises:
-        ConfigurationError: One of them is not installed.
+        ConfigurationError: Minari or h5py, which it needs to write, is not installed.
     """
     if importlib.util.find_spec("h5py") is None:
         raise ConfigurationError(f"recording as 'minari' needs h5py: {how_to_install('minari')}")
-    return import_minari("recording as 'minari'")
+    return _import_minari("recording as 'minari'")
 
 
-def import_minari(field: str) -> Any:  # noqa: ANN401 - a module
-    """Return Minari.
-
-    Raises:
-        ConfigurationError: It is not installed.
-    """
+def _import_minari(field: str) -> Any:  # noqa: ANN401 - a module
     try:
         import minari
     except ImportError as error:
@@ -133,7 +127,7 @@ def import_minari(field: str) -> Any:  # noqa: ANN401 - a module
 
 
 def _plain_spec(env_id: str) -> EnvSpec | None:
-    """Return what `recover_environment` of a data set makes the environment from, if it can be written down."""
+    """Return the spec that `recover_environment` of the data set makes the environment from, if it has a JSON form."""
     spec = gymnasium.registry.get(env_id)
     try:
         return spec if spec is not None and spec.to_json() else None
@@ -143,7 +137,7 @@ def _plain_spec(env_id: str) -> EnvSpec | None:
 
 @contextmanager
 def _root(folder: Path) -> Iterator[None]:
-    """Have Minari keep its data sets in a folder, which it reads from the environment of the process alone."""
+    """Set the folder of Minari's data sets, which Minari reads from an environment variable only."""
     folder.mkdir(parents=True, exist_ok=True)
     before = os.environ.get(_ROOT)
     os.environ[_ROOT] = str(folder)

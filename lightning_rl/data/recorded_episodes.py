@@ -1,9 +1,8 @@
-"""Episodes that somebody recorded, to learn a policy from: what `predict` returns, files of these, Minari data sets."""
+"""Data module for imitation: draws training batches from recorded episodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,28 @@ from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.data.minari import read_minari
 from lightning_rl.environments.seeding import TRAINING, derive_seed
 from lightning_rl.files import load_plain
-from lightning_rl.nested import Nested, first_leaf, map_leaves, map_space, map_stacked
+from lightning_rl.nested import first_leaf, map_leaves, map_space, map_stacked
 from lightning_rl.policies.interface import from_environment
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.rollout import Rollout
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError, check
 
-MINARI = "minari:"
+_MINARI = "minari:"
 
 
 def save_episodes(episodes: Sequence[Episode], path: str | Path) -> None:
     """Write recorded episodes to a file of tensors and numbers.
 
     Raises:
-        ConfigurationError: One of them has no observations and actions.
+        ConfigurationError: An episode has no observations and actions.
     """
     content = []
-    for episode in _recorded(episodes):
-        arrays = {n: _to_tensors(getattr(episode, n)) for n in ("observations", "actions", "rewards")}
+    for episode in _checked(episodes):
+        arrays = {name: getattr(episode, name) for name in ("observations", "actions", "rewards")}
         content.append(
             {
-                **arrays,
+                **map_leaves(lambda x: torch.from_numpy(np.array(x)), arrays),
                 "episode_return": float(episode.episode_return),
                 "length": int(episode.length),
                 "terminated": bool(episode.terminated),
@@ -49,57 +48,49 @@ def load_episodes(source: str | Path) -> list[Episode]:
     """Return the episodes of a file that `save_episodes` wrote, or of a Minari data set.
 
     Args:
-        source: The file, or `minari:<id>`, or `minari:<folder of the data set>`.
+        source: Path of the file, or `minari:` and the id or folder of a data set.
 
     Raises:
         ConfigurationError: There is no such file or data set, or Minari is not installed.
     """
-    if str(source).startswith(MINARI):
-        return list(read_minari(str(source).removeprefix(MINARI), f"episodes={str(source)!r}"))
-    content = load_plain(source, "episodes", "a file that save_episodes wrote")
-    check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), "what save_episodes wrote")
-    return [_episode(**fields) for fields in content["episodes"]]
+    if str(source).startswith(_MINARI):
+        return list(read_minari(str(source).removeprefix(_MINARI), f"episodes={str(source)!r}"))
+    expected = "a file that save_episodes wrote"
+    content = load_plain(source, "episodes", expected)
+    check(isinstance(content, dict) and "episodes" in content, "episodes", str(source), expected)
+    arrays = ("observations", "actions", "rewards")
+    return [
+        Episode(**fields | {name: map_leaves(np.asarray, fields[name]) for name in arrays})
+        for fields in content["episodes"]
+    ]
 
 
-def _episode(
-    observations: Nested, actions: Nested, rewards: Nested, episode_return: float, length: int, terminated: bool
-) -> Episode:
-    episode = Episode(episode_return, length, terminated)
-    episode.observations, episode.actions = (map_leaves(np.asarray, x) for x in (observations, actions))
-    episode.rewards = np.asarray(rewards)
-    return episode
-
-
-def _recorded(episodes: Sequence[Episode]) -> Sequence[Episode]:
-    expected = "some, with observations and actions, as predict returns them"
+def _checked(episodes: Sequence[Episode]) -> Sequence[Episode]:
+    """Return the episodes if they are recorded; raise otherwise."""
+    expected = "recorded episodes, as Trainer.predict returns them"
     are_episodes = isinstance(episodes, Sequence) and all(isinstance(episode, Episode) for episode in episodes)
     check(are_episodes, "episodes", episodes, expected)
-    whole = bool(episodes) and all(e.observations is not None and e.actions is not None for e in episodes)
-    check(whole, "episodes", f"{len(episodes)} episodes", expected)
+    are_recorded = bool(episodes) and all(e.observations is not None and e.actions is not None for e in episodes)
+    check(are_recorded, "episodes", f"{len(episodes)} episodes", expected)
     return episodes
 
 
-def _to_tensors(x: Nested) -> Nested:
-    return map_leaves(lambda array: torch.from_numpy(np.array(array)), x)
-
-
 class RecordedEpisodes(RolloutDataModule):
-    """Yields steps of recorded episodes in the place of rollouts; the environment is for spaces and evaluation.
+    """Yields steps of recorded episodes instead of rollouts; the environment defines the spaces and is for evaluation.
 
-    A training batch has `rollout_length · num_envs` steps, drawn with replacement and in no order: they have
-    observations, actions and rewards, and neither log-probabilities nor values. `BehaviourCloning` learns from them.
+    A training batch has `rollout_length · num_envs` steps, drawn at random with replacement. It has observations,
+    actions and rewards, but neither log-probabilities nor values. `BehaviourCloning` learns from such batches.
 
     Args:
-        env_id: Of the environment that they are of.
-        episodes: Episodes as `Trainer.predict` returns them, the file that `save_episodes` wrote them to, or
-            `minari:` and the id of a data set or its folder.
-        num_envs: With `rollout_length` the number of steps of a batch on each rank.
+        env_id: Id of the environment of the episodes.
+        episodes: Episodes as `Trainer.predict` returns them, or a `source` of `load_episodes`.
+        num_envs: `rollout_length · num_envs` is the number of steps of a batch on each rank.
         rollout_length: See `num_envs`.
         rollouts_per_epoch: Batches of an epoch.
-        **kwargs: Those of `RolloutDataModule`.
+        **kwargs: See `RolloutDataModule`.
 
     Raises:
-        ConfigurationError: There are no such episodes, or they are not of these spaces.
+        ConfigurationError: There are no such episodes, or they do not fit the spaces of the environment.
     """
 
     def __init__(
@@ -109,56 +100,53 @@ class RecordedEpisodes(RolloutDataModule):
         num_envs: int = 8,
         rollout_length: int = 128,
         rollouts_per_epoch: int = 10,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(env_id, num_envs, rollout_length, rollouts_per_epoch, **kwargs)
-        found = load_episodes(episodes) if isinstance(episodes, str | Path) else _recorded(episodes)
-        dtypes = map_space(lambda leaf: leaf.dtype, self.observation_space)
-
-        def joined(x: Sequence[Nested]) -> Nested:
-            return map_stacked(np.concatenate, x)
-
+        found = load_episodes(episodes) if isinstance(episodes, str | Path) else _checked(episodes)
         try:
-            observations = joined([map_leaves(lambda x: x[:-1], episode.observations) for episode in found])
-            observations = map_leaves(lambda dtype, x: x.astype(dtype), dtypes, observations)
-            actions = from_environment(self.action_space, joined([episode.actions for episode in found]))
+            observations = [map_leaves(lambda x: x[:-1], episode.observations) for episode in found]
+            dtypes = map_space(lambda leaf: leaf.dtype, self.observation_space)
+            observations = map_leaves(
+                lambda dtype, x: x.astype(dtype), dtypes, map_stacked(np.concatenate, observations)
+            )
+            actions = map_stacked(np.concatenate, [episode.actions for episode in found])
+            actions = from_environment(self.action_space, actions)
             fits = len(first_leaf(observations)) == len(first_leaf(actions))
-            rows = map_leaves(lambda x: x[0], observations)
-            check(fits and self.observation_space.contains(rows), "episodes", "observations", "those of the spaces")
+            fits = fits and self.observation_space.contains(map_leaves(lambda x: x[0], observations))
+            check(fits, "episodes", "observations", "observations of the environment's space")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            expected = f"{self.observation_space} and {self.action_space}"
             raise ConfigurationError(
-                f"episodes are not of the spaces of {env_id} ({error}): expected {expected}"
+                f"episodes do not fit the spaces of {env_id} ({error}): expected {self.observation_space} and "
+                f"{self.action_space}"
             ) from None
-        rewards = np.fromiter(chain.from_iterable(e.rewards for e in found if e.rewards is not None), np.float64)
+        rewards = np.concatenate([np.asarray(e.rewards, np.float64) for e in found])
         self._steps = {"observations": observations, "actions": actions, "rewards": rewards}
 
     def collect(self) -> Rollout:
-        """Draw the steps of one batch: which, the seed and the number of updates say."""
+        """Draw the steps of one batch; the seed and the number of updates determine which."""
         _, version, dtype, device = self._policy()
         self._collected_version = version
-        if self.seed is None:
-            self.seed = torch.initial_seed() % 2**63
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, TRAINING, self._rank, version))
+        seed = derive_seed(self._fixed_seed(), TRAINING, self._rank, version)
         shape = (self.rollout_length, self.num_envs)
-        drawn = torch.randint(len(self._steps["rewards"]), shape, generator=generator)
-        kinds = map_space(lambda leaf: observation_dtype(leaf, dtype), self.observation_space)
+        drawn = torch.randint(len(self._steps["rewards"]), shape, generator=torch.Generator().manual_seed(seed))
+        dtypes = map_space(lambda leaf: observation_dtype(leaf, dtype), self.observation_space)
 
         def rows(x: Any) -> Tensor:  # noqa: ANN401
             return torch.from_numpy(np.asarray(x[drawn.numpy()]))
 
-        observations = map_leaves(lambda kind, x: rows(x.astype(kind)), kinds, self._steps["observations"])
-        numbers = torch.float64 if dtype == torch.float64 else torch.float32
-        nothing, never = torch.zeros(shape, dtype=numbers), torch.zeros(shape, dtype=torch.bool)
+        observations = map_leaves(lambda dtype, x: rows(x.astype(dtype)), dtypes, self._steps["observations"])
+        float_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        zeros, never = torch.zeros(shape, dtype=float_dtype), torch.zeros(shape, dtype=torch.bool)
         return Rollout(
             observations=map_leaves(lambda x: torch.cat([x, x[-1:]]), observations),
             actions=map_leaves(rows, self._steps["actions"]),
-            rewards=rows(self._steps["rewards"]).to(numbers),
+            rewards=rows(self._steps["rewards"]).to(float_dtype),
             terminated=never,
             truncated=never,
-            log_probs=nothing,
-            values=nothing,
-            next_values=nothing,
+            log_probs=zeros,
+            values=zeros,
+            next_values=zeros,
             final_indices=torch.zeros(0, 2, dtype=torch.long),
             final_observations=map_leaves(lambda x: x[0, :0], observations),
             policy_version=version,

@@ -411,7 +411,7 @@ def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> N
     SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "env": {"wrappers": ["gymnasium.wrappers.NormalizeReward"]}}, {})
     try:
         fit("remembers", tmp_path / "first", 2)
-        with pytest.warns(UserWarning, match=r"environments 0, 1, 2 of CartPole-v1 .* could not be taken back"):
+        with pytest.warns(UserWarning, match=r"environments 0, 1, 2 of CartPole-v1 .* could not be restored"):
             fit("remembers", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
     finally:
         del SETTINGS["remembers"]
@@ -453,7 +453,7 @@ def test_resuming_after_the_validation_at_an_epochs_end_is_exact(tmp_path: Path)
 def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(tmp_path: Path) -> None:
     envpool = {"backend": "envpool"}
     fit("discrete", tmp_path / "first", 2, data=envpool)
-    with pytest.warns(UserWarning, match=r"environments of CartPole-v1 \(backend 'envpool'\) could not be taken back"):
+    with pytest.warns(UserWarning, match=r"environments of CartPole-v1 \(backend 'envpool'\) could not be restored"):
         resumed = fit("discrete", tmp_path / "second", 4, str(tmp_path / "first/after_2.ckpt"), data=envpool)
     assert resumed.policy_version == 4
 
@@ -463,7 +463,7 @@ def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_
     monkeypatch.setattr(
         "lightning_rl.data.collector.gather_ranks", lambda fresh: [fresh, [0, 2]] if fresh == [] else [fresh]
     )
-    with pytest.warns(UserWarning, match=r"^environments 0, 2 on rank 1 of CartPole-v1 .* could not be taken back"):
+    with pytest.warns(UserWarning, match=r"^environments 0, 2 on rank 1 of CartPole-v1 .* could not be restored"):
         fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
 
 
@@ -472,14 +472,14 @@ def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) 
     walker = {"env_id": "BipedalWalker-v3", "env": {"training_wrappers": [limit]}}
     short = {"data": walker, "limit_val_batches": 0}
     fit("continuous", tmp_path / "first", 2, **short)
-    with pytest.warns(UserWarning, match="of BipedalWalker-v3 .* could not be taken back"):
+    with pytest.warns(UserWarning, match="of BipedalWalker-v3 .* could not be restored"):
         resumed = fit("continuous", tmp_path / "second", 4, str(tmp_path / "first/after_2.ckpt"), **short)
     assert resumed.policy_version == 4
 
 
 def test_a_checkpoint_of_another_backend_begins_new_episodes_with_a_warning(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "first", 2)
-    with pytest.warns(UserWarning, match="could not be taken back"):
+    with pytest.warns(UserWarning, match="could not be restored"):
         resumed = fit("native", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
     assert resumed.policy_version == 4
 

@@ -216,7 +216,7 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"seed": 11}, "seed=11 (before: 3), of evaluation and of further environments; others go on with the seeds"),
+        ({"seed": 11}, "seed=11 (before: 3); it seeds evaluation and new environments"),
         ({"env": {"kwargs": {"sutton_barto_reward": True}}}, "env.kwargs={'sutton_barto_reward': True} (before: {})"),
         (
             {"env": {"training_wrappers": ["tests.checkpointing.test_interruption.Interrupts"]}},
@@ -226,7 +226,7 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     ],
     ids=["seed", "arguments", "wrappers"],
 )
-@pytest.mark.filterwarnings("ignore:.*could not be taken back")
+@pytest.mark.filterwarnings("ignore:.*could not be restored")
 def test_other_settings_of_the_environments_are_said(data, said, resume):
     _, (message,) = resume("discrete", data=data)
     assert message.startswith(f"Resuming with {said}")
@@ -265,7 +265,7 @@ def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, c
     fit("continuous", tmp_path / "first", 2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
         fit("continuous", tmp_path / "second", 3, str(tmp_path / "first/after_2.ckpt"))
-    assert "Playing 144 recorded steps of Pendulum-v1 (backend 'sync') again" in caplog.text
+    assert "Replaying 144 recorded steps of Pendulum-v1 (backend 'sync')" in caplog.text
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
@@ -307,7 +307,7 @@ def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps
     model, (message,) = resume("continuous", data={name: value})
     assert message == f"Resuming with {name}={value} (before: {dict(rollout_length=24, rollouts_per_epoch=3)[name]})"
     assert (model.policy_version, model.env_steps) == (6, 4 * 72 + 2 * steps)
-    assert not [w for w in recwarn if "could not be taken back" in str(w.message)]
+    assert not [w for w in recwarn if "could not be restored" in str(w.message)]
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
@@ -325,9 +325,7 @@ def test_with_another_number_of_environments_those_that_there_were_go_on(
 
     monkeypatch.setattr(RolloutDataModule, "collect", watched)
     model, messages = resume("continuous", data={"num_envs": num_envs, "backend": backend})
-    change = (
-        f"Resuming with num_envs={num_envs} (before: 3); environments that there were before go on from where they were"
-    )
+    change = f"Resuming with num_envs={num_envs} (before: 3); environments in the checkpoint are restored"
     assert [message for message in messages if "backend" not in message] == [change]
     ranks = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     left = torch.stack([record["observation"] for record in ranks[0]["environments"]["environments"]])
@@ -336,7 +334,7 @@ def test_with_another_number_of_environments_those_that_there_were_go_on(
     assert len(begun[4]) == num_envs == len(begun[4].unique(dim=0))
     assert model.env_steps == 4 * 72 + 2 * 24 * num_envs
     assert model.reward_normalizer.moments.count == model.env_steps
-    assert not [w for w in recwarn if "could not be taken back" in str(w.message)]
+    assert not [w for w in recwarn if "could not be restored" in str(w.message)]
 
 
 def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
@@ -348,7 +346,7 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     )
     said = run_ranks("-c", code)
     assert said.count("Resuming with world_size=2 (before: 1); the earlier ranks continue") == 1
-    assert "could not be taken back" not in said
+    assert "could not be restored" not in said
     state = torch.load(tmp_path / "second/after_6.ckpt", weights_only=True)
     assert state["lightning_rl"]["env_steps"] == (4 + 2 * 2) * 72
     episodes = [rank["environments"]["episodes"] for rank in state["RolloutDataModule"]["ranks"]]

@@ -1,24 +1,38 @@
-"""When a user is told that environments are what a run waits for, and what to try."""
+"""The hint for runs that wait for their environments."""
+
+import logging
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_rl.data import bottleneck
-from lightning_rl.data.bottleneck import BottleneckWatch
+from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.environments import EnvironmentSpec
 
 
-def hints(env_seconds, between=10.0, count=20, backend="sync", num_envs=8):
-    watch = BottleneckWatch(EnvironmentSpec("CartPole-v1", backend=backend), num_envs)
-    return [watch.check(env_seconds, between * k) for k in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def four_cores(monkeypatch):
+@pytest.fixture
+def hints(monkeypatch, caplog):
+    """A function that returns the hint after each rollout, None where there was none."""
     monkeypatch.setattr(bottleneck.os, "cpu_count", lambda: 4)
 
+    def run(env_seconds, between=10.0, backend="sync", num_envs=8):
+        data = SimpleNamespace(spec=EnvironmentSpec("CartPole-v1", backend=backend), num_envs=num_envs)
+        trainer, hint, found = SimpleNamespace(datamodule=data), BottleneckHint(), []
+        hint.on_fit_start(trainer, None)
+        for index, seconds in enumerate(env_seconds):
+            monkeypatch.setattr(bottleneck.time, "perf_counter", lambda index=index: between * index)
+            with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
+                caplog.clear()
+                batch = SimpleNamespace(parts_of_seconds={"env": seconds}, actor=None)
+                hint.on_train_batch_start(trainer, None, batch, index)
+            found.append(caplog.messages[0] if caplog.messages else None)
+        return found
 
-def test_the_hint_comes_once_after_a_minute_with_the_share_and_the_backends_there_are():
-    found = hints(7.0)
+    return run
+
+
+def test_hint_comes_once_after_a_minute_and_names_other_backends(hints):
+    found = hints([7.0] * 20)
     assert [k for k, hint in enumerate(found) if hint is not None] == [6]
     assert found[6].startswith(
         "environments take 70% of the time (time/env_seconds), with backend='sync' and num_envs=8"
@@ -27,23 +41,19 @@ def test_the_hint_comes_once_after_a_minute_with_the_share_and_the_backends_ther
     assert "backend='async', a process for each environment, on 4 cores" in found[6]
 
 
-def test_nothing_is_said_where_learning_takes_as_long_nor_later():
-    assert hints(5.0) == [None] * 20
-    watch = BottleneckWatch(EnvironmentSpec("CartPole-v1"), 8)
-    early = [watch.check(1.0, 10.0 * k) for k in range(8)]
-    assert early + [watch.check(9.0, 80.0 + 10 * k) for k in range(20)] == [None] * 28, "it is judged once"
+def test_no_hint_if_learning_takes_as_long_in_the_first_minute(hints):
+    assert hints([5.0] * 20) == [None] * 20
+    assert hints([1.0] * 8 + [9.0] * 20) == [None] * 28
 
 
-def test_the_first_rollout_does_not_count():
-    watch = BottleneckWatch(EnvironmentSpec("CartPole-v1"), 8)
-    watch.check(1000.0, 0.0)
-    assert [watch.check(1.0, 10.0 * k) for k in range(1, 20)] == [None] * 19
+def test_the_first_rollout_does_not_count(hints):
+    assert hints([1000.0] + [1.0] * 19) == [None] * 20
 
 
-def test_what_is_proposed_depends_on_the_backend():
-    asynchronous = next(filter(None, hints(9.0, backend="async", num_envs=16)))
+def test_ideas_depend_on_the_backend(hints):
+    asynchronous = next(filter(None, hints([9.0] * 20, backend="async", num_envs=16)))
     assert (
         "fewer environments: their processes share 4 cores" in asynchronous and "backend='async'," not in asynchronous
     )
-    native = next(filter(None, hints(9.0, backend="native")))
+    native = next(filter(None, hints([9.0] * 20, backend="native")))
     assert "a larger num_envs" in native and "backend='native'," not in native

@@ -208,7 +208,7 @@ def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
 def test_each_rank_tells_of_the_first_environment_that_it_replaced():
     failing = {"env": {"kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "on_failure": "restart"}}
     data = attach(make_data("Probe/Failing-v0", **failing), 1, 2)
-    with pytest.warns(UserWarning, match=r"^rank 1: environment 0 .* raised in step: .* was made anew"):
+    with pytest.warns(UserWarning, match=r"^rank 1: environment 0 .* raised in step: .* was replaced"):
         data.collect()
     data.teardown("fit")
 

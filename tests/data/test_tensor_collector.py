@@ -152,7 +152,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
 @pytest.mark.parametrize("memory", [None, "gru"])
 def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_with_a_warning(memory):
     policy, tensors, _ = collectors({"memory": memory}, tells_final=False)
-    with pytest.warns(UserWarning, match=r"do not tell in info\['final_obs'\] what an episode reached"):
+    with pytest.warns(UserWarning, match=r"do not return info\['final_obs'\]"):
         rollout = tensors.collect(policy)
     cut = rollout.truncated
     assert cut.any()

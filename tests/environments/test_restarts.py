@@ -281,10 +281,10 @@ def test_restarts_are_logged_and_the_first_one_is_told(backend, how):
     logger, count = MemoryLogger(), CountSteps()
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.warns(
-        UserWarning, match=r"^environment 1 \(episode 2, seed \d+, step 2\) .*\. It was made anew"
+        UserWarning, match=r"^environment 1 \(episode 2, seed \d+, step 2\) .*\. It was replaced"
     ) as told:
         make_trainer(logger=logger, log_every_n_steps=2, callbacks=[count]).fit(model, data)
-    assert len([warning for warning in told if "made anew" in str(warning.message)]) == 1
+    assert len([warning for warning in told if "was replaced" in str(warning.message)]) == 1
     # Step 12 of 24 fails: in the second rollout of four, of which two are logged at a time.
     assert [value for _, value in logger.rows("rollout/env_restarts")] == [1, 0]
     assert count.env_steps == 2 * 24 - 1
@@ -310,7 +310,7 @@ def test_evaluation_gives_up_where_no_episode_comes_to_its_end():
     data = make_data(EVALUATION, 0)
     data.eval_spec.env.kwargs["episode_seed"] = None
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
-    with warnings.catch_warnings(), pytest.raises(EnvironmentFailure, match="so did the 3 episodes before this one"):
+    with warnings.catch_warnings(), pytest.raises(EnvironmentFailure, match="the 3 episodes before failed too"):
         make_trainer(limit_val_batches=1).validate(model, data, verbose=False)
 
 
