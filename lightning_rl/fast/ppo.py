@@ -23,7 +23,7 @@ from lightning_rl.fast.numpy_mlp import (
     overridden,
     tanh_parameters,
 )
-from lightning_rl.policies.actor_critic import ActorCritic, Trunk
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
 from lightning_rl.rollouts.batch import Batch
 
@@ -37,7 +37,7 @@ _OPTIONS = {
     "dual_clip": "clipping.dual",
     "value_huber_delta": "clipping.value_huber_delta",
 }
-_POLICY = [name for cls in (ActorCritic, Trunk) for name, member in vars(cls).items() if callable(member)]
+_POLICY = [name for name, member in vars(ActorCritic).items() if callable(member)]
 
 
 class KnownLoss:

@@ -1,4 +1,4 @@
-"""From an observation as an environment gives it to an action as it takes one, for a single environment or several."""
+"""Actions for the environments from their observations, both as arrays."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from lightning_rl.nested import Nested, leaves, map_leaves, map_space, part_at, space_leaves, without
+from lightning_rl.nested import Nested, map_leaves, map_space, part_at, space_leaves, without
 from lightning_rl.policies.interface import as_recurrent, to_environment
-from lightning_rl.policies.recurrent_state import forget
+from lightning_rl.policies.recurrent_state import reset_memory
 from lightning_rl.spaces import observation_dtype
 from lightning_rl.validation import ConfigurationError, check
 
 
 def acting_space(policy: nn.Module, observation_space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Return the space of what a policy needs to act: without the parts that only its critic sees."""
+    """Return the observation space without the parts that only the critic sees."""
     return without(observation_space, getattr(policy, "critic_only", None) or ())  # type: ignore[no-any-return]
 
 
@@ -30,25 +30,20 @@ def act(
     *,
     deterministic: bool = True,
     memory: Nested | None = None,
-    episode_starts: Any = None,  # noqa: ANN401 - flags, of one environment or several
+    episode_starts: Any = None,  # noqa: ANN401 - flags of one environment or several
 ) -> Nested:
-    """Return what environments take for what they give; see `OnPolicyAlgorithm.act`.
+    """Return the action for one observation `[*shape]`, or actions for several, `[B, *shape]`.
 
-    Args:
-        policy: Any policy of this package.
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        observation: `[*shape]` or `[B, *shape]`, nested as the space is.
-        deterministic: Take the mode rather than a sample, which PyTorch's global generator then draws.
-        memory: What came with the last action.
-        episode_starts: Where an episode begins, `[]` or `[B]`.
+    See `OnPolicyAlgorithm.act` for the arguments.
 
     Raises:
-        ConfigurationError: A part of the observation is missing or of another shape, or there is a memory too many.
+        ConfigurationError: A part of the observation is missing or has another shape, or a policy without memory was
+            given one.
     """
     space = acting_space(policy, observation_space)
     parts = {path: np.asarray(_part(observation, path)) for path in space_leaves(space)}
-    single = _is_single(space, parts)
+    num_rows = _num_rows(space, parts)
+    single = num_rows is None
     parameter = next(policy.parameters())
     paths = iter(parts)
 
@@ -56,17 +51,16 @@ def act(
         part = parts[next(paths)].astype(observation_dtype(leaf, parameter.dtype))
         return torch.from_numpy(part[None] if single else part).to(parameter.device)
 
-    observations = map_space(rows, space)
     recurrent = as_recurrent(policy)
     check(recurrent is not None or memory is None, "memory", "given", "None, since the policy has none")
     acting = {}
     if recurrent is not None:
-        num_rows = len(next(leaves(observations)))
-        before = recurrent.initial_memory(num_rows, critic=False) if memory is None else memory
-        acting["memory"] = (
-            before if episode_starts is None else forget(before, np.atleast_1d(np.asarray(episode_starts, bool)))
-        )
-    output = policy.act(observations, deterministic=deterministic, **acting)  # type: ignore[operator]
+        if memory is None:
+            memory = recurrent.initial_memory(1 if num_rows is None else num_rows, critic=False)
+        if episode_starts is not None:
+            memory = reset_memory(memory, np.atleast_1d(np.asarray(episode_starts, bool)))
+        acting["memory"] = memory
+    output = policy.act(map_space(rows, space), deterministic=deterministic, **acting)  # type: ignore[operator]
     actions = to_environment(action_space, map_leaves(lambda x: x.cpu().numpy(), output.environment_action))
     if single:
         actions = map_leaves(lambda x: x[0], actions)
@@ -80,18 +74,18 @@ def _part(observation: Nested, path: str) -> Any:  # noqa: ANN401
         raise ConfigurationError(f"observation has no {path!r}: expected every part that the policy acts on") from error
 
 
-def _is_single(space: spaces.Space[Any], parts: dict[str, Any]) -> bool:
-    """Whether observations are of one environment rather than rows of several."""
-    found = set()
+def _num_rows(space: spaces.Space[Any], parts: dict[str, Any]) -> int | None:
+    """Return the number of rows of an observation; None for a single observation."""
+    leading = set()
     for path, leaf in space_leaves(space).items():
-        shape, part = tuple(leaf.shape or ()), parts[path]
-        rows = part.shape[: part.ndim - len(shape)] if part.ndim >= len(shape) else None
-        fits = rows is not None and len(rows) < 2 and part.shape[len(rows) :] == shape
-        name = f"observation.{path}".rstrip(".")
-        if not fits:
-            raise ConfigurationError(f"{name} has the shape {part.shape}: expected {shape}, or rows of these")
-        found.add(rows)
-    if len(found) > 1:
-        numbers = ", ".join(sorted(map(str, found)))
-        raise ConfigurationError(f"observation: its parts are of different numbers of rows: {numbers}")
-    return found == {()}
+        shape, found = tuple(leaf.shape or ()), parts[path].shape
+        rows = found[: max(0, len(found) - len(shape))]
+        if len(rows) > 1 or rows + shape != found:
+            name = f"observation.{path}".rstrip(".")
+            raise ConfigurationError(f"{name} has the shape {found}: expected {shape}, or rows of this shape")
+        leading.add(rows)
+    if len(leading) > 1:
+        numbers = ", ".join(sorted(map(str, leading)))
+        raise ConfigurationError(f"observation: its parts have different numbers of rows: {numbers}")
+    rows = leading.pop()
+    return rows[0] if rows else None

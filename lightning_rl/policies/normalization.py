@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Self, cast, get_args
 
+import numpy as np
 import torch
+from gymnasium import spaces
 from torch import Tensor, nn
 
 from lightning_rl.distributed import Reduce, _identity, exact_dtype
-from lightning_rl.nested import Nested, join, module_name, part_at
-from lightning_rl.validation import check, is_one_of
+from lightning_rl.nested import Nested, join, module_name, part_at, replace_leaves, space_leaves
+from lightning_rl.spaces import is_image
+from lightning_rl.validation import check, check_number, is_one_of
 
 RewardScale = Literal["return_std", "reward_std"]
-"""What rewards are divided by: the running deviation of the discounted return, or that of the rewards themselves."""
+"""Divisor of rewards: the running standard deviation of the discounted return, or of the rewards themselves."""
 
 
 class ExactStates(nn.Module):
-    """Base of modules without submodules whose statistics keep their precision, whatever that of the network is.
+    """Base of modules without submodules whose buffers keep their precision when a network is cast.
 
     A float32 count would stop at 2^24, and a bfloat16 count at 256.
 
     Attributes:
-        stays_off: Types of devices that the statistics are not moved to.
+        stays_off: Types of devices that the buffers are not moved to.
     """
 
     stays_off: tuple[str, ...] = ()
@@ -38,11 +41,11 @@ class ExactStates(nn.Module):
 
 
 class RunningMoments(ExactStates):
-    """Count, mean and population variance of everything seen, merged by Chan et al. 1983.
+    """Running count, mean and population variance, merged by Chan et al. 1983.
 
     Args:
         shape: Shape of one observation.
-        initial_variance: What the variance is before any data.
+        initial_variance: Variance before any data.
     """
 
     count: Tensor
@@ -57,9 +60,10 @@ class RunningMoments(ExactStates):
 
     @torch.no_grad()
     def update(self, x: Tensor, reduce: Reduce = _identity) -> None:
-        """Take in `x`, shape `[N, *shape]`; with `reduce`, the union of all ranks' `x`.
+        """Merge the rows `x`, shape `[N, *shape]`, of all ranks that `reduce` sums over.
 
-        Ranks merge what is new, not their totals, so nothing is counted twice.
+        Ranks exchange sums of the new rows only, so that no row counts twice. If an entry is not finite, the update is
+        skipped.
         """
         x = x.to(self.mean.dtype)
         totals = reduce(torch.cat([x.new_tensor([x.shape[0]]), x.sum(0).flatten()]))
@@ -71,8 +75,7 @@ class RunningMoments(ExactStates):
         delta = mean - self.mean
         variance = (self.variance * self.count + squares) / new_count.clamp(min=1)
         variance += delta.square() * weight * (1 - weight)
-        # Without a single row nothing changes, not even the initial variance; nor where an entry is not finite, or
-        # the moments would be so for good.
+        # No rows leave the moments, and the initial variance, as they were.
         taken = (count > 0) & totals.isfinite().all() & squares.isfinite().all()
         self.variance.copy_(torch.where(taken, variance, self.variance))
         self.mean.copy_(torch.where(taken, self.mean + delta * weight, self.mean))
@@ -84,13 +87,13 @@ class RunningMoments(ExactStates):
 
 
 class ObservationNormalizer(nn.Module):
-    """Subtract the running mean, divide by the running deviation, clip.
+    """Subtracts the running mean, divides by the running standard deviation, and clips.
 
     Args:
         shape: Shape of one observation.
-        clip: Bound on the absolute normalised value.
+        clip: Bound of the absolute normalized value.
         epsilon: Added to the variance.
-        initial_variance: What the variance is before any data.
+        initial_variance: Variance before any data.
     """
 
     def __init__(
@@ -102,22 +105,22 @@ class ObservationNormalizer(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, observations: Tensor) -> Tensor:
-        """Normalise observations `[..., *shape]`, in at least float32; with mean 0 before any data."""
+        """Normalize observations `[..., *shape]`, in at least float32."""
         x = observations if observations.dtype == torch.float64 else observations.float()
         mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
 
     def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
-        """Take in observations `[N, *shape]`."""
+        """Merge observations `[N, *shape]` into the moments."""
         self.moments.update(observations, reduce)
 
 
 class NestedNormalizer(nn.Module):
-    """An `ObservationNormalizer` for each of some leaves; the others stay as they are.
+    """An `ObservationNormalizer` for some leaves; other leaves stay unchanged.
 
     Args:
-        shapes: Shape of each of these leaves, by its path.
-        **options: Those of each `ObservationNormalizer`.
+        shapes: Shapes of the normalized leaves, by path.
+        **options: Options of each `ObservationNormalizer`.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], **options: float) -> None:
@@ -127,11 +130,11 @@ class NestedNormalizer(nn.Module):
         self.leaves = nn.ModuleDict(normalizers)
 
     def forward(self, observations: Nested) -> Nested:
-        """Normalise nested observations, leaves `[..., *shape]`."""
+        """Normalize nested observations, leaves `[..., *shape]`."""
         return self._normalize(observations, "")
 
     def update(self, observations: Nested, reduce: Reduce = _identity) -> None:
-        """Take in nested observations, leaves `[N, *shape]`."""
+        """Merge nested observations, leaves `[N, *shape]`, into the moments."""
         for path in self.paths:
             self._of(path).update(part_at(observations, path), reduce)
 
@@ -146,13 +149,45 @@ class NestedNormalizer(nn.Module):
         return self._of(path)(x) if path in self.paths else x
 
 
+def make_normalizer(
+    space: spaces.Space[Any], options: Mapping[str, float]
+) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
+    """Return a normalizer of every `Box` that is no image, and the space of normalized observations.
+
+    Args:
+        space: Observation space.
+        options: Any of `clip`, `epsilon` and `initial_variance`, see `ObservationNormalizer`.
+
+    Raises:
+        ConfigurationError: The space has no such `Box`, or an option is unknown or out of range.
+    """
+    known = {"clip": {"above": 0}, "epsilon": {"at_least": 0}, "initial_variance": {"at_least": 0}}
+    for name, value in options.items():
+        check(name in known, "normalize_observations", options, f"true, false or some of {', '.join(known)}")
+        check_number(f"normalize_observations.{name}", value, **known[name])
+    shapes = {
+        path: leaf.shape
+        for path, leaf in space_leaves(space).items()
+        if isinstance(leaf, spaces.Box) and not is_image(leaf)
+    }
+    expected = f"False, since only a Box that is no image can be normalized, and {space} has none"
+    check(bool(shapes), "normalize_observations", True, expected)
+    bound = ObservationNormalizer((), **options).clip
+
+    def bounded(path: str, leaf: spaces.Space[Any]) -> spaces.Space[Any]:
+        return spaces.Box(-bound, bound, leaf.shape, np.float32) if path in shapes else leaf
+
+    normalizer = ObservationNormalizer(shapes[""], **options) if "" in shapes else NestedNormalizer(shapes, **options)
+    return normalizer, replace_leaves(bounded, space)
+
+
 ValueNormalization = Literal["running_std", "popart"]
 
 
 class ValueNormalizer(nn.Module):
-    """The value head predicts returns over their running deviation; nothing is subtracted, as DI-engine's `value_norm`.
+    """The value head predicts returns divided by their running standard deviation, as DI-engine's `value_norm`.
 
-    When the deviation changes, so does what the head is taken to mean.
+    Nothing is subtracted. When the standard deviation changes, so do the predicted values.
 
     Args:
         epsilon: Added to the variance.
@@ -164,7 +199,7 @@ class ValueNormalizer(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return differences of values or returns, of any shape, in units of the head: as they are before any data."""
+        """Return differences of values or returns, of any shape, in units of the head."""
         return x * self.moments.scale(self.epsilon).to(x.dtype)
 
     def denormalize(self, outputs: Tensor) -> Tensor:
@@ -173,15 +208,21 @@ class ValueNormalizer(nn.Module):
         return outputs / self.moments.scale(self.epsilon).to(outputs.dtype)
 
     def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
-        """Take in returns `[N]`, now that they have been learned from; each of `heads` predicts such."""
+        """Merge returns `[N]` into the moments, after the update that learned from them.
+
+        Args:
+            returns: Valid returns of this rank.
+            heads: The value heads, for `PopArt`.
+            reduce: Sums over ranks.
+        """
         self.moments.update(returns, reduce)
 
 
 class PopArt(ValueNormalizer):
-    """The head predicts returns less their running mean, over their deviation (van Hasselt et al. 2016).
+    """The value head predicts (return - mean) / standard deviation (van Hasselt et al. 2016).
 
-    When the moments change, its weights are rescaled such that every value stays what it was. The moments are those of
-    all returns so far, in place of the paper's moving averages.
+    When the moments change, the weights of the head are rescaled so that its values stay the same. The moments are
+    averages over all returns so far instead of the paper's moving averages.
     """
 
     def denormalize(self, outputs: Tensor) -> Tensor:
@@ -191,7 +232,7 @@ class PopArt(ValueNormalizer):
 
     @torch.no_grad()
     def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
-        """Take in returns `[N]`, and rescale `heads`."""
+        """Merge returns `[N]` into the moments, and rescale `heads`."""
         mean, deviation = self.moments.mean.clone(), 1 / self.moments.scale(self.epsilon)
         super().update(returns, heads, reduce)
         scale = self.moments.scale(self.epsilon)
@@ -202,10 +243,10 @@ class PopArt(ValueNormalizer):
 
 
 def make_value_normalizer(kind: ValueNormalization | None) -> ValueNormalizer | None:
-    """Return the normaliser of that name; None for None.
+    """Return the value normalizer of a kind; None for None.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The kind is unknown.
     """
     kinds = get_args(ValueNormalization)
     check(kind is None or is_one_of(kind, kinds), "value_normalization", kind, "null or one of " + ", ".join(kinds))

@@ -1,4 +1,4 @@
-"""Recurrent cores: what a policy remembers of the episode so far."""
+"""Recurrent cores, and the options of a policy's memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.nested import Nested, map_leaves
+from lightning_rl.policies.networks.mlp import at_least_float32, orthogonal_
 from lightning_rl.rollouts.sequences import Segments
 from lightning_rl.validation import check, check_bool, check_positive_int, is_int, is_one_of
 
 Memory = str | dict[str, Any] | None
-"""`lstm`, `gru`, or one of these with options: `{"kind": "lstm", "hidden_size": 256}`; None: no memory."""
+"""`lstm`, `gru`, `{"kind": "lstm", option: value}`, or None for no memory."""
 _KINDS = ("lstm", "gru")
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The options of a memory.
+    """Options of a policy's memory.
 
     Attributes:
         kind: `lstm` or `gru`.
         hidden_size: Units of each layer.
-        num_layers: Layers, one upon another.
-        separate: Whether actor and critic have a core each; None: if they have an encoder each.
-        sequence_length: Steps of the sequences that are learned from, each from the state that was stored at its
-            beginning; None: as many as a rollout has.
-        burn_in: Steps before each of them over which its state is made anew with the current parameters.
+        num_layers: Number of stacked layers.
+        separate: Give actor and critic a core each. None does so if they have an encoder each.
+        sequence_length: Length of the training sequences, which begin with a state stored while acting. None for the
+            whole rollout.
+        burn_in: Steps before each sequence over which its first state is recomputed with the current parameters.
     """
 
     kind: str
@@ -40,11 +41,11 @@ class MemoryOptions:
     burn_in: int = 0
 
     @classmethod
-    def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - what a user has given
-        """Return the options that `memory` is set to; None where there is none.
+    def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - unchecked input of a user
+        """Return the options for a value of `memory`.
 
         Raises:
-            ConfigurationError: It is no kind of memory, or an option is unknown or out of range.
+            ConfigurationError: The kind or an option is unknown, or an option is out of range.
         """
         if value is None:
             return None
@@ -63,7 +64,7 @@ class MemoryOptions:
             check_bool("memory.separate", options.separate)
         check(is_int(options.burn_in) and options.burn_in >= 0, "memory.burn_in", options.burn_in, "0 or more steps")
         has_before = options.burn_in == 0 or options.sequence_length is not None
-        expected = "0 where sequence_length is None: there is nothing before the sequences of whole rollouts"
+        expected = "0 if sequence_length is None: no steps precede the sequence of a whole rollout"
         check(has_before, "memory.burn_in", options.burn_in, expected)
         return options
 
@@ -71,7 +72,7 @@ class MemoryOptions:
         """Return whether actor and critic have a core each.
 
         Raises:
-            ConfigurationError: They are to share a core, but no encoder.
+            ConfigurationError: `separate` is False, but they have an encoder each.
         """
         if self.separate is None:
             return not shared_encoder
@@ -80,10 +81,10 @@ class MemoryOptions:
         return self.separate
 
     def num_sequences(self, rollout_shape: tuple[int, int]) -> int:
-        """Return into how many sequences a rollout of shape `(T, B)` is cut.
+        """Return the number of sequences in a rollout of shape `(T, B)`.
 
         Raises:
-            ConfigurationError: `sequence_length` does not divide its length.
+            ConfigurationError: `sequence_length` does not divide `T`.
         """
         length, num_envs = rollout_shape
         size = self.sequence_length or length
@@ -92,22 +93,18 @@ class MemoryOptions:
         return length // size * num_envs
 
     def stored_steps(self, length: int) -> list[int]:
-        """Return the steps of a rollout at which the state is stored: for each sequence the one it is unrolled from."""
+        """Return the step of a rollout from whose state each sequence is unrolled."""
         return [max(0, begin - self.burn_in) for begin in range(0, length, self.sequence_length or length)]
 
 
 class RecurrentCore(nn.Module):
     """An LSTM (Hochreiter and Schmidhuber 1997) or GRU (Cho et al. 2014) between encoder and heads.
 
-    Weights are orthogonal with a gain of 1, all biases zero, that of the LSTM's forget gate too. It computes in at
-    least float32 in every precision: what is rounded in one step goes on into all that follow.
-
-    Args:
-        in_features: Of what comes in at each step.
-        options: Kind and size.
+    Weights are orthogonal with a gain of 1. All biases are zero, including the bias of the LSTM's forget gate. The core
+    computes in at least float32, because rounding errors add up over the steps.
 
     Attributes:
-        out_features: Of what goes out.
+        out_features: Number of outputs.
     """
 
     def __init__(self, in_features: int, options: MemoryOptions) -> None:
@@ -116,19 +113,15 @@ class RecurrentCore(nn.Module):
         self.num_layers = options.num_layers
         self.is_lstm = options.kind == "lstm"
         self.rnn = (nn.LSTM if self.is_lstm else nn.GRU)(in_features, options.hidden_size, options.num_layers)
-        with torch.no_grad():
-            for weight in self.rnn.parameters():
-                if weight.dim() == 1:
-                    nn.init.zeros_(weight)
-                else:  # the decomposition does not exist in half precision
-                    exact = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                    weight.copy_(nn.init.orthogonal_(exact))
+        for weight in self.rnn.parameters():
+            if weight.dim() == 1:
+                nn.init.zeros_(weight)
+            else:
+                orthogonal_(weight, 1.0)
 
     def initial(self, batch_size: int) -> Nested:
-        """Return the state before an episode: zeros `[B, layers, hidden]`, of an LSTM a pair of them."""
-        weight = self.rnn.all_weights[0][0]
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        zeros = torch.zeros(batch_size, self.num_layers, self.out_features, dtype=dtype, device=weight.device)
+        """Return the state before an episode: zeros `[B, layers, hidden]`, for an LSTM a pair of them."""
+        zeros = self._weights()[0][0].new_zeros(batch_size, self.num_layers, self.out_features)
         return (zeros, zeros.clone()) if self.is_lstm else zeros
 
     def step(self, features: Tensor, state: Nested) -> tuple[Tensor, Nested]:
@@ -147,19 +140,19 @@ class RecurrentCore(nn.Module):
             return x, map_leaves(lambda *parts: torch.stack(parts, 1), *new_states)
 
     def forward(self, features: Tensor, segments: Segments, memory: Nested) -> tuple[Tensor, Nested]:
-        """Unroll over sequences, from zeros wherever an episode begins.
+        """Unroll over sequences, with a zero state where an episode begins.
 
         Args:
-            features: Of all rows, `[N, f]`.
+            features: Features of all rows, `[N, f]`.
             segments: Which rows follow one another.
-            memory: Before the first row of each sequence, `[S, layers, hidden]`.
+            memory: State before the first row of each sequence, `[S, layers, hidden]`.
 
         Returns:
             Outputs `[N, hidden]` in the order of rows, and the state after the last row of each sequence.
         """
         with torch.autocast(features.device.type, enabled=False):
             weights = [weight for layer in self._weights() for weight in layer]
-            if not len(features):  # no step at all: outputs depend on every parameter all the same, as other layers' do
+            if not len(features):  # no rows on this rank: the outputs must depend on every parameter, for DDP
                 nothing = 0 * sum((w.sum() for w in weights), features.sum())
                 return nothing + weights[0].new_zeros(0, self.out_features), memory
             x = features.to(weights[0].dtype)[segments.rows]
@@ -174,15 +167,12 @@ class RecurrentCore(nn.Module):
 
     def _weights(self) -> Sequence[Sequence[Tensor]]:
         """Return weights and biases of each layer."""
-        weights = self.rnn.all_weights
-        if weights[0][0].dtype in (torch.float32, torch.float64):
-            return weights
-        return [[weight.float() for weight in layer] for layer in weights]
+        return [[at_least_float32(weight) for weight in layer] for layer in self.rnn.all_weights]
 
     def _unroll_packed(
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
     ) -> tuple[Tensor, Nested]:
-        """Unroll in one call of cuDNN, which knows of batches that grow smaller."""
+        """Unroll in one call of cuDNN, with decreasing batch sizes."""
         shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False)
         if self.is_lstm:
             outputs, h, c = torch.lstm(x, segments.batch_sizes, state, weights, *shape)
@@ -192,9 +182,9 @@ class RecurrentCore(nn.Module):
     def _unroll_in_runs(
         self, x: Tensor, segments: Segments, state: Nested, weights: list[Tensor]
     ) -> tuple[Tensor, Nested]:
-        """Unroll in one call for each stretch of steps at which the same segments go on.
+        """Unroll in one call for each range of steps with the same segments.
 
-        On the CPU a call for a rectangle of steps and segments takes a tenth of what the one for packed sequences does.
+        On the CPU this takes a tenth of the time of a call with packed sequences.
         """
         shape = (True, self.num_layers, 0.0, torch.is_grad_enabled(), False, False)
         outputs, ended = [], []

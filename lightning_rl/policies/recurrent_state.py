@@ -1,4 +1,4 @@
-"""What a policy remembers while it acts: one state for each environment, zero where an episode begins."""
+"""The recurrent state of a policy while it acts: one row per environment, zero at the start of an episode."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
 Array = np.ndarray[Any, Any]
 
 
-def forget(memory: Nested, episode_starts: Array | Tensor) -> Nested:
-    """Return a memory `[B, ...]` with zeros where a new episode begins, `[B]`."""
+def reset_memory(memory: Nested, episode_starts: Array | Tensor) -> Nested:
+    """Return a recurrent state `[B, ...]` with zeros where a new episode begins, `[B]`."""
     if isinstance(episode_starts, np.ndarray):
         if not episode_starts.any():
             return memory
@@ -26,12 +26,12 @@ def forget(memory: Nested, episode_starts: Array | Tensor) -> Nested:
 
 
 class RecurrentState:
-    """The memory of a policy over rollouts, and what of it learning needs.
+    """The recurrent state across rollouts, and the states that learning needs.
 
     Attributes:
-        state: Before the next step, `[B, ...]`; None before the first rollout, and of a policy that has no memory.
-        stored: That of the steps of this rollout at which it is wanted.
-        burn_in: How many steps these are before the sequences that are learned from.
+        state: State before the next step, `[B, ...]`; None before the first rollout, and without memory.
+        stored: States of this rollout from which sequences are unrolled.
+        burn_in: Number of steps from each of these states to the beginning of its sequence.
     """
 
     def __init__(self) -> None:
@@ -39,46 +39,46 @@ class RecurrentState:
         self.stored: list[Nested] = []
         self.burn_in = 0
         self._steps: Sequence[int] = ()
-        # Of single environments, after the steps whose values go on from another observation than the next one.
+        # States of single environments after steps that bootstrap from another observation than the next one.
         self._after: dict[tuple[int, int], Nested] = {}
 
-    def start_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # noqa: ANN401 - of any make
-        """Forget what was kept of the last rollout; where this is the first one, begin with an empty memory."""
+    def start_rollout(self, policy: Any, num_envs: int, length: int) -> None:  # noqa: ANN401 - a `RecurrentPolicy`
+        """Drop the stored states of the last rollout; the first rollout begins with the initial state."""
         self.stored, self._after = [], {}
         self._steps, self.burn_in = policy.memory.stored_steps(length), policy.memory.burn_in
         initial = policy.initial_memory(num_envs)
-        # One that was restored may be of a run in another precision.
+        # A resumed run may have another precision.
         self.state = initial if self.state is None else map_leaves(lambda x, y: x.to(y.dtype), self.state, initial)
 
     def before(self, t: int) -> Nested | None:
-        """Return the state to act from at step `t`, and keep it if it is wanted."""
+        """Return the state before step `t`, and store it if a sequence is unrolled from it."""
         self.stored += [self.state] * self._steps.count(t)
         return self.state
 
     def after(
         self, t: int, state: Nested, episode_starts: Array | Tensor, truncated: Sequence[int], failed: Sequence[int]
     ) -> None:
-        """Take in the state after step `t`.
+        """Continue with the state after step `t`.
 
         Args:
             t: The step.
-            state: What acting gave.
-            episode_starts: Where the next observation is an episode's first, `[B]`.
-            truncated: Environments whose episode goes on from the value of a final observation.
-            failed: Those whose episode ended, without an observation of its own, with the step before.
+            state: State that the policy returned, `[B, ...]`.
+            episode_starts: Whether the next observation is the first of an episode, `[B]`.
+            truncated: Environments whose episode bootstraps from a final observation.
+            failed: Environments that failed in this step. Their episode ended with the step before.
         """
         self.store(t, truncated, state)
-        # Where the step before ended the episode, there is nothing to go on from, or it was kept with that step.
+        # An episode that had ended anyway keeps the state that was stored then.
         self.store(t - 1, [index for index in failed if (t - 1, index) not in self._after], self.state)
-        self.state = forget(state, episode_starts)
+        self.state = reset_memory(state, episode_starts)
 
     def store(self, t: int, indices: Sequence[int], state: Nested) -> None:
-        """Have the values of what some environments reached with step `t` be those from `state`, `[B, ...]`."""
+        """Store the rows `indices` of a state `[B, ...]` as the states after step `t`."""
         for index in indices:
             self._after[t, index] = map_leaves(itemgetter(index), state)
 
     def at(self, places: Sequence[Sequence[int]]) -> Nested | None:
-        """Return the states after some steps `(t, environment)`, `[K, ...]`; None of a policy that has no memory."""
+        """Return the stored states after steps `(t, environment)`, `[K, ...]`; None if there are none."""
         kept = [self._after[t, index] for t, index in places] if self._after else []
         return map_stacked(torch.stack, kept) if kept else None
 
@@ -87,7 +87,7 @@ class RecurrentState:
         return None if self.state is None else map_leaves(lambda x: x.to("cpu", copy=True), self.state)
 
     def load_state_dict(self, state: Nested | None, exact: Array, device: torch.device) -> None:
-        """Go on from a state; environments that are not `exact`, `[B]`, or were not there begin with an empty one."""
+        """Restore a state; environments that are new or not `exact`, `[B]`, get the initial state."""
         if state is None:
             self.state = None
             return
@@ -98,4 +98,4 @@ class RecurrentState:
             own[:count] = stored[:count]
             return own.to(device)
 
-        self.state = forget(map_leaves(load, state), ~exact)
+        self.state = reset_memory(map_leaves(load, state), ~exact)

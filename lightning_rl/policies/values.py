@@ -1,4 +1,4 @@
-"""Values and log-probabilities of whole rollouts: while collecting, and recomputed later."""
+"""Values and log-probabilities of whole rollouts, while collecting and recomputed later."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_rl.policies.recurrent_state import RecurrentState
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.rollouts.rollout import Rollout
 
-# Where a whole rollout is evaluated at once, rows and entries per forward pass, so that memory stays bounded.
+# Limits of a forward pass, which bound its memory: rows, and entries of observations.
 _MAX_ROWS, _MAX_ENTRIES = 8192, 2**24
 
 
 class Finals(NamedTuple):
-    """The observations from whose values truncated steps go on.
+    """The final observations from which truncated steps bootstrap.
 
     Attributes:
         indices: Time and environment of each step, `[K, 2]`.
-        observations: What they reached, `[K, ...]`.
-        memory: Of a policy that has one, after the step, `[K, ...]`.
+        observations: `[K, ...]`.
+        memory: Recurrent state after each step, `[K, ...]`; None without memory.
     """
 
     indices: Tensor
@@ -37,7 +37,7 @@ class Finals(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Of the steps of a rollout, `[T, B]` each; see `Rollout`."""
+    """Log-probabilities and values of a rollout, `[T, B]` each; see `Rollout`."""
 
     log_probs: Tensor
     values: Tensor
@@ -46,7 +46,7 @@ class Estimates(NamedTuple):
 
 @torch.no_grad()
 def estimate(
-    policy: Any,  # noqa: ANN401 - a `Policy`, with memory or without
+    policy: Any,  # noqa: ANN401 - a `Policy` or `RecurrentPolicy`
     observations: Nested,
     actions: Nested,
     log_probs: Tensor | None,
@@ -55,25 +55,25 @@ def estimate(
     finals: Finals,
     last_memory: Nested | None,
 ) -> Estimates:
-    """Return what acting gave of log-probabilities and values, and compute what it did not.
+    """Complete the log-probabilities and values that the policy returned while acting.
 
     Args:
-        policy: That acted.
+        policy: The policy that acted.
         observations: `[T + 1, B, ...]`.
         actions: `[T, B, ...]`.
-        log_probs: `[T, B]`, where acting gave them; else None.
-        values: Likewise.
-        terminated: `[T, B]`; nothing follows there, which has the value 0.
-        finals: Of truncated steps.
-        last_memory: Of a policy that has one, before the last observation.
+        log_probs: `[T, B]`; None to compute them.
+        values: `[T, B]`; None to compute them.
+        terminated: `[T, B]`; a terminal state has the value 0.
+        finals: Final observations of truncated steps.
+        last_memory: Recurrent state before the last observation; None without memory.
     """
     if log_probs is None:
         acted = map_leaves(itemgetter(slice(0, -1)), observations)
         log_probs = in_chunks(lambda pair: policy.log_prob(*pair), (acted, actions), lead=2)
-    return Estimates(log_probs, *estimate_values(policy, observations, values, terminated, finals, last_memory))
+    return Estimates(log_probs, *_estimate_values(policy, observations, values, terminated, finals, last_memory))
 
 
-def estimate_values(
+def _estimate_values(
     policy: Any,  # noqa: ANN401
     observations: Nested,
     values: Tensor | None,
@@ -81,12 +81,13 @@ def estimate_values(
     finals: Finals,
     last_memory: Nested | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the values of a rollout, and those of what its steps reached, `[T, B]`; arguments as in `estimate`."""
+    """Return `values` and `next_values`, `[T, B]`; arguments as in `estimate`."""
     if values is None:
         all_values = in_chunks(policy.value, observations, lead=2)
     else:
         last = map_leaves(itemgetter(-1), observations)
-        all_values = torch.cat([values, _value(policy, last, last_memory)[None]])
+        last_value = policy.value(last) if last_memory is None else policy.value(last, last_memory)
+        all_values = torch.cat([values, last_value[None]])
     next_values = all_values[1:].clone()
     if len(finals.indices):
         reached = (finals.observations,) if finals.memory is None else (finals.observations, finals.memory)
@@ -96,68 +97,60 @@ def estimate_values(
     return all_values[:-1], next_values.masked_fill_(terminated, 0)
 
 
-def _value(policy: Any, observations: Nested, memory: Nested | None) -> Tensor:  # noqa: ANN401
-    """Return values of observations `[N, ...]`, of a policy with memory from there on."""
-    value: Tensor = policy.value(observations) if memory is None else policy.value(observations, memory)
-    return value
-
-
 def in_chunks(function: Callable[[Nested], Nested], x: Nested, lead: int) -> Nested:
-    """Apply `function`, row by row in effect, to nested tensors with `lead` leading dimensions, in chunks of the first.
+    """Apply a row-wise function to nested tensors in chunks of bounded size, and concatenate the results.
 
-    The chunks of what it returns are put together again along that dimension.
+    Args:
+        function: Maps nested tensors with `lead` leading dimensions to nested tensors.
+        x: Split along the first dimension.
+        lead: Number of leading dimensions.
     """
     width = math.prod(first_leaf(x).shape[1:lead])
     entries = sum(math.prod(leaf.shape[lead:]) for leaf in leaves(x))
-    size = max(1, max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries))) // max(1, width))
-    starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk of a rank that has no rows too
+    size = max(1, min(_MAX_ROWS, _MAX_ENTRIES // max(1, entries)) // max(1, width))
+    starts = range(0, max(len(first_leaf(x)), 1), size)  # one chunk even if a rank has no rows
     chunks = [map_leaves(itemgetter(slice(start, start + size)), x) for start in starts]
     return map_stacked(torch.cat, [function(chunk) for chunk in chunks])
 
 
 @torch.no_grad()
 def with_recomputed_values(policy: Policy, rollout: Rollout) -> Rollout:
-    """Return a rollout of the same steps with the values of `policy` as it is now.
+    """Return a copy of a rollout with the values of `policy` as it is now.
 
-    A policy with memory goes through the rollout again from the memory with which it began.
-
-    Args:
-        policy: Estimates them.
-        rollout: Stays as it is.
+    A policy with memory is run over the rollout again, from the recurrent state at its start.
     """
     result = copy.copy(rollout)
-    result.values, result.next_values = _estimate(policy, rollout)
+    result.values, result.next_values = _recompute_values(policy, rollout)
     return result
 
 
 @torch.no_grad()
 def values_reached(policy: Policy, rollout: Rollout, values: Tensor) -> Tensor:
-    """Return the values of what the steps of a rollout reached, `[T, B]`; 0 at a terminal state.
+    """Return the value of the observation that each step of a rollout led to, `[T, B]`; 0 for a terminal state.
 
-    A policy with memory goes through the rollout again from the memory with which it began.
+    A policy with memory is run over the rollout again, from the recurrent state at its start.
 
     Args:
-        policy: Estimates those of the last observations and of the final ones of truncated episodes.
-        rollout: Of this policy, or another.
-        values: Of its observations by `policy`, `[T, B]`.
+        policy: Estimates the values of last and final observations.
+        rollout: A rollout of this or another policy.
+        values: Values of the rollout's observations by `policy`, `[T, B]`.
     """
-    return _estimate(policy, rollout, values)[1]
+    return _recompute_values(policy, rollout, values)[1]
 
 
-def _estimate(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return values of a rollout's observations, `known` where they are, and of what its steps reached, `[T, B]`."""
+def _recompute_values(policy: Policy, rollout: Rollout, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return `values` (`known` if given) and `next_values`, `[T, B]`."""
     memory, values = RecurrentState(), None
     if rollout.memory is not None:
-        memory, values = _relive(cast(RecurrentPolicy, policy), rollout)
+        memory, values = _rerun(cast(RecurrentPolicy, policy), rollout)
     values = values if known is None else known
     finals = Finals(rollout.final_indices, rollout.final_observations, memory.at(rollout.final_indices.tolist()))
-    here, reached = estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
+    here, reached = _estimate_values(policy, rollout.observations, values, rollout.terminated, finals, memory.state)
     return here.to(rollout.values.dtype), reached.to(rollout.values.dtype)
 
 
-def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, Tensor]:
-    """Return what the policy remembers after a rollout, and its value at each step."""
-    assert rollout.starts is not None
+def _rerun(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, Tensor]:
+    """Run a policy over a rollout. Return its recurrent states, and its value at each step, `[T, B]`."""
     memory, values = RecurrentState(), []
     memory.state = map_leaves(itemgetter(0), rollout.memory)
     ends = rollout.dones if rollout.valid is None else rollout.dones | ~rollout.valid
@@ -174,23 +167,23 @@ def _relive(policy: RecurrentPolicy, rollout: Rollout) -> tuple[RecurrentState, 
 
 
 @torch.no_grad()
-def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN401 - a `Policy`, with memory or without
+def acting_distributions(policy: Any, rollout: Rollout) -> Nested:  # noqa: ANN401 - a `Policy` or `RecurrentPolicy`
     """Return the parameters of the distributions that a rollout's actions were drawn from.
 
-    Call it before anything is updated: the current policy is the one that acted.
+    Call this before the first update from the rollout, while the current policy is the one that acted.
 
     Returns:
-        `[T, B, ...]`; of a policy with memory `[N, ...]`, in the order of `Rollout.flatten`.
+        `[T, B, ...]`; with memory `[N, ...]`, in the order of `Rollout.flatten`.
     """
     if rollout.memory is None:
         observations = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)
         return in_chunks(lambda x: policy(x)[0].parameters(), observations, lead=2)
-    # Copies: what is the same for all observations is a view of a parameter, which the updates change.
+    # Copies, since a distribution parameter may be a view of a parameter of the policy, which the updates change.
     return map_leaves(torch.clone, on_rows(policy, rollout.flatten())[0].parameters())
 
 
 def on_rows(policy: Any, batch: Batch) -> tuple[Distribution, Tensor]:  # noqa: ANN401
-    """Return action distribution and value of every row of a batch, with what the policy remembers there."""
+    """Return action distribution and value of every row of a batch, from the recurrent states of its sequences."""
     if batch.sequences is None:
         return policy(batch.observations)  # type: ignore[no-any-return]
     return policy(batch.observations, batch.sequences)  # type: ignore[no-any-return]

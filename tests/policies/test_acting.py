@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_named():
         model.act({"place": np.zeros(3)})
     with pytest.raises(ConfigurationError, match=r"observation\.place has the shape \(4,\): expected \(3,\), or rows"):
         model.act({"place": np.zeros(4), "action_mask": np.ones(3)})
-    with pytest.raises(ConfigurationError, match="its parts are of different numbers of rows"):
+    with pytest.raises(ConfigurationError, match="its parts have different numbers of rows"):
         model.act({"place": np.zeros((2, 3)), "action_mask": np.ones((1, 3))})
     with pytest.raises(ConfigurationError, match="memory='given' is not valid: expected None, since the policy has"):
         PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(np.zeros(3), memory={})

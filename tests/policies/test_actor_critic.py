@@ -136,7 +136,7 @@ def test_normalised_encoders_are_told_the_range_they_see():
 
 @pytest.mark.parametrize("space", [IMAGE, spaces.Discrete(3)])
 def test_images_and_discrete_observations_cannot_be_normalised(space):
-    with pytest.raises(ConfigurationError, match=r"normalize_observations=True .* for a Box that is no image"):
+    with pytest.raises(ConfigurationError, match=r"normalize_observations=True .* only a Box that is no image"):
         ActorCritic(space, spaces.Discrete(2), normalize_observations=True)
 
 

@@ -203,7 +203,7 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
         ({"kind": "gru", "num_layers": 1.5}, r"memory.num_layers=1.5 is not valid"),
         ({"kind": "gru", "sequence_length": 0}, "memory.sequence_length=0 is not valid"),
         ({"kind": "gru", "burn_in": -1, "sequence_length": 4}, "memory.burn_in=-1 is not valid: expected 0 or more"),
-        ({"kind": "gru", "burn_in": 2}, "memory.burn_in=2 is not valid: expected 0 where sequence_length is None"),
+        ({"kind": "gru", "burn_in": 2}, "memory.burn_in=2 is not valid: expected 0 if sequence_length is None"),
         ({"kind": "gru", "separate": "no"}, "memory.separate='no' is not valid: expected true or false"),
         ({"kind": "gru", "separate": False}, "memory.separate=False is not valid: expected true or None"),
     ],
