@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from lightning_rl.validation import ConfigurationError, check, did_you_mean
 
@@ -40,6 +39,37 @@ def default_groups(cls: type) -> dict[str, Group]:
     return {name: value for name, value in defaults_of(cls).items() if is_dataclass(value)}
 
 
+def types_of(source: Callable[..., Any]) -> dict[str, Any]:
+    """Return the type of each option of a function or a class by its full name, such as `optimizer.max_grad_norm`.
+
+    Options of a base class are included if the constructor passes `**kwargs` on to it.
+    """
+    types: dict[str, Any] = {}
+    for function in (
+        [vars(cls)["__init__"] for cls in source.__mro__ if "__init__" in vars(cls)]
+        if isinstance(source, type)
+        else [source]
+    ):
+        parameters = list(inspect.signature(function).parameters.values())
+        hints = get_type_hints(function)
+        for parameter in parameters:
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) and parameter.name in hints:
+                types |= _leaf_types(parameter.name, hints[parameter.name])
+        if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return types
+
+
+def _leaf_types(name: str, hint: Any) -> dict[str, Any]:  # noqa: ANN401
+    group = next((one for one in (hint, *get_args(hint)) if is_dataclass(one)), None)
+    if group is None:
+        return {name: hint}
+    fields_of_group = get_type_hints(group).items()
+    return {
+        key: leaf for field, inner in fields_of_group for key, leaf in _leaf_types(f"{name}.{field}", inner).items()
+    }
+
+
 def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
     """Raise for options that neither a class nor its bases have.
 
@@ -47,20 +77,8 @@ def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
         ConfigurationError: Names the option, and options with a similar name, in groups too.
     """
     for name, value in unknown.items():
-        near = _similar(name, flat(defaults_of(cls), default_groups(cls)))
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        hint = did_you_mean(name, flat(defaults_of(cls), default_groups(cls)))
         raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
-
-
-def _similar(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three full names, the nearest first; `l2_policy` and `policy` also mean `optimizer.l2.policy`."""
-    endings: dict[str, list[str]] = {}
-    for full in known:
-        parts = full.split(".")
-        for start in range(len(parts)):
-            endings.setdefault("_".join(parts[start:]), []).append(full)
-    near = [name] if name in endings else get_close_matches(name, endings, cutoff=0.6)
-    return [*dict.fromkeys(full for ending in near for full in endings[ending])][:3]
 
 
 def changed(name: str, group: Group, given: Any) -> Group:  # noqa: ANN401 - what a user gave

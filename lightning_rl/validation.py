@@ -68,16 +68,25 @@ def check(condition: bool, field: str, value: object, expected: str) -> None:
         raise ConfigurationError(f"{field}={value!r} is not valid: expected {expected}")
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question to end a message with, nothing where no name of `known` is near.
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a question to end a message with, or an empty string if no known name is similar.
 
-    Args:
-        name: What is unknown.
-        known: What could have been meant.
-        cutoff: How near a name must be, from 0 to 1.
+    Groups may be left out or joined otherwise, and words shortened to initials: `l2_policy` suggests
+    `optimizer.l2.policy`, and `lr` suggests `learning_rate`.
     """
-    near = difflib.get_close_matches(name, known, n=3, cutoff=cutoff)
-    return f"; did you mean {', '.join(near)}?" if near else ""
+    initials: dict[str, list[str]] = {}
+    endings: dict[str, list[str]] = {}
+    for full in sorted(known, key=lambda full: full.count(".")):
+        parts = full.lower().split(".")
+        initials.setdefault("".join(word[:1] for word in parts[-1].split("_")), []).append(full)
+        for start in range(len(parts)):
+            endings.setdefault("_".join(parts[start:]), []).append(full)
+    meant = {**initials, **endings}
+    asked = name.lower().split(".")
+    exact = [short for start in range(len(asked)) if (short := "_".join(asked[start:])) in meant][:1]
+    near = exact or difflib.get_close_matches(asked[-1], endings, cutoff=0.7)
+    names = [*dict.fromkeys(full for short in near for full in meant[short])][:3]
+    return f"; did you mean {' or '.join(names)}?" if names else ""
 
 
 def is_int(value: object) -> TypeGuard[int]:

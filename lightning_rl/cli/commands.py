@@ -18,12 +18,12 @@ def run_command(arguments: list[str]) -> bool:
     if not arguments or arguments[0] not in COMMANDS or arguments[0] in TRAINER_COMMANDS:
         return False
     filter_command_line_warnings()
-    CommandParser.given = arguments[1:]
+    CommandParser.given = arguments
     try:
         options = make_parser(arguments[0]).parse_args(arguments[1:])
         globals()[arguments[0]](**options)
     except Exception as error:
-        end_with_message(error)
+        end_with_message(error, arguments)
         raise
     return True
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,7 +18,7 @@ from lightning_rl.tools.export import RoundTripError
 from lightning_rl.validation import ConfigurationError
 
 DEBUG = "LIGHTNING_RL_DEBUG"
-"""Environment variable that has errors shown with their whole traceback."""
+"""Environment variable that shows errors with their whole traceback."""
 _EXPECTED = (
     CheckpointFailure,
     ConfigurationError,
@@ -27,14 +29,14 @@ _EXPECTED = (
     RankFailure,
     RoundTripError,
 )
-# Of the folder of a logger, a figure, an export. Where a file is not there, the traceback says who looked for it.
+# Raised for the folder of a logger, a figure or an export. A missing file needs the traceback, which says who reads it.
 _NOT_USABLE = (PermissionError, NotADirectoryError, FileExistsError)
 
 
 def error_message(error: BaseException) -> str | None:
-    """Return the message of an error, None where only a traceback would help.
+    """Return the message of an error; None if the user needs the traceback.
 
-    The parser wraps what a class raises when it is made; the cause of the error says more.
+    The parser wraps the errors of constructors, so the causes of an error are searched too.
     """
     for cause in causes(error):
         if isinstance(cause, _EXPECTED):
@@ -44,18 +46,30 @@ def error_message(error: BaseException) -> str | None:
     return None
 
 
-def end_with_message(error: BaseException) -> None:
-    """End the process with one message and status 1; return where only a traceback would help, or one is wanted."""
+def end_with_message(error: BaseException, arguments: Sequence[str]) -> None:
+    """End the process with one message and status 1; return if the user needs the traceback, or asked for it."""
     if not os.environ.get(DEBUG) and (message := error_message(error)) is not None:
-        print(f"lightning-rl: error: {message}", file=sys.stderr, flush=True)
+        lines = [f"lightning-rl: error: {message}", *missing_module(error, arguments)]
+        print("\n".join(lines), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
 
 
+def missing_module(error: BaseException | None, arguments: Sequence[str]) -> list[str]:
+    """Return a line with the command that finds a missing module, if the module lies beside a configuration."""
+    for name in [cause.name for cause in causes(error) if isinstance(cause, ModuleNotFoundError) and cause.name]:
+        module = name.partition(".")[0]
+        for folder in [Path(argument.rpartition("=")[2]).parent for argument in arguments if ".yaml" in argument]:
+            if (folder / f"{module}.py").is_file() or (folder / module).is_dir():
+                command = f"PYTHONPATH={shlex.quote(str(folder))} lightning-rl {shlex.join(arguments)}"
+                return [f"Python does not search the folder of the configuration, where {module} is. Use: {command}"]
+    return []
+
+
 def _place(failure: EnvironmentFailure) -> str:
-    """Return the line of an environment that raised, in this process or in a worker: the traceback is not shown."""
+    """Return the line in which an environment raised, in this process or in a worker process."""
     text = "" if failure.__cause__ is None else "".join(traceback.format_tb(failure.__cause__.__traceback__))
-    # The first traceback that a worker reports is that of the environment.
+    # A worker reports the traceback of the environment first.
     text = text or "".join(getattr(failure, "__notes__", [])).partition("\nThe above exception was")[0]
     frames = [line for line in text.splitlines() if line.startswith('  File "')]
-    own = str(Path(__file__).parents[1])  # what found out that a worker is gone
+    own = str(Path(__file__).parents[1])  # a frame of this package has found that a worker is gone
     return f"\n{frames[-1]}" if frames and own not in frames[-1] else ""

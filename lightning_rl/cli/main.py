@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import yaml
@@ -20,7 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_rl import OnPolicyAlgorithm, RolloutDataModule  # with all classes, whose short names are known then
 from lightning_rl.callbacks import EnvStepLimit, EpisodeRecorder
-from lightning_rl.callbacks.episode_recorder import EpisodeLines, RecordAs
+from lightning_rl.callbacks.episode_recorder import EpisodeLines
 from lightning_rl.callbacks.policy_summary import PolicySummary
 from lightning_rl.callbacks.progress_bars import EnvStepProgressBar
 from lightning_rl.checkpointing.atomic import LastCheckpoint
@@ -42,76 +40,20 @@ from lightning_rl.checkpointing.run_folders import (
 )
 from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 from lightning_rl.cli.errors import end_with_message
-from lightning_rl.cli.parser import CommandParser, HelpAll, as_list, chooses_data_class, relative, say
+from lightning_rl.cli.parser import CommandParser, ShortHelp, as_list, chooses_data_class, relative, say
 from lightning_rl.cli.saved_config import SaveConfig, configuration
 from lightning_rl.distributed import end_all_ranks
 from lightning_rl.files import check_intact, read_yaml
 from lightning_rl.tools.curves import changes
 from lightning_rl.tools.shipped_configs import ActionConfig
 from lightning_rl.training.checks import check_strategy
-from lightning_rl.training.parameter_groups import Part
 from lightning_rl.training.warning_filters import filter_command_line_warnings
 from lightning_rl.validation import ConfigurationError, check, check_positive_int
 
-_CKPT_PATH_HELP = {
-    "fit": "Checkpoint to go on from: a file, 'last' for the newest one of this algorithm and environment, or 'best'.",
-    "validate": "Checkpoint to load: a file, or 'last' or 'best' of the newest run of this algorithm and environment.",
-}
-_FIRST_OPTIONS = {
-    *("help", "help_all", "print_config", "config", "seed_everything", "max_env_steps", "num_threads", "ckpt_path"),
-    *("init_from", "record", "record_as", "model", "model.help", "data", "data.help"),
-    *(f"data.{name}" for name in ("env_id", "num_envs", "rollout_length", "rollouts_per_epoch", "backend")),
-    *("data.env.kwargs", "data.evaluation.episodes"),
-}
-"""Options that `--help` lists."""
 DEFAULT_ENV_STEPS = 1_000_000
 """Where a run ends to which nothing else sets an end."""
 _OF_THE_NEWEST = (None, "step")
 """What callbacks monitor that keep the newest checkpoints, not the best."""
-
-
-def _run_options(
-    max_env_steps: int | float | None = None,
-    num_threads: int | None = None,
-    init_from: str | None = None,
-    init_parts: Part | list[Part] | None = None,
-    resume_changes: Literal["refuse", "allow"] = "refuse",
-) -> None:
-    """Options of a run.
-
-    Args:
-        max_env_steps: Stop with the first rollout that reaches this number of environment steps of all ranks. Without
-            a limit here or of the Trainer (max_epochs, max_steps, max_time) this is 1000000; trainer.max_epochs=-1
-            trains until it is stopped.
-        num_threads: Number of threads that PyTorch computes with on the CPU; 1 is fastest for small networks.
-        init_from: Checkpoint of any algorithm and environment whose parameters a new run begins with, as far as they
-            fit, at step 0 and with a fresh optimizer. Ignored when resuming.
-        init_parts: What to take from it: policy, critic or normalizers, or several as [policy, critic]; null takes all
-            of them, as far as they are there.
-        resume_changes: Whether a resumed run may have other settings of model and data than its last start.
-    """
-
-
-def _record_options(record: str | None = None, record_as: RecordAs | list[RecordAs] | None = None) -> None:
-    """Options of predict.
-
-    Args:
-        record: Folder to write the episodes to.
-        record_as: As what: video (one file for each), minari (a data set), or both: [video, minari]. By default both,
-            as far as their extras are installed.
-    """
-
-
-class _RunParser(CommandParser):
-    """The parser of a command of the Trainer, with the options that the command has besides."""
-
-    def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
-        """Add the arguments of a method of the Trainer, then the options of this package."""
-        added: list[str] = super().add_method_arguments(theclass, themethod, *args, **kwargs)
-        if themethod == "predict":
-            self.add_function_arguments(_record_options)
-        describe_options(self, themethod)
-        return added
 
 
 class OnPolicyCLI(LightningCLI):
@@ -125,10 +67,13 @@ class OnPolicyCLI(LightningCLI):
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
         self._lock = RunLock()
         try:
-            with self._no_empty_run_dir():
-                super().__init__(*args, **kwargs)
-        except Exception as error:
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            super().__init__(*args, **kwargs)
+        except BaseException as error:
+            if self.run_dir is not None:
+                remove_empty(self.run_dir)
+            self._lock.release()
+            ranks_have_met = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if isinstance(error, Exception) and ranks_have_met:
                 end_all_ranks(error, getattr(self.trainer.strategy.launcher, "procs", []))
             raise
         if self.subcommand is not None:  # the command is over
@@ -149,9 +94,8 @@ class OnPolicyCLI(LightningCLI):
         return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Link the spaces, and add what belongs to a run rather than to one of its parts."""
+        """Give the model the spaces of the data."""
         link_spaces(parser)
-        parser.add_function_arguments(_run_options)
 
     def _parse_ckpt_path(self) -> None:
         """Resolve `last` and `best`, and choose the folder of the run.
@@ -227,17 +171,6 @@ class OnPolicyCLI(LightningCLI):
     def _option(self, name: str) -> Any:  # noqa: ANN401
         """Return an option of the command, with its classes instantiated."""
         return self.config_init[self.subcommand].get(name)
-
-    @contextlib.contextmanager
-    def _no_empty_run_dir(self) -> Iterator[None]:
-        """Leave no folder behind for a run that did not begin."""
-        try:
-            yield
-        except BaseException:
-            if self.run_dir is not None:
-                remove_empty(self.run_dir)
-            self._lock.release()
-            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:  # noqa: ANN401
         """Give the Trainer a logger, checkpoints and a progress bar, unless the configuration has its own."""
@@ -367,32 +300,10 @@ def link_spaces(parser: LightningArgumentParser) -> None:
     Args:
         parser: Of a command, with or without the subclass modes of `LightningCLI`.
     """
-    spaces = ("observation_space", "action_space")
-    options: dict[str, Any] = {action.dest: action for action in parser._actions}
-    for space in spaces:
-        model = "model" if f"model.{space}" in options else "model.init_args"
+    is_class = "model.observation_space" not in parser.get_defaults(skip_validation=True)
+    model = "model.init_args" if is_class else "model"
+    for space in ("observation_space", "action_space"):
         parser.link_arguments(f"data.{space}", f"{model}.{space}", apply_on="instantiate")
-    if "model.help" in options:  # which would list the spaces as required
-        options["model.help"].sub_add_kwargs = {**options["model.help"].sub_add_kwargs, "skip": set(spaces)}
-
-
-def describe_options(parser: Any, command: str) -> None:  # noqa: ANN401 - Lightning's annotation is wider
-    """Have `--help` list the options of a first run, and `--help_all` all of them.
-
-    Args:
-        parser: The `CommandParser` of a command.
-        command: Its name.
-    """
-    parser.add_argument("--help_all", action=HelpAll, help="Show all options and exit.")
-    parser.listed = _FIRST_OPTIONS
-    parser.usage = f"lightning-rl {command} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]"
-    parser.description = (
-        f"{COMMANDS[command]} Options of an algorithm: lightning-rl {command} --model.help PPO. All options, also of "
-        f"the Trainer (--trainer.accelerator cpu) and the data: lightning-rl {command} --help_all."
-    )
-    for action in parser._actions:
-        if action.dest == "ckpt_path":
-            action.help = _CKPT_PATH_HELP.get(command, _CKPT_PATH_HELP["validate"])
 
 
 def _rounded(score: float) -> str:
@@ -413,6 +324,15 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
     CommandParser.given = arguments = sys.argv[1:] if args is None else args
     others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, each with a --help of its own: "
+    commands = {
+        name: {
+            "usage": f"lightning-rl {name} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]",
+            "description": f"{COMMANDS[name]} Options of an algorithm: lightning-rl {name} --model.help PPO. "
+            "All options, also of the Trainer (--trainer.accelerator cpu) and the data: "
+            f"lightning-rl {name} --help_all.",
+        }
+        for name in OnPolicyCLI.subcommands()
+    }
     try:
         with early_termination():
             return OnPolicyCLI(
@@ -420,8 +340,8 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 RolloutDataModule,
                 subclass_mode_model=True,
                 subclass_mode_data=chooses_data_class(arguments),
-                parser_class=_RunParser,
-                parser_kwargs={"prog": "lightning-rl", "description": about + others},
+                parser_class=CommandParser,
+                parser_kwargs={"description": about + others, "formatter_class": ShortHelp, **commands},
                 save_config_callback=SaveConfig,
                 save_config_kwargs={"save_to_log_dir": False},
                 # A validation before training says nothing here; an epoch of rollouts is short.
@@ -431,5 +351,5 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
                 args=args,
             )
     except Exception as error:
-        end_with_message(error)
+        end_with_message(error, arguments)
         raise

@@ -1,59 +1,143 @@
-"""The parser of the command line: one message for each error, with what was probably meant."""
+"""The parser of the command line: options of a run, short help, and one message for each mistake."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from argparse import SUPPRESS, Action
-from collections.abc import Collection, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from jsonargparse import ArgumentParser
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch import loggers
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 
 import lightning_rl
+from lightning_rl.callbacks.episode_recorder import RecordAs
 from lightning_rl.cli import TRAINER_COMMANDS
-from lightning_rl.cli.errors import error_message
+from lightning_rl.cli.errors import error_message, missing_module
+from lightning_rl.options import types_of
 from lightning_rl.tools.shipped_configs import resolve
+from lightning_rl.training.parameter_groups import Part
+from lightning_rl.validation import ConfigurationError, did_you_mean, import_class
 
 _Word = TypeVar("_Word", bound=str)
-_CLASS_OPTIONS = ("model", "data", "trainer.callbacks", "trainer.logger")
-"""Options whose values are classes; those of classes are options below them."""
+_BASES: dict[str, type] = {
+    "model": lightning_rl.OnPolicyAlgorithm,
+    "data": LightningDataModule,
+    "trainer.callbacks": Callback,
+    "trainer.logger": Logger,
+}
+"""Options whose values are classes, with the base class of these."""
+_FIRST_OPTIONS = {
+    *("help", "help_all", "print_config", "config", "seed_everything", "max_env_steps", "num_threads", "ckpt_path"),
+    *("init_from", "record", "record_as", "model", "model.help", "data", "data.help", "subcommand"),
+    *(f"data.{name}" for name in ("env_id", "num_envs", "rollout_length", "rollouts_per_epoch", "backend")),
+    *("data.env.kwargs", "data.evaluation.episodes"),
+}
+"""Options that `--help` lists."""
+
+
+def run_options(
+    max_env_steps: int | float | None = None,
+    num_threads: int | None = None,
+    ckpt_path: str | None = None,
+    init_from: str | None = None,
+    init_parts: Part | list[Part] | None = None,
+    resume_changes: Literal["refuse", "allow"] = "refuse",
+) -> None:
+    """Options of a run.
+
+    Args:
+        max_env_steps: Stop with the first rollout that reaches this number of environment steps of all ranks. Without
+            a limit here or of the Trainer (max_epochs, max_steps, max_time) this is 1000000; trainer.max_epochs=-1
+            trains until it is stopped.
+        num_threads: Number of CPU threads of PyTorch; 1 is fastest for small networks.
+        ckpt_path: Checkpoint to resume or to evaluate: a file, 'last' for the newest one of this algorithm and
+            environment, or 'best'.
+        init_from: Checkpoint of any algorithm and environment whose parameters initialize a new run, as far as they
+            fit; the optimizer and the step count start fresh. Ignored when resuming.
+        init_parts: Parts to copy from it: policy, critic or normalizers, or several as [policy, critic]; null copies
+            all parts that the checkpoint has.
+        resume_changes: Whether a resumed run may change settings of model and data since its last start.
+    """
+
+
+def record_options(record: str | None = None, record_as: RecordAs | list[RecordAs] | None = None) -> None:
+    """Options of predict.
+
+    Args:
+        record: Folder to write the episodes to.
+        record_as: Format: video (one file for each), minari (a data set), or both: [video, minari]. The default is
+            both, as far as their extras are installed.
+    """
+
+
+class ShortHelp(DefaultHelpFormatter):
+    """Help on the options of a first run."""
+
+    def add_argument(self, action: Action) -> None:
+        """Add an option if it is one of these."""
+        if action.dest in _FIRST_OPTIONS:
+            super().add_argument(action)
+
+
+class _HelpAll(Action):
+    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - as in argparse
+        super().__init__(nargs=0, default=SUPPRESS, **kwargs)
+
+    def __call__(self, parser: Any, *_: object) -> None:  # noqa: ANN401 - a `CommandParser`
+        parser.formatter_class = DefaultHelpFormatter
+        parser.print_help()
+        parser.exit()
 
 
 class CommandParser(LightningArgumentParser):
-    """A parser that says what is wrong, and where to look, but does not list every option.
+    """A parser that answers a mistake with the option, its value and a suggestion, instead of the usage.
 
     Attributes:
         given: The arguments of the program.
-        listed: Options that `--help` lists; None: all.
+        sources: Name of a group of options, and the class or function whose parameters they are.
     """
 
     given: Sequence[str] = ()
-    listed: Collection[str] | None = None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
-        # An option that lacks its end is misspelled, on the command line as in a file.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+        # Abbreviated options are refused, as in a configuration.
         super().__init__(*args, **{"prog": "lightning-rl", "allow_abbrev": False, **kwargs})
+        self.sources: list[tuple[str, Callable[..., Any]]] = []
 
-    def format_help(self, *args: Any) -> str:  # noqa: ANN401 - those of the parser
-        """Return the help, with the listed options only."""
-        listed = [action.dest for action in self._actions] if self.listed is None else self.listed
-        hidden = {action: action.help for action in self._actions if action.dest not in listed}
-        for action in hidden:
-            action.help = SUPPRESS  # for now: what is hidden for good is not in configurations either
-        try:
-            return str(super().format_help(*args))
-        finally:
-            for action, text in hidden.items():
-                action.help = text
+    def add_function_arguments(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Add the parameters of a function, and keep their types for error messages."""
+        self.sources.append(("", function))
+        return list(super().add_function_arguments(function, *args, **kwargs))
+
+    def add_lightning_class_args(self, lightning_class: Any, nested_key: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Add the options of the Trainer, the model or the data, and keep their types for error messages."""
+        self.sources.append((nested_key, lightning_class))
+        return super().add_lightning_class_args(lightning_class, nested_key, *args, **kwargs)
+
+    def add_class_arguments(self, theclass: Any, nested_key: str | None = None, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Add the options of a class; `--model.help` leaves out the spaces, which the data give."""
+        if nested_key == "model":
+            kwargs["skip"] = {"observation_space", "action_space"}
+        return list(super().add_class_arguments(theclass, nested_key, *args, **kwargs))
+
+    def add_method_arguments(self, theclass: Any, themethod: str, *args: Any, **kwargs: Any) -> list[str]:  # noqa: ANN401
+        """Add the arguments of a method of the Trainer, and the options of every run."""
+        kwargs["skip"] = {*kwargs["skip"], "ckpt_path"}  # documented in `run_options`
+        added = list(super().add_method_arguments(theclass, themethod, *args, **kwargs))
+        self.add_function_arguments(run_options)
+        if themethod == "predict":
+            self.add_function_arguments(record_options)
+        self.add_argument("--help_all", action=_HelpAll, help="Show all options and exit.")
+        return [*added, "ckpt_path"]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print one message and exit with status 2."""
@@ -61,33 +145,30 @@ class CommandParser(LightningArgumentParser):
             super().error(message, ex)
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
-        text = (None if ex is None else error_message(ex)) or message
-        hints, helps = suggestions(parser, self.given)
-        lines = [f"lightning-rl: error: {text}", *hints, f"All options: {', '.join([f'{program} --help', *helps])}"]
-        sys.stderr.write("\n".join(lines) + "\n")
+        given = [(name.replace(".init_args", "").replace(".dict_kwargs", ""), x) for name, x in settings(self.given)]
+        classes, found = _chosen_classes(given)
+        types = dict.fromkeys(parser.get_defaults(skip_validation=True).keys(), Any)
+        for group, source in [*parser.sources, *classes]:
+            types |= {f"{group}.{name}".removeprefix("."): hint for name, hint in types_of(source).items()}
+        found += _mistakes(given, types)
+        # The parser names the first mistake only, and knows more: the other settings may be right.
+        text = (None if ex is None else error_message(ex)) or "\n".join(x for key, x in found if key in message)
+        lines = [f"lightning-rl: error: {text or message}", *missing_module(ex, self.given)]
+        if "subcommand" in types and "model" not in dict(given):
+            lines.append("To start: lightning-rl fit --config ppo/cartpole, or --model PPO --data.env_id CartPole-v1")
+        helps = [f"{program} {'--help_all' if 'trainer' in dict(parser.sources) else '--help'}"]
+        helps += [f"--{option}.help {cls.__name__}" for option, cls in dict(classes).items()]
+        sys.stderr.write("\n".join([*lines, f"All options: {', '.join(helps)}"]) + "\n")
         sys.exit(2)
 
 
-class HelpAll(Action):
-    """The option that shows the help of all options."""
-
-    def __init__(self, **kwargs: Any) -> None:  # noqa: ANN401 - those of argparse
-        super().__init__(nargs=0, default=SUPPRESS, **kwargs)
-
-    def __call__(self, parser: Any, *_: object) -> None:  # noqa: ANN401 - a `CommandParser`
-        """Show it and exit."""
-        parser.listed = None
-        parser.print_help()
-        parser.exit()
-
-
 def settings(arguments: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the options that arguments, and configurations that they name, set: `("data.num_envs", 8)`."""
+    """Yield the options that arguments set, in configurations too, with their values: `("data.num_envs", 8)`."""
     for argument, following in pairwise([*arguments, ""]):
         option, equals, value = argument.partition("=")
         content = _content(value if equals else following)
         if option in ("-c", "--config"):
-            for name, setting in _flat(content, ""):  # of a command, or of the whole program
+            for name, setting in _flat(content, ""):
                 command, _, rest = name.partition(".")
                 yield (rest if command in TRAINER_COMMANDS else name), setting
         elif option.startswith("--"):
@@ -99,15 +180,15 @@ def _flat(content: Any, name: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
     if isinstance(content, dict):
         for key, value in content.items():
             yield from _flat(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(content, list) and name in _CLASS_OPTIONS:
+    elif isinstance(content, list) and name in _BASES:
         for entry in content:
             yield from _flat(entry, name)
     elif name:
         yield name, content
 
 
-def _content(value: str) -> Any:  # noqa: ANN401 - whatever is in it
-    """Return what a file has, or an argument itself; nothing where the parser will say what is wrong with it."""
+def _content(value: str) -> Any:  # noqa: ANN401 - YAML
+    """Return the content of a file or an argument; None if the parser will report an error in it."""
     try:
         value = resolve(value)
         return yaml.safe_load(Path(value).read_text() if Path(value).is_file() else value)
@@ -116,9 +197,9 @@ def _content(value: str) -> Any:  # noqa: ANN401 - whatever is in it
 
 
 def chooses_data_class(arguments: Sequence[str]) -> bool:
-    """Whether arguments, or a configuration that they name, say which class the data are of.
+    """Return whether arguments, or a configuration that they name, choose the class of the data.
 
-    Where none does, the options of `RolloutDataModule` are those of `data` itself.
+    If not, the options of `RolloutDataModule` are the options of `data` itself.
     """
     chosen = ("data.class_path", "data.init_args")
     return any(
@@ -126,60 +207,70 @@ def chooses_data_class(arguments: Sequence[str]) -> bool:
     )
 
 
-def suggestions(parser: ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a line for each option and class that does not exist, and where the options of classes are listed.
-
-    Args:
-        parser: Of the command.
-        arguments: Of the program.
-    """
-    options = {action.dest for action in parser._actions if not action.dest.endswith("help")}
-    homes = (loggers, lightning_callbacks, lightning_rl)
-    classes = {name: getattr(home, name) for home in homes for name in home.__all__}
-    by_lower = {name.lower(): name for name in classes}
-    lines: list[str] = []
-    helps: list[str] = []
-    given = [(name.replace(".init_args", "").replace(".dict_kwargs", ""), value) for name, value in settings(arguments)]
+def _chosen_classes(given: Iterable[tuple[str, Any]]) -> tuple[list[tuple[str, type]], list[tuple[str, str]]]:
+    """Return the option and the class of each chosen class, and the value and a message for each that is none."""
+    chosen, messages = [], []
     for name, value in given:
         option = name.removesuffix(".class_path")
-        if option not in _CLASS_OPTIONS or option not in options or not isinstance(value, str):
+        if option not in _BASES or not isinstance(value, str):
             continue
-        if (cls := classes.get(value.removeprefix("lightning_rl."))) is not None:
-            of_class = ArgumentParser()
-            of_class.add_class_arguments(cls, option, fail_untyped=False)
-            options |= {action.dest for action in of_class._actions if not action.dest.endswith("help")}
-            helps += [] if (text := f"--{option}.help {value}") in helps else [text]
-        elif near := get_close_matches(value.lower(), by_lower):
-            lines.append(f"--{option} {value}: did you mean {' or '.join(by_lower[name] for name in near)}?")
-    groups = {option.rpartition(".")[0] for option in options}
-    for name, _ in given:
-        is_known = name in options or any(name.startswith(f"{option}.") for option in options - groups)
-        if not is_known and not name.endswith(".class_path") and (near := _near(name, sorted(options - groups))):
-            lines.append(f"--{name}: did you mean {' or '.join(f'--{option}' for option in near)}?")
-    if any(action.dest == "subcommand" for action in parser._actions) and "model" not in dict(given):
-        lines.append("To start: lightning-rl fit --config ppo/cartpole, or --model PPO --data.env_id CartPole-v1")
-    return lines, helps
+        known = {cls.__name__: cls for cls in _subclasses(_BASES[option])}
+        try:
+            chosen.append((option, known.get(value) or import_class(option, value, _BASES[option])))
+        except ConfigurationError as error:
+            hint = "" if "." in value else did_you_mean(value, known)
+            messages.append((value, f"{option}={value!r} is no known class{hint}" if hint else str(error)))
+    return chosen, messages
 
 
-def _near(name: str, options: list[str]) -> list[str]:
-    """Return options that end like a name (`gamma`), have its letters as initials (`lr`), or are spelled similarly."""
-    end = name.rpartition(".")[2]
-    ends = {option: option.rpartition(".")[2] for option in options}
-    same = [
-        option for option in options if end in (ends[option], "".join(word[:1] for word in ends[option].split("_")))
-    ]
-    similar = get_close_matches(name, options, cutoff=0.8)
-    alike = [option for option in options if get_close_matches(end, [ends[option]], cutoff=0.8)]
-    return same or similar or alike or [option for option in options if option.startswith(name)]
+def _subclasses(cls: type[Any]) -> list[type]:
+    return [one for subclass in cls.__subclasses__() for one in (subclass, *_subclasses(subclass))]
+
+
+def _mistakes(given: Iterable[tuple[str, Any]], types: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the last part of the name and a message for each option that does not exist or has a wrong type."""
+    groups = {name.rpartition(".")[0] for name in types}
+    options = {name: hint for name, hint in types.items() if name not in groups}
+    for name, value in given:
+        last = name.rpartition(".")[2]
+        if name in options and name not in _BASES:
+            if not _fits(value, options[name]):
+                yield last, f"{name}={value!r} is not valid: expected {_expected(options[name])}"
+        elif not (name in {*types, *groups} or last == "class_path" or any(name.startswith(f"{x}.") for x in options)):
+            yield last, f"{name}={value!r} is no option{did_you_mean(name, options)}"
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401 - a type
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+        parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    except ValueError:  # not a type that the parser can check
+        pass
+    return True
+
+
+def _expected(hint: Any) -> str:  # noqa: ANN401 - a type
+    """Return a type in words: `a number or null`."""
+    origin, parts = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, UnionType, Literal):
+        *first, last = dict.fromkeys(str(part) if origin is Literal else _expected(part) for part in parts)
+        return f"{', '.join(first)} or {last}" if first else last
+    if origin in (list, Sequence):
+        return f"a list in brackets: [{_expected(parts[0])}, ...]"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", dict: "a dict", NoneType: "null"}
+    return words.get(origin, getattr(origin, "__name__", str(origin)))
 
 
 def as_list(given: _Word | list[_Word] | None) -> list[_Word]:
-    """Return a list, of one word where no list was given: `--record_as video` needs no brackets."""
+    """Return a list, with one word if no list was given: `--record_as video` needs no brackets."""
     return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def relative(path: str | Path) -> str:
-    """Return a path as it can be typed in a shell, from the current folder where it lies in it."""
+    """Return a path as it can be typed in a shell, relative to the current folder if that contains it."""
     path = Path(path).absolute()
     return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 

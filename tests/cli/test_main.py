@@ -32,6 +32,7 @@ from lightning_rl import (
     RolloutDataModule,
 )
 from lightning_rl.__main__ import run
+from lightning_rl.cli.commands import run_command
 from lightning_rl.cli.main import OnPolicyCLI, link_spaces, main
 from lightning_rl.cli.parser import chooses_data_class
 from lightning_rl.policies.distributions import SquashedGaussian
@@ -72,7 +73,7 @@ def configuration(capsys, *arguments: str) -> dict:
 def refused(capsys, *arguments: str, status: int = 1) -> str:
     """The one message of a command that fails, with its suggestions."""
     with pytest.raises(SystemExit) as exit_:
-        main(list(arguments))
+        run_command(list(arguments)) or main(list(arguments))
     assert exit_.value.code == status
     lines = capsys.readouterr().err.splitlines()
     errors = [line for line in lines if line.startswith("lightning-rl: error: ")]
@@ -267,7 +268,7 @@ def test_the_class_of_the_data_can_be_chosen(capsys):
         assert not chooses_data_class(["fit", "--config", file, "--data.num_envs=3"])
     assert not chooses_data_class(["fit", "--data={env_id: CartPole-v1}", "--model.class_path=PPO", "--config"])
     message = refused(capsys, "fit", "--config", "data.yaml", "--model=BehaviourCloning", "--data.episode=x", status=2)
-    assert "did you mean --data.episodes" in message
+    assert "did you mean data.episodes" in message
 
 
 def test_a_printed_configuration_is_a_configuration(capsys):
@@ -596,68 +597,71 @@ def test_a_bad_setting_is_one_message_and_status_1_and_leaves_no_run_folder(caps
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "data:\n  num_envz: 3\n",
-            "Subcommand 'fit' does not accept option 'data.num_envz'\n.* did you mean .*num_envs",
-        ),
-        ("dota:\n  num_envs: 3\n", "Subcommand 'fit' does not accept option 'dota.num_envs'"),
-        ("data:\n  num_envs: many\n", '"data.num_envs":.*Expected .*int.* Got value: many'),
-        ("data:\n  backend: envpol\n", "\"data.backend\":.*Expected .*'sync', 'async'.* Got value: envpol"),
-        ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "'gama' is not accepted.* mean --model.gamma"),
-        ("model:\n  class_path: PPPO\n", '"model":.*path string: PPPO.*--model PPPO: did you mean PPO'),
+        ("data:\n  num_envz: 3\n", "data.num_envz=3 is no option; did you mean data.num_envs or"),
+        ("dota:\n  num_envs: 3\n", "dota.num_envs=3 is no option; did you mean data.num_envs or"),
+        ("data:\n  num_envs: many\n", "data.num_envs='many' is not valid: expected an integer$"),
+        ("data:\n  backend: envpol\n", "data.backend='envpol' is not valid: expected sync, .*, torch or envpool$"),
+        ("model:\n  class_path: PPO\n  init_args:\n    gama: 0.9\n", "model.gama=0.9 is no .* you mean model.gamma"),
+        ("model:\n  class_path: PPPO\n", "model='PPPO' is no known class; did you mean PPO"),
         ("data: [1, 2\n", r"config='bad\.yaml' cannot be read: .*while parsing a flow sequence.*, line 1, column 7"),
-        ("max_env_steps: ten\n", '"max_env_steps":.*Expected .*int.*Given value: ten'),
-        ("max_env_steps: true\n", '"max_env_steps":.*Expected .*int.*Given value: True'),
-        ("model:\n  init_args:\n    clip_range: fast\n", '"clip_range":.*Expected .*float.*Given value: fast'),
+        ("max_env_steps: ten\n", "max_env_steps='ten' is not valid: expected an integer, a number or null$"),
+        ("max_env_steps: true\n", "max_env_steps=True is not valid: expected an integer"),
+        ("model:\n  init_args:\n    clip_range: fast\n", "model.clip_range='fast' is not valid: expected a number"),
     ],
     ids=["key", "section", "type", "choice", "argument", "class", "syntax", "run", "truth", "schedule"],
 )
 def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, message):
     Path("bad.yaml").write_text(content)
-    assert re.search(message, refused(capsys, "fit", "--config", CARTPOLE, "--config", "bad.yaml", status=2), re.DOTALL)
+    assert re.match(message, refused(capsys, "fit", "--config", CARTPOLE, "--config", "bad.yaml", status=2), re.DOTALL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "ppo/cartpole", "exprt"], "invalid choice: 'exprt'"),
-        (["fit"], "required: fit.data.env_id, fit.model\nTo start: lightning-rl fit --config ppo/cartpole, or --model"),
-        (["test", "--model=PPO"], "required: test.data.env_id"),
-        (["fit", "--config", "nowhere.yaml"], "\"config\": File does not exist: '.*nowhere.yaml'"),
-        (["fit", "--config=ppo/cartpol"], "config='ppo/cartpol': expected a file, or .* configuration like ppo/cartpo"),
+        (["--config", "ppo/cartpole", "exprt"], ".*invalid choice: 'exprt'"),
         (
-            ["fit", *SMALL, "--init_parts=[nonsense]"],
-            "\"init_parts\":.*'policy', 'critic', .* Got value: nonsense",
+            ["fit"],
+            ".*required: fit.data.env_id, fit.model\nTo start: lightning-rl fit --config ppo/cartpole, or --model",
         ),
-        *((["fit", *SMALL, f"--max_env_steps={n}"], f'"max_env_steps":.*value: {n}') for n in ("ten", "True")),
+        (["test", "--model=PPO"], ".*required: test.data.env_id"),
+        (["fit", "--config", "nowhere.yaml"], ".*\"config\": File does not exist: '.*nowhere.yaml'"),
+        (["fit", "--config=ppo/cartpol"], "config='ppo/cartpol': expected a file, or .* configuration like ppo/cartpo"),
+        (["fit", *SMALL, "--init_parts=[nonsense]"], r"init_parts=\['nonsense'\] .*: expected policy, critic or norm"),
+        *((["fit", *SMALL, f"--max_env_steps={n}"], f"max_env_steps={n!r} is not valid") for n in ("ten", True)),
         *(
             (
                 ["fit", *SMALL, f"--model={algorithm}", f"--model.{option}=linear(0.2)"],
-                rf'{algorithm}.*"{option}":.*float.*Given value: linear\(0.2\)',
+                rf"model.{option}='linear\(0.2\)' is not valid: expected a number",
             )
             for algorithm, option in (("PPO", "clip_range"), ("PPO", "learning_rate"), ("IMPALA", "vtrace_lambda"))
         ),
-        (["fit", *SMALL, "--data.info_keys=1"], '"data.info_keys":.*Expected .*Sequence.* Got value: 1'),
-        (["fit", *SMALL, "--data.env.wrappers=1"], '"data.env.wrappers":.*Expected .*list.*Given value: 1'),
-        (["fit", *SMALL, "--data.env.kwargs=x"], '"data.env.kwargs":.*Expected .*dict.*Got value: x'),
-        (["fit", *SMALL, "--data.nonsense=3"], "unrecognized arguments: --data.nonsense=3$"),
-        (["fit", *SMALL, "--max_env=3"], "arguments: --max_env=3\n--max_env: did you mean --max_env_steps"),
-        (["fit", *SMALL, "--data.num_env=3"], "--data.num_env=3\n--data.num_env: did you mean --data.num_envs"),
-        (["fit", *SMALL, "--lr", "1e-3"], "--lr 1e-3\n--lr: did you mean --model.learning_rate"),
-        (["fit", *SMALL, "--gamma=0.9"], "--gamma=0.9\n--gamma: did you mean --model.gamma"),
-        (["fit", "--model", "ppo", "--data.env_id=CartPole-v1"], "path string: ppo.*--model ppo: did you mean PPO"),
-        (["fit", *SMALL, "--trainer.callbacks+=EnvStepLimitt"], "callbacks EnvStepLimitt: did you mean EnvStepLimit"),
+        (
+            ["fit", *SMALL, "--model.optimizer.max_grad_norm=abc"],
+            "model.optimizer.max_grad_norm='abc' is not valid: expected a number or null$",
+        ),
+        (["fit", *SMALL, "--data.info_keys=1"], r"data.info_keys=1 is not valid: expected a list in brackets: \[text"),
+        (["fit", *SMALL, "--data.env.wrappers=X"], "data.env.wrappers='X' .* expected a list in brackets: .* or null"),
+        (["fit", *SMALL, "--data.env.kwargs=x"], "data.env.kwargs='x' is not valid: expected a dict$"),
+        (["fit", *SMALL, "--data.nonsense=3"], "data.nonsense=3 is no option$"),
+        (["fit", *SMALL, "--max_env=3"], r"max_env=3 is no option; did you mean max_env_steps\?$"),
+        (["fit", *SMALL, "--data.num_env=3"], "data.num_env=3 is no option; did you mean data.num_envs or"),
+        (["fit", *SMALL, "--lr", "1e-3"], "lr='1e-3' is no option; did you mean model.learning_rate or"),
+        (["fit", *SMALL, "--gamma=0.9"], r"gamma=0.9 is no option; did you mean model.gamma\?$"),
+        (["fit", "--model", "ppo", "--data.env_id=CartPole-v1"], "model='ppo' is no known class; did you mean PPO"),
+        (["fit", *SMALL, "--trainer.callbacks+=EnvStepLimitt"], "trainer.callbacks='EnvStepLimitt' is .* EnvStepLimit"),
+        (["export", "--episodes=ten"], "episodes='ten' is not valid: expected an integer$"),
+        (["export", "--episods=10"], r"episods=10 is no option; did you mean episodes\?$"),
     ],
     ids=lambda value: " ".join(x for x in value if x not in SMALL) if isinstance(value, list) else "",
 )
 def test_arguments_that_make_no_sense_are_one_message_and_status_2(capsys, arguments, message):
-    assert re.search(message, refused(capsys, *arguments, status=2), re.DOTALL)
+    assert re.match(message, refused(capsys, *arguments, status=2), re.DOTALL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "which"),
     [
-        (["--model.gama=0.9"], "lightning-rl fit --help, --model.help PPO"),
+        (["--model.gama=0.9"], "lightning-rl fit --help_all, --model.help PPO"),
         (
             ["--trainer.callbacks+=EnvStepLimit", "--trainer.callbacks.steps=4"],
             "--trainer.callbacks.help EnvStepLimit",
@@ -710,7 +714,7 @@ def test_modules_in_the_current_folder_can_be_named(monkeypatch):
             "own_modls.Mine",
             "No module named 'own_modls'",
         ),
-        ("own_models.Other", "Import path does not correspond to a subclass of OnPolicyAlgorithm"),
+        ("own_models.Other", "expected a subclass of OnPolicyAlgorithm"),
     ],
 )
 def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsys, monkeypatch, model, message):
@@ -718,7 +722,7 @@ def test_a_class_of_ones_own_that_is_not_there_is_said_with_what_was_meant(capsy
     monkeypatch.syspath_prepend(str(Path.cwd()))
     arguments = [argument for argument in SMALL if not argument.startswith("--model")]
     text = refused(capsys, "fit", *arguments, f"--model={model}", status=2)
-    assert '"model":' in text and message in text and model in text
+    assert text.startswith(f"model={model!r} ") and message in text
 
 
 @pytest.mark.parametrize(
