@@ -1,4 +1,4 @@
-"""Behaviour cloning (Pomerleau 1989): a policy that does what somebody else did."""
+"""Behaviour cloning (Pomerleau 1989): a policy that imitates recorded actions."""
 
 from __future__ import annotations
 
@@ -28,22 +28,16 @@ _WITHOUT_EFFECT = (
 
 
 class BehaviourCloning(OnPolicyAlgorithm):
-    """Makes recorded actions likely: the mean of -log π(action | observation), by `RecordedEpisodes`.
+    """Minimize the mean of -log π(action | observation) over the steps of `RecordedEpisodes`.
 
-    The critic is left as it is; `CriticPretraining` can go on with it, and any algorithm after that, by `init_from`.
-    The clock counts recorded steps that were learned from.
+    The critic does not change; `CriticPretraining` can train it next, and then any algorithm, by `init_from`. The clock
+    counts recorded steps.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        num_epochs: Passes over each batch of steps.
-        num_minibatches: Parts of each pass.
-        entropy_coef: Weight of an entropy bonus, which leaves something to explore with. May be a schedule.
-        learning_rate: Step size of the optimiser.
-        **kwargs: Those of `OnPolicyAlgorithm` that are about policies without memory.
-
-    Raises:
-        ConfigurationError: A value is out of range, or has no meaning here; names field, value and what was expected.
+        num_epochs: Passes over each rollout of recorded steps.
+        num_minibatches: Minibatches of each pass.
+        entropy_coef: Weight of an entropy bonus, which keeps the policy exploring. May be a schedule.
+        **kwargs: Options of `OnPolicyAlgorithm` for policies without memory.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -59,37 +53,35 @@ class BehaviourCloning(OnPolicyAlgorithm):
         num_minibatches: int = 4,
         entropy_coef: Scheduled = 0.0,
         learning_rate: Scheduled = 1e-3,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
-        check_positive_int("num_epochs", num_epochs)
-        check_positive_int("num_minibatches", num_minibatches)
         distribution = self.options["policy.action_distribution"]
         bounded = any(kind in str(distribution) for kind in ("beta", "squashed"))
         expected = "distributions whose actions are in the units of the space, as recorded ones are"
         check(not bounded, "policy.action_distribution", distribution, expected)
-        self.num_epochs = num_epochs
-        self.num_minibatches = num_minibatches
+        self.num_epochs = check_positive_int("num_epochs", num_epochs)
+        self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def update(self, rollout: Rollout) -> None:
-        """Several passes of minibatch steps over one batch of recorded steps."""
+        """Take gradient steps on the minibatches of several passes over recorded steps."""
         for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return the steps as one batch."""
+        """Return the steps as one batch, without advantages."""
         self.normalizers.begin(rollout)
         return rollout.flatten(**per_step)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return those of the critic, which are never learned."""
+        """Return the critic's own parameters."""
         return super().frozen_parameters("actor")
 
     def loss(self, batch: Batch) -> Loss:
         """Return the loss over a minibatch."""
         distribution, _ = self.actor_critic(batch)
-        loss, log_probs = self.new_loss(batch), distribution.log_prob(batch.actions)
-        loss.add("cloning_loss", -log_probs)
+        loss = self.new_loss(batch)
+        loss.add("cloning_loss", -distribution.log_prob(batch.actions))
         loss.add_entropy(distribution.entropies(), self.entropy_coef)
         return loss

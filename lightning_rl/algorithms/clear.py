@@ -24,31 +24,25 @@ from lightning_rl.validation import check, check_bool, check_number, is_one_of
 
 
 class CLEAR(IMPALA):
-    """IMPALA that goes on learning from what it did long ago, so as not to forget it (Rolnick et al. 2019).
+    """IMPALA with replay of old unrolls against forgetting (Rolnick et al. 2019).
 
-    Each step is made from new unrolls and from replayed ones; V-trace corrects for the age of these. The loss has, for
-    the replayed ones alone,
+    Each gradient step is on new and replayed unrolls, with V-trace for both. For the replayed unrolls, the loss adds
 
-        policy_cloning_coef · KL(policy then ‖ policy) + value_cloning_coef · (V - V then)²      (section 3)
+        policy_cloning_coef · KL(old policy ‖ policy) + value_cloning_coef · (V - old V)²      (section 3)
 
-    "Then" is when the unroll was first learned from, policy and value being the learner's before that step. Means are
-    over all steps, new and replayed.
+    The old policy and value are the learner's just before the unroll was first learned from. Means are over all steps,
+    new and replayed.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        replay_ratio: Replayed unrolls for each new one, drawn uniformly with replacement from those of earlier
-            rollouts; their number is rounded, and at least 1.
-        replay_memory_gib: How much the unrolls that are kept may take, in GiB on each rank.
-        replay_policy: Which of them leave then: with `reservoir` any, each unroll ever seen being as likely to be still
-            there, with `fifo` the oldest.
-        replay_in_checkpoint: Whether checkpoints have what is kept; a run that is resumed without begins with none.
-        policy_cloning_coef: Weight of the divergence from the policy of then.
-        value_cloning_coef: Weight of the squared difference from its value.
-        **kwargs: Those of `IMPALA`.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        replay_ratio: Number of replayed unrolls per new unroll, drawn uniformly with replacement from earlier rollouts;
+            rounded, at least 1 in all.
+        replay_memory_gib: Maximum memory of stored unrolls, in GiB on each rank.
+        replay_policy: Which unrolls leave a full memory: `reservoir`: random ones, so that every unroll ever seen is
+            equally likely to be stored; `fifo`: the oldest.
+        replay_in_checkpoint: Save the stored unrolls in checkpoints; otherwise a resumed run starts without any.
+        policy_cloning_coef: Weight of the divergence from the old policy.
+        value_cloning_coef: Weight of the squared difference from the old value.
+        **kwargs: Options of `IMPALA`.
     """
 
     def __init__(
@@ -62,26 +56,22 @@ class CLEAR(IMPALA):
         replay_in_checkpoint: bool = True,
         policy_cloning_coef: float = 0.01,
         value_cloning_coef: float = 0.005,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, **kwargs)
-        check_number("replay_ratio", replay_ratio, above=0)
+        self.replay_ratio = check_number("replay_ratio", replay_ratio, above=0)
         check_number("replay_memory_gib", replay_memory_gib, above=0)
         choices = get_args(ReplayPolicy)
         check(is_one_of(replay_policy, choices), "replay_policy", replay_policy, " or ".join(choices))
-        check_bool("replay_in_checkpoint", replay_in_checkpoint)
-        check_number("policy_cloning_coef", policy_cloning_coef, at_least=0)
-        check_number("value_cloning_coef", value_cloning_coef, at_least=0)
-        self.replay_ratio = replay_ratio
-        self.policy_cloning_coef = policy_cloning_coef
-        self.value_cloning_coef = value_cloning_coef
+        self.policy_cloning_coef = check_number("policy_cloning_coef", policy_cloning_coef, at_least=0)
+        self.value_cloning_coef = check_number("value_cloning_coef", value_cloning_coef, at_least=0)
         self.kept = UnrollMemory(int(replay_memory_gib * 2**30), replay_policy)
         self.replays["unrolls"] = self.kept
-        if not replay_in_checkpoint:
+        if not check_bool("replay_in_checkpoint", replay_in_checkpoint):
             self.not_in_checkpoints.add("unrolls")
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check, besides what every algorithm does, that there is room for any unroll."""
+        """Check also that the memory has room for an unroll."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             needed = self.most_bytes_of_unroll(rollout_shape[0])
@@ -90,7 +80,7 @@ class CLEAR(IMPALA):
 
     @torch.no_grad()
     def most_bytes_of_unroll(self, length: int) -> int:
-        """Return what is kept of `length` steps of one environment, in bytes, where each of them is truncated."""
+        """Return the largest size of a stored unroll of `length` steps, in bytes: every step is truncated."""
         rollout = example_unroll(self.policy, self.observation_space, length)
         distribution, _ = self.actor_critic(rollout.flatten())
         actions, parameters = map_leaves(lambda x: x.unsqueeze(1), (distribution.mode(), distribution.parameters()))
@@ -100,24 +90,24 @@ class CLEAR(IMPALA):
         return memory.num_bytes
 
     def update(self, rollout: Rollout) -> None:
-        """One gradient step on a rollout and on replayed ones; then keep it."""
+        """Take one gradient step on a rollout and replayed unrolls, then store the rollout."""
         steps = self.batch(rollout)
         drop_unless_alike(self.kept, layout_of_unrolls(rollout), "replay")
         if len(self.kept):
-            earlier, then = self.kept.gather(self.draw(rollout.shape[1]))
-            earlier, then = earlier.to(self.device), map_leaves(lambda x: x.to(self.device), then)
-            steps.replayed = unroll(earlier, self.checked_weights(earlier), **then)
+            earlier, old = self.kept.gather(self.draw(rollout.shape[1]))
+            earlier, old = earlier.to(self.device), map_leaves(lambda x: x.to(self.device), old)
+            steps.replayed = unroll(earlier, self.checked_weights(earlier), **old)
             set_common_weight([part.batch for part in steps.parts])
         self.learn(steps)
         self.store_rollout(steps)
 
     def draw(self, num_new: int) -> Tensor:
-        """Return places of unrolls to replay beside `num_new` new ones."""
+        """Return random indices of stored unrolls to replay beside `num_new` new unrolls."""
         count = max(1, round(self.replay_ratio * num_new))
         return torch.randint(len(self.kept), (count,), generator=self.generator)
 
     def loss(self, batch: Unroll) -> Loss:
-        """Return the loss over new and replayed steps, these held to the policy and the values of then (section 3)."""
+        """Return the loss over new and replayed steps, with the cloning terms of section 3 for the replayed steps."""
         loss = super().loss(batch)
         if (replayed := batch.replayed) is not None:
             distribution, values = self.add_terms(loss, replayed)
@@ -129,27 +119,26 @@ class CLEAR(IMPALA):
         return loss
 
     def add_terms(self, loss: Loss, steps: Unroll) -> tuple[Distribution, Tensor]:
-        """Add those of `IMPALA`, and keep the distributions as they are before the step."""
+        """Add the terms of `IMPALA`, and store the action distributions before the step."""
         distribution, values = super().add_terms(loss, steps)
-        # Copies: what is the same for all rows is a parameter, which the step changes.
+        # Copies: a parameter that all rows share, such as log_std, changes with the step.
         steps.distributions = map_leaves(lambda x: x.detach().clone(), distribution.parameters())
         return distribution, values
 
     def store_rollout(self, steps: Unroll) -> None:
-        """Keep the unrolls of a rollout, with what the learner made of them before its step."""
+        """Store the unrolls of a rollout, with the learner's distributions and values before the step."""
         rollout, places = steps.rollout, steps.batch.places
-        if steps.estimates is None:  # nothing of it was learned from
+        if steps.estimates is None:  # no row counted, and so there was no step
             with torch.no_grad():
                 self.loss(steps)
         assert steps.estimates is not None
 
-        def kept(rows: Tensor) -> Tensor:
+        def on_steps(rows: Tensor) -> Tensor:
             return on_grid(rows, places, rows.new_zeros(*rollout.shape, *rows.shape[1:]))
 
-        parameters = map_leaves(kept, steps.distributions)
-        then = copy.copy(rollout)
-        then.values = on_grid(steps.estimates.values, places, rollout.values)
-        self.kept.append(then, self.generator, old_distribution=parameters)
+        stored = copy.copy(rollout)
+        stored.values = on_grid(steps.estimates.values, places, rollout.values)
+        self.kept.append(stored, self.generator, old_distribution=map_leaves(on_steps, steps.distributions))
         self.steps.observe(
             replay_bytes=torch.tensor(float(self.kept.num_bytes), device=self.device),
             replay_unrolls=torch.tensor(float(len(self.kept)), device=self.device),

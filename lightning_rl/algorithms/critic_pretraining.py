@@ -1,4 +1,4 @@
-"""Values of a policy that stays as it is, to begin with a critic that is worth something."""
+"""Train the critic of a policy that does not change, before reinforcement learning starts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,13 @@ from lightning_rl.validation import check, check_positive_int, is_one_of
 
 
 class ReturnEstimator(AdvantageEstimator):
-    """Makes the returns that a critic learns of a policy that stays as it is.
-
-    Attributes:
-        target: `discounted_return` or `vtrace`.
-        vtrace_lambda: λ of V-trace.
-    """
+    """Computes value targets by `target` and `vtrace_lambda` of `CriticPretraining`."""
 
     target = "discounted_return"
     vtrace_lambda = 1.0
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return the targets less the values, and the targets, `[T, B]`."""
+        """Return target minus value, and the value targets, `[T, B]`."""
         rewards, discounts = self.normalizers.rewards(rollout), rollout.discounts(self.gamma, self.on_truncation)
         if self.target == "discounted_return":
             returns = rl.td_lambda_returns(rewards, rollout.next_values, discounts, rollout.traces(1.0))
@@ -48,7 +43,7 @@ class ReturnEstimator(AdvantageEstimator):
 
     @torch.no_grad()
     def _log_rhos(self, rollout: Rollout) -> Tensor:
-        """Return logarithms of the importance weights, `[T, B]`."""
+        """Return the log importance weights, `[T, B]`."""
         steps = unroll(rollout)
         batch = steps.batch
         log_rhos = on_rows(self.policy, batch)[0].log_prob(batch.actions) - batch.log_probs
@@ -56,27 +51,25 @@ class ReturnEstimator(AdvantageEstimator):
 
 
 class CriticPretraining(OnPolicyAlgorithm):
-    """Learns the value of a policy that it does not change: one that was loaded by `init_from`, usually.
+    """Learn the value of a policy that does not change, usually one loaded by `init_from`.
 
-    Any algorithm can go on from its checkpoint by `init_from`.
+    Any algorithm can start from its checkpoint by `init_from`.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        target: `discounted_return`: the discounted rewards to the end of the episode or rollout, and the value of
-            what was reached there, whoever acted; `vtrace`: V-trace targets, which correct for another policy.
-        vtrace_lambda: λ of these, 0 to 1. May be a schedule.
+        target: `discounted_return`: discounted rewards to the end of the episode or rollout plus the value of the
+            observation reached there, without off-policy correction. `vtrace`: V-trace targets, which correct for
+            another acting policy.
+        vtrace_lambda: λ of V-trace, 0 to 1. May be a schedule.
         num_epochs: Passes over each rollout.
-        num_minibatches: Parts of each pass.
-        learning_rate: Step size of the optimiser.
-        reduction: Losses are the `mean` over steps, or their `sum`.
-        reward_scale: Factor of rewards.
-        reward_clip: Bounds of rewards after that: `abs_one`, `soft_asymmetric` or a number.
-        **kwargs: Those of `OnPolicyAlgorithm`.
+        num_minibatches: Minibatches of each pass.
+        reduction: Take the `mean` of losses over steps, or their `sum`.
+        reward_scale: Factor of the rewards.
+        reward_clip: Bounds of the scaled rewards: `abs_one`, `soft_asymmetric` or a number.
+        **kwargs: Options of `OnPolicyAlgorithm`.
 
     Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected. Or `make_policy` is
-            overridden, and no parameter of its policy has a name that begins with `critic_` or `value_`.
+        ConfigurationError: An option is out of range, or no parameter of the policy has a name that begins with
+            `critic_` or `value_`.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = {
@@ -100,14 +93,12 @@ class CriticPretraining(OnPolicyAlgorithm):
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
         reward_clip: RewardClip | None = None,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
         self.normalizers.transform_rewards(reward_scale, reward_clip, self.options["normalization.rewards"])
         check(is_one_of(target, ("discounted_return", "vtrace")), "target", target, "discounted_return or vtrace")
-        check_positive_int("num_epochs", num_epochs)
-        check_positive_int("num_minibatches", num_minibatches)
         if target != "vtrace":
             check(vtrace_lambda == 1, "vtrace_lambda", vtrace_lambda, "1 unless target is vtrace")
         check_critic(self.policy, "model", type(self).__name__)
@@ -116,24 +107,24 @@ class CriticPretraining(OnPolicyAlgorithm):
         self.estimator.vtrace_lambda = self.scheduled(
             "vtrace_lambda", vtrace_lambda, at_least=0, at_most=1, owner=self.estimator
         )
-        self.num_epochs = num_epochs
-        self.num_minibatches = num_minibatches
+        self.num_epochs = check_positive_int("num_epochs", num_epochs)
+        self.num_minibatches = check_positive_int("num_minibatches", num_minibatches)
 
     def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return those that are never learned: all that actions depend on."""
+        """Return all parameters that actions depend on."""
         return parameters_of_policy(self.policy)
 
-    def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - those of the estimator
-        """Return what makes the returns that are learned."""
+    def make_estimator(self, **options: Any) -> ReturnEstimator:  # noqa: ANN401 - options of the estimator
+        """Return the estimator of the value targets."""
         return ReturnEstimator(self.policy, self.normalizers, **options)
 
     def update(self, rollout: Rollout) -> None:
-        """Several passes of minibatch steps over one rollout."""
+        """Take gradient steps on the minibatches of several passes over one rollout."""
         for minibatch in self.minibatches(self.batch(rollout), self.num_epochs, self.num_minibatches):
             self.descend(self.loss, minibatch)
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the value loss over a minibatch; it is recorded as a mean, whatever `reduction` is."""
+        """Return the value loss over a minibatch; the log has its mean for every `reduction`."""
         distribution, values = self.actor_critic(batch)
         loss = self.new_loss(batch)
         loss.scale = reduction_scale(self.reduction, batch)

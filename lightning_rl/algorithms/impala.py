@@ -1,4 +1,4 @@
-"""Importance-weighted actor-learner architecture (Espeholt et al. 2018): its learner."""
+"""The learner of the importance-weighted actor-learner architecture, IMPALA (Espeholt et al. 2018)."""
 
 from __future__ import annotations
 
@@ -27,32 +27,26 @@ from lightning_rl.validation import ClassSpec, check, check_bool, check_number, 
 
 
 class IMPALA(OnPolicyAlgorithm):
-    """The learner of IMPALA: an actor-critic whose targets V-trace corrects for older policies (Espeholt et al. 2018).
+    """Actor-critic with V-trace targets, which correct for rollouts of earlier policies (Espeholt et al. 2018).
 
-    One gradient step for each rollout, whose policy may be of an earlier version than the learner's, on
+    One gradient step per rollout on
 
         policy-gradient loss + value_coef · value loss - entropy_coef · entropy      (section 4.2)
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        learning_rate: Step size of the optimiser.
         vtrace_lambda: λ of the trace coefficients, 0 to 1. May be a schedule.
-        clip_rho: ρ̄, bound of the importance weight of a temporal difference, which decides what values converge to;
-            None: none.
-        clip_c: c̄, bound of that in the trace, which decides how fast; None: none.
-        clip_pg_rho: Bound of that of an advantage; None: none.
-        vtrace_leak: Share of what these bounds cut off that counts all the same: 0 is V-trace, above is leaky V-trace.
-        clip_advantage: Learn actions by advantages above 0 alone, as max(A, 0).
+        clip_rho: ρ̄, maximum importance weight of a temporal difference; decides which values are learned. None does not
+            clip.
+        clip_c: c̄, maximum importance weight of a trace; decides how fast values are learned. None does not clip.
+        clip_pg_rho: Maximum importance weight of an advantage. None does not clip.
+        vtrace_leak: Share of the clipped-off part of these weights that is kept: 0 is V-trace, above is leaky V-trace.
+        clip_advantage: Replace negative advantages by 0.
         value_coef: Weight of the value loss ½(V - V-trace target)².
         entropy_coef: Weight of the entropy bonus. May be a schedule.
-        reduction: Losses are the `mean` over steps, or their `sum`.
-        reward_scale: Factor of rewards.
-        reward_clip: Bounds of rewards after that: `abs_one`, `soft_asymmetric` or a number.
-        **kwargs: Options of `OnPolicyAlgorithm`; the default optimizer is RMSprop, as in the paper.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        reduction: Take the `mean` of losses over steps, or their `sum`.
+        reward_scale: Factor of the rewards.
+        reward_clip: Bounds of the scaled rewards: `abs_one`, `soft_asymmetric` or a number.
+        **kwargs: Options of `OnPolicyAlgorithm`. The default optimizer is RMSprop, as in the paper.
     """
 
     learns_off_policy = True
@@ -79,7 +73,7 @@ class IMPALA(OnPolicyAlgorithm):
         reduction: Reduction = "mean",
         reward_scale: float = 1.0,
         reward_clip: RewardClip | None = None,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, learning_rate=learning_rate, **kwargs)
         check(is_one_of(reduction, ("mean", "sum")), "reduction", reduction, "mean or sum")
@@ -88,14 +82,11 @@ class IMPALA(OnPolicyAlgorithm):
         for name, bound in (("clip_rho", clip_rho), ("clip_c", clip_c), ("clip_pg_rho", clip_pg_rho)):
             if bound is not None:
                 check_number(name, bound, above=0)
-        check_number("vtrace_leak", vtrace_leak, at_least=0, at_most=1)
-        check_bool("clip_advantage", clip_advantage)
-        check_number("value_coef", value_coef, at_least=0)
-        self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
         self.clip_rho, self.clip_c, self.clip_pg_rho = clip_rho, clip_c, clip_pg_rho
-        self.vtrace_leak = vtrace_leak
-        self.clip_advantage = clip_advantage
-        self.value_coef = value_coef
+        self.vtrace_lambda = self.scheduled("vtrace_lambda", vtrace_lambda, at_least=0, at_most=1)
+        self.vtrace_leak = check_number("vtrace_leak", vtrace_leak, at_least=0, at_most=1)
+        self.clip_advantage = check_bool("clip_advantage", clip_advantage)
+        self.value_coef = check_number("value_coef", value_coef, at_least=0)
         self.entropy_coef = self.scheduled("entropy_coef", entropy_coef, at_least=0)
 
     def default_optimizer(self) -> ClassSpec:
@@ -103,18 +94,18 @@ class IMPALA(OnPolicyAlgorithm):
         return {"class_path": "torch.optim.RMSprop", "init_args": {"alpha": 0.99, "eps": 0.01}}
 
     def update(self, rollout: Rollout) -> None:
-        """One gradient step on all of a rollout."""
+        """Take one gradient step on all steps of a rollout."""
         self.learn(self.batch(rollout))
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Unroll:
-        """Return a rollout in the order of time, with its real steps as rows."""
+        """Return a rollout in time order, with its real steps as rows of a batch."""
         self.normalizers.begin(rollout)
-        made = unroll(rollout, self.checked_weights(rollout), **per_step)
-        set_common_weight([made.batch])
-        return made
+        steps = unroll(rollout, self.checked_weights(rollout), **per_step)
+        set_common_weight([steps.batch])
+        return steps
 
     def learn(self, steps: Unroll) -> None:
-        """Take one gradient step, unless there is no row that counts."""
+        """Take one gradient step on an unroll, unless it has no row that counts."""
         if steps.batch.weight:
             self.descend(self.loss, steps)
             self.observe_targets(steps)
@@ -122,13 +113,13 @@ class IMPALA(OnPolicyAlgorithm):
             self.on_pass_end(steps.batch.replace(advantages=steps.estimates.advantages), "update")
 
     def loss(self, batch: Unroll) -> Loss:
-        """Return the loss over an unroll; the terms are recorded as means, whatever `reduction` is."""
+        """Return the loss over an unroll; the log has means for every `reduction`."""
         loss = self.new_loss(batch.batch)
         self.add_terms(loss, batch)
         return loss
 
     def add_terms(self, loss: Loss, steps: Unroll) -> tuple[Distribution, Tensor]:
-        """Add the terms of section 4.2 over the rows of an unroll, and return its action distributions and values."""
+        """Add the terms of section 4.2, and return action distributions and values of the rows."""
         batch = steps.batch
         distribution, values = self.actor_critic(batch)
         log_probs = distribution.log_prob(batch.actions)
@@ -139,25 +130,25 @@ class IMPALA(OnPolicyAlgorithm):
         loss.add("policy_loss", rl.policy_gradient_loss(log_probs, advantages), batch=batch)
         loss.add_value(values, self.value_coef, returns=returns, batch=batch)
         loss.add_entropy(distribution.entropies(), self.entropy_coef, batch=batch)
-        # Not where actors are asynchronous: one rank may have a rollout of its own policy, and another have none.
+        # Not with asynchronous actors: some ranks may have an on-policy rollout while others have none.
         if steps.rollout.actor is None and self.is_on_policy(steps.rollout):
             loss.watch_ratios(log_rhos)
         steps.estimates = VTraceEstimates(values.detach(), log_rhos, advantages, returns)
         return distribution, values
 
     def new_loss(self, batch: Batch) -> Loss:
-        """Return a loss without terms, whose terms are summed as `reduction` says."""
+        """Return an empty loss with the factor of `reduction`."""
         loss = super().new_loss(batch)
         loss.scale = reduction_scale(self.reduction, batch)
         return loss
 
     def vtrace(self, steps: Unroll, log_rhos: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets, `[T, B]` (equation 1 and section 4.2).
+        """Return V-trace advantages and value targets, `[T, B]` (equation 1 and section 4.2).
 
         Args:
-            steps: An unroll.
-            log_rhos: Logarithms of the importance weights of its rows, `[N]`.
-            values: The learner's, of the same rows.
+            steps: The unroll.
+            log_rhos: Log importance weights of its rows, `[N]`.
+            values: The learner's values of its rows, `[N]`.
         """
         rollout, estimator = steps.rollout, self.estimator
         values = steps.grid(values, rollout.values)
@@ -174,11 +165,11 @@ class IMPALA(OnPolicyAlgorithm):
         return advantages, targets
 
     def is_on_policy(self, rollout: Rollout) -> bool:
-        """Whether the learner, with its normalizers, is still what collected a rollout."""
+        """Whether the current policy, with its normalizers, collected a rollout."""
         return rollout.policy_version == self.policy_version and self.normalizers.when == "after"
 
     def observe_targets(self, steps: Unroll) -> None:
-        """Hand the value targets to the normalizer of values, and observe those of the newest rollout: NaN of none."""
+        """Pass the value targets to the value normalizer, and log statistics of the new rollout; NaN without rows."""
         parts = [(part, part.estimates) for part in steps.parts if part.estimates is not None]
         self.normalizers.value_targets = torch.cat([part.batch.counted(made.returns) for part, made in parts])
         new, made = parts[0][0].batch, parts[0][1]
@@ -190,11 +181,7 @@ class IMPALA(OnPolicyAlgorithm):
         )
 
     def record_loss(self, rollout: Rollout | Batch) -> None:
-        """Record the loss over a rollout alone, without replay.
-
-        Raises:
-            TypeError: It was given rows, which V-trace cannot put in the order of time.
-        """
+        """Record the terms for `compute_loss`, without replay; V-trace needs a `Rollout` in time order."""
         if not isinstance(rollout, Rollout):
             raise TypeError(f"compute_loss of {type(self).__name__} takes a Rollout, not a {type(rollout).__name__}")
         steps = self.batch(rollout)

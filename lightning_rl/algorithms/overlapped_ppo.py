@@ -1,4 +1,4 @@
-"""PPO from rollouts of earlier policies, as asynchronous actors collect them."""
+"""PPO on rollouts of earlier policies, such as the rollouts of asynchronous actors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lightning_rl.training.config import OPTIONS_OF_TARGETS
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import unroll
 
-# Bounds of the importance weights of temporal differences, traces and advantages.
-_CLIP = 1.0
-
 
 class VTraceEstimator(AdvantageEstimator):
-    """Advantages and value targets by V-trace (Espeholt et al. 2018) of a rollout that `reevaluated` returned."""
+    """Computes advantages and value targets by V-trace (Espeholt et al. 2018) with importance weights of at most 1."""
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return them, `[T, B]`; with importance weights of 1 they are generalized advantage estimates."""
+        """Return advantages and value targets `[T, B]` of a rollout from `OverlappedPPO.reevaluated`.
+
+        With importance weights of 1 they are generalized advantage estimates.
+        """
         assert rollout.log_rhos is not None
         targets, advantages = rl.vtrace(
             rollout.log_rhos,
@@ -40,27 +40,20 @@ class VTraceEstimator(AdvantageEstimator):
             rollout.next_values,
             rollout.discounts(self.gamma, self.on_truncation),
             rollout.traces(self.gae_lambda),
-            *(_CLIP, _CLIP, _CLIP),
         )
         return advantages, targets
 
 
 class OverlappedPPO(PPO):
-    """PPO that learns from rollouts of earlier versions of the policy too, as those of asynchronous actors are.
+    """PPO that also learns from rollouts of earlier policy versions, such as the rollouts of asynchronous actors.
 
-    The clipped surrogate objective goes out from the policy at the beginning of the updates. Where another one has
-    acted, that is made up for by importance weights between those two, which V-trace (Espeholt et al. 2018) bounds by
-    1: in the targets of the values, along the trajectory, and as a factor of the advantages. The ratio that is clipped
-    then still says how far the updates themselves have gone, as in the decoupled objective of Hilton et al. 2021.
+    The clipped importance ratio compares the current policy with the policy at the start of the updates, as in the
+    decoupled objective of Hilton et al. 2021. V-trace (Espeholt et al. 2018) corrects for the difference between that
+    policy and the one that acted, by importance weights of at most 1 in value targets, traces and advantages.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
         **kwargs: Options of `PPO`, without `advantages.estimator`, `advantages.value_target`,
             `advantages.recompute_values` and `normalization.update`.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
     learns_off_policy = True
@@ -69,12 +62,12 @@ class OverlappedPPO(PPO):
         "normalization.update": "V-trace needs the policy as it was",
     }
 
-    def make_estimator(self, **options: Any) -> VTraceEstimator:  # noqa: ANN401 - those of the estimator
-        """Return what makes advantages and returns by V-trace."""
+    def make_estimator(self, **options: Any) -> VTraceEstimator:  # noqa: ANN401 - options of the estimator
+        """Return the V-trace estimator."""
         return VTraceEstimator(self.policy, self.normalizers, **options)
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return a rollout's steps as the current policy sees them, with what to learn."""
+        """Return the steps of a rollout with advantages, returns, and current log-probabilities and values."""
         rollout = self.reevaluated(rollout)
         assert rollout.log_rhos is not None
         weights = rollout.log_rhos.exp() if rollout.valid is None else rollout.log_rhos.exp()[rollout.valid]
@@ -84,18 +77,15 @@ class OverlappedPPO(PPO):
         return batch
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add those of `PPO`; importance ratios begin with 1 by themselves, which says nothing."""
+        """Add the terms of `PPO`, without `first_ratio_error`, which would be 0 for every rollout."""
         super().add_policy_terms(loss, distribution)
         loss.first_log_ratios = None
 
     @torch.no_grad()
     def reevaluated(self, rollout: Rollout) -> Rollout:
-        """Return a rollout of the same steps with the log-probabilities and values of the current policy.
+        """Return a copy of a rollout with log-probabilities and values of the current policy.
 
-        Its `log_rhos` say how much likelier the actions are now than when they were taken.
-
-        Args:
-            rollout: Of this policy or an earlier one; stays as it is.
+        Its `log_rhos` are the log importance weights of the current policy over the one that acted, `[T, B]`.
         """
         if rollout.memory is None:
             acted = map_leaves(itemgetter(slice(rollout.shape[0])), rollout.observations)

@@ -25,6 +25,7 @@ from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.spaces import SpaceOrDict, observation_dtype
 from lightning_rl.training.config import AdvantageConfig, AdvantageOptions, OptimizerConfig, OptimizerOptions
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.optimizers import optimizers_and_schedulers
 from lightning_rl.training.parameter_groups import ActorOrCritic
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number, check_positive_int, is_one_of
@@ -36,11 +37,10 @@ class AuxiliaryActorCritic(ActorCritic):
     """An actor-critic with an auxiliary value head on the features of the policy (Cobbe et al. 2021, section 2).
 
     Args:
-        observation_space: Of one environment.
-        action_space: Of one environment.
-        architecture: `dual`: value and policy have networks of their own. `shared`: one encoder, which both shape.
-            `detached`: one encoder, which the value is read from but does not shape.
-        **options: Those of `ActorCritic`, but `shared_encoder`.
+        observation_space: Observation space of one environment.
+        action_space: Action space of one environment.
+        architecture: See `PPG`.
+        **options: Options of `ActorCritic` except `shared_encoder`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AuxiliaryActorCritic(ActorCritic):
         action_space: spaces.Space[Any],
         *,
         architecture: Architecture = "dual",
-        **options: Any,  # noqa: ANN401 - those of the base class
+        **options: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, shared_encoder=architecture != "dual", **options)
         self.detached = architecture == "detached"
@@ -68,79 +68,48 @@ class AuxiliaryActorCritic(ActorCritic):
 
     @property
     def value_heads(self) -> list[HeadLinear]:
-        """Every head that predicts returns."""
+        """All heads that predict returns."""
         return [self.value_head, self.auxiliary_head]
 
     def value_of(self, features: Tensor) -> Tensor:
-        """Return the value, without a gradient for the encoder where the architecture is `detached`."""
+        """Return the value; its gradient stops before the encoder if the architecture is `detached`."""
         return super().value_of(features.detach() if self.detached else features)
-
-
-def check_architecture(architecture: str, shared_encoder: bool | None, critic_only: object) -> None:
-    """Raise unless an architecture exists, and is the only option that says who shares what.
-
-    Raises:
-        ConfigurationError: It does not, or another option contradicts it.
-    """
-    choices = get_args(Architecture)
-    check(is_one_of(architecture, choices), "architecture", architecture, f"one of {', '.join(choices)}")
-    check(
-        shared_encoder is None,
-        "policy.shared_encoder",
-        shared_encoder,
-        "None: architecture says who shares the encoder",
-    )
-    apart = architecture == "dual" or not critic_only
-    check(apart, "architecture", architecture, "dual, since critic_only gives the critic more to see")
-
-
-def bytes_per_step(space: spaces.Space[Any], dtype: torch.dtype) -> int:
-    """Return what one step takes: its observation, its value and its return."""
-    number = 8 if dtype == torch.float64 else 4
-    sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in space_leaves(space).values()]
-    return sum(sizes) + 2 * number
 
 
 class PPG(PPO):
     """Phasic policy gradient (Cobbe et al. 2021, algorithm 1).
 
-    A policy phase of `num_policy_iterations` rollouts, from each of which PPO learns; then an auxiliary phase over all
-    of them, in which the policy's network learns to predict values too, while its distributions are held where they
-    were:
+    A policy phase learns from `num_policy_iterations` rollouts like PPO. Then an auxiliary phase over all of these
+    rollouts teaches the network of the policy to predict values, while its action distributions stay the same:
 
         auxiliary value loss + cloning_coef · KL(old policy ‖ policy) + aux_value_coef · value loss
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
         num_policy_iterations: N_π, rollouts of a policy phase.
-        num_aux_epochs: E_aux, passes of an auxiliary phase over all of them.
-        num_aux_minibatches: Minibatches of each of these passes. None takes as many as in the passes of all policy
-            phases together.
-        aux_sequences: Make these parts of whole sequences, what one environment did in one rollout, not of steps.
-        cloning_coef: β_clone, weight of the divergence from the policy that the auxiliary phase began with.
+        num_aux_epochs: E_aux, passes of an auxiliary phase over all of its rollouts.
+        num_aux_minibatches: Minibatches of each of these passes. None takes as many as the passes of all rollouts of
+            the policy phase have together.
+        aux_sequences: Cut these minibatches from whole sequences, the steps of one environment in one rollout, instead
+            of single steps.
+        cloning_coef: β_clone, weight of the divergence from the policy before the auxiliary phase.
         aux_value_coef: Weight of the true value's loss in the auxiliary phase.
-        aux_clip_range_value: In the auxiliary phase, clip the difference of both values from the one that the rollout
-            was collected with to this; None does not.
-        aux_learning_rate_scale: What the learning rate is multiplied by in the auxiliary phase.
-        separate_aux_optimizer: Whether the auxiliary phase has an optimiser with moments of its own, of the same class.
-        aux_memory_gib: How much the rollouts of a phase may take, in GiB on each rank.
-        architecture: `dual`: value and policy have networks of their own. `shared`: one encoder, which both shape.
-            `detached`: one encoder, which the value is read from but does not shape.
-        kl_penalty_coef: In the policy phase, weight of ½ (log importance ratio)²; with `clip_range` None it is the
-            penalty in place of clipping.
-        learning_rate: Step size of the optimiser.
+        aux_clip_range_value: Clip the change of both values since the rollout to ± this in the auxiliary phase. None
+            does not clip.
+        aux_learning_rate_scale: Factor of the learning rate in the auxiliary phase.
+        separate_aux_optimizer: Use a second optimizer of the same class, with its own moments, in the auxiliary phase.
+        aux_memory_gib: Maximum memory for the rollouts of a phase, in GiB on each rank.
+        architecture: `dual`: separate networks for policy and value. `shared`: one encoder, trained by both losses.
+            `detached`: one encoder, not trained by the value loss.
+        kl_penalty_coef: Weight of ½ (log importance ratio)² in the policy phase; with `clip_range` None this penalty
+            replaces clipping.
         num_epochs: E_π, passes of the policy phase over each rollout.
-        num_minibatches: Parts of each pass; must divide `num_envs * rollout_length`.
-        gamma: Discount factor.
+        num_minibatches: Minibatches of each of these passes; must divide `num_envs * rollout_length`.
         value_coef: Weight of the value loss ½(V - return)² in the policy phase.
-        entropy_coef: Weight of the entropy bonus.
+        entropy_coef: Weight of the entropy bonus. May be a schedule.
         optimizer: Optimizer of both phases; gradients are not clipped by default.
-        advantages: How advantages and value targets are computed; normalized over the rollout by default.
+        advantages: How advantages and value targets are computed; advantages are normalized over the rollout by
+            default.
         **kwargs: Options of `PPO`, for the policy phase.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
     policy: AuxiliaryActorCritic
@@ -171,7 +140,7 @@ class PPG(PPO):
         entropy_coef: Scheduled = 0.01,
         optimizer: OptimizerOptions = OptimizerConfig(max_grad_norm=None),
         advantages: AdvantageOptions = AdvantageConfig(normalize="rollout"),
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(
             observation_space,
@@ -186,43 +155,39 @@ class PPG(PPO):
             advantages=advantages,
             **kwargs,
         )
-        check_positive_int("num_policy_iterations", num_policy_iterations)
-        check_positive_int("num_aux_epochs", num_aux_epochs)
+        self.kl_penalty_coef = check_number("kl_penalty_coef", kl_penalty_coef, at_least=0)
+        self.num_aux_epochs = check_positive_int("num_aux_epochs", num_aux_epochs)
         if num_aux_minibatches is not None:
             check_positive_int("num_aux_minibatches", num_aux_minibatches)
-        check_bool("aux_sequences", aux_sequences)
-        check_number("cloning_coef", cloning_coef, at_least=0)
-        check_number("aux_value_coef", aux_value_coef, at_least=0)
+        self.num_aux_minibatches = num_aux_minibatches
+        self.aux_sequences = check_bool("aux_sequences", aux_sequences)
+        self.cloning_coef = check_number("cloning_coef", cloning_coef, at_least=0)
+        self.aux_value_coef = check_number("aux_value_coef", aux_value_coef, at_least=0)
         if aux_clip_range_value is not None:
             check_number("aux_clip_range_value", aux_clip_range_value, above=0)
-        check_number("aux_learning_rate_scale", aux_learning_rate_scale, above=0)
-        check_bool("separate_aux_optimizer", separate_aux_optimizer)
-        check_number("aux_memory_gib", aux_memory_gib, above=0)
-        check_number("kl_penalty_coef", kl_penalty_coef, at_least=0)
-        self.kl_penalty_coef = kl_penalty_coef
-        self.num_aux_epochs = num_aux_epochs
-        self.num_aux_minibatches = num_aux_minibatches
-        self.aux_sequences = aux_sequences
-        self.cloning_coef = cloning_coef
-        self.aux_value_coef = aux_value_coef
         self.aux_clip_range_value = aux_clip_range_value
-        self.aux_learning_rate_scale = aux_learning_rate_scale
-        self.steps.num_sets = 2 if separate_aux_optimizer else 1
-        self.aux_memory_gib = aux_memory_gib
-        self.kept = RolloutMemory(num_policy_iterations)
+        self.aux_learning_rate_scale = check_number("aux_learning_rate_scale", aux_learning_rate_scale, above=0)
+        self.steps.num_sets = 2 if check_bool("separate_aux_optimizer", separate_aux_optimizer) else 1
+        self.aux_memory_gib = check_number("aux_memory_gib", aux_memory_gib, above=0)
+        self.kept = RolloutMemory(check_positive_int("num_policy_iterations", num_policy_iterations))
         self.replays["rollouts"] = self.kept
 
     def make_policy(self) -> AuxiliaryActorCritic:
-        """Return the policy; override it to bring your own network with an auxiliary head."""
-        options = self.policy_options()
-        architecture, shared_encoder = self.options["architecture"], options.pop("shared_encoder")
-        check_architecture(architecture, shared_encoder, options["critic_only"])
+        """Return the policy; override it for another network with an auxiliary head."""
+        options, architecture = self.policy_options(), self.options["architecture"]
+        shared_encoder = options.pop("shared_encoder")
+        choices = get_args(Architecture)
+        check(is_one_of(architecture, choices), "architecture", architecture, f"one of {', '.join(choices)}")
+        expected = "None: architecture says who shares the encoder"
+        check(shared_encoder is None, "policy.shared_encoder", shared_encoder, expected)
+        expected = "dual, since critic_only gives the critic more to see"
+        check(architecture == "dual" or not options["critic_only"], "architecture", architecture, expected)
         return AuxiliaryActorCritic(self.observation_space, self.action_space, architecture=architecture, **options)
 
     # ------------------------------------------------------------------ algorithm 1
 
     def update(self, rollout: Rollout) -> None:
-        """Make one iteration of a policy phase, and after the last of them the auxiliary phase."""
+        """Make one iteration of the policy phase; after the last iteration make the auxiliary phase."""
         places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
         batch = self.batch(rollout, places=places)
         self.store_rollout(rollout, batch)
@@ -232,14 +197,14 @@ class PPG(PPO):
             self.auxiliary_phase()
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add those of `PPO`, and the penalty on the divergence from the policy that acted, if it is wanted."""
+        """Add the terms of `PPO`, and the KL penalty if `kl_penalty_coef` is set."""
         super().add_policy_terms(loss, distribution)
         if self.kl_penalty_coef:
             log_ratios = distribution.log_prob(loss.batch.actions) - loss.batch.log_probs
             loss.add("kl_penalty", self.kl_penalty_coef * rl.approx_kl_k2(log_ratios))
 
     def auxiliary_phase(self) -> None:
-        """Learn to predict the kept value targets, without changing what the policy does."""
+        """Learn to predict the stored value targets without changing the action distributions."""
         self._in_auxiliary_phase = True
         try:
             with self.steps.phase("aux_", self.aux_learning_rate_scale):
@@ -262,59 +227,59 @@ class PPG(PPO):
         loss.add_value(values, self.aux_value_coef, clip_range=clip_range)
         return loss
 
+    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
+        """Return KL(old ‖ new) of each row in nats, `[N]`, from the distributions before the auxiliary phase."""
+        return distribution.with_parameters(batch.old_distribution).kl(distribution)
+
     def after_update(self, means: dict[str, float]) -> None:
-        """Begin a new phase."""
+        """Start a new policy phase after an auxiliary phase."""
         if self.kept.is_full:
             self.kept.clear()
 
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        """Return the optimizers of the policy phase, and of the auxiliary phase if it has separate ones."""
+        made = super().configure_optimizers()
+        if self.steps.num_sets == 1:
+            return made
+        optimizers, schedulers = optimizers_and_schedulers(made)
+        auxiliary, _ = optimizers_and_schedulers(super().configure_optimizers())
+        return [*optimizers, *auxiliary], schedulers
+
+    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
+        """Return the parameters that a gradient step does not change: in the policy phase also the auxiliary head."""
+        if self._in_auxiliary_phase:
+            return []
+        if self.steps.is_warming_up:
+            return super().frozen_parameters(part)
+        if self.policy.detached and part == "critic":  # the value loss trains only its head
+            return [p for name, p in self.policy.named_parameters() if not name.startswith("value_head")]
+        frozen = [*super().frozen_parameters(part), *self.policy.auxiliary_head.parameters()]
+        return list(dict.fromkeys(frozen))
+
+    # ------------------------------------------------------------------ rollouts of a phase
+
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check, besides what PPO does, that the rollouts of a phase fit into the memory."""
+        """Check also that the rollouts of a phase fit into `aux_memory_gib`."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             self.check_memory(math.prod(rollout_shape) * self.kept.capacity)
 
     def check_memory(self, num_steps: int) -> None:
-        """Raise unless that many steps may be kept.
-
-        Raises:
-            ConfigurationError: They take more than `aux_memory_gib`.
-        """
-        bytes_ = bytes_per_step(self.observation_space, next(self.policy.parameters()).dtype)
+        """Raise a `ConfigurationError` unless that many steps, with value and return, fit into `aux_memory_gib`."""
+        dtype = next(self.policy.parameters()).dtype
+        leaves = space_leaves(self.observation_space).values()
+        sizes = [math.prod(x.shape or ()) * observation_dtype(x, dtype).itemsize for x in leaves]
+        bytes_ = sum(sizes) + 2 * (8 if dtype == torch.float64 else 4)
         needed = num_steps * bytes_ / 2**30
         expected = f"at least {needed:.3g}, for {num_steps} steps of {bytes_} bytes"
         check(needed <= self.aux_memory_gib, "aux_memory_gib", self.aux_memory_gib, expected)
 
-    # ------------------------------------------------------------------ optimizers
-
-    def configure_optimizers(self) -> Any:  # noqa: ANN401
-        """Make those of the policy phase and, if it has its own, of the auxiliary phase, in the same order."""
-        made = super().configure_optimizers()
-        if self.steps.num_sets == 1:
-            return made
-        pairs = [one if isinstance(one, tuple) else (one, []) for one in (made, super().configure_optimizers())]
-        optimizers = [x for some, _ in pairs for x in (some if isinstance(some, list) else [some])]
-        return optimizers, pairs[0][1]
-
-    def frozen_parameters(self, part: ActorOrCritic | None) -> list[nn.Parameter]:
-        """Return those that a step leaves as they are: in the policy phase the auxiliary head, too."""
-        if self._in_auxiliary_phase:
-            return []
-        if self.steps.is_warming_up:
-            return super().frozen_parameters(part)
-        others = {n: p for n, p in self.policy.named_parameters() if n.startswith("auxiliary_head")}
-        if self.policy.detached and part == "critic":  # which then shapes nothing but its head
-            others = {n: p for n, p in self.policy.named_parameters() if not n.startswith("value_head")}
-        taken = {id(parameter) for parameter in others.values()}
-        return [*others.values(), *(p for p in super().frozen_parameters(part) if id(p) not in taken)]
-
-    # ------------------------------------------------------------------ memory
-
     def store_rollout(self, rollout: Rollout, batch: Batch) -> None:
-        """Keep what the auxiliary phase needs of a rollout.
+        """Store observations, values and returns of a rollout for the auxiliary phase.
 
         Args:
-            rollout: Has observations and values.
-            batch: Its steps, with `returns`, and with their numbers t · B + b as `places`.
+            rollout: The rollout.
+            batch: Its steps, with the field `places`: their indices t · B + b.
         """
         drop_unless_alike(self.kept, Layout.of(rollout.shape, rollout.memory, rollout.burn_in), "the policy phase")
         length, _ = rollout.shape
@@ -327,7 +292,7 @@ class PPG(PPO):
         self.observe_rollout(batch)
 
     def observe_rollout(self, batch: Batch) -> None:
-        """Observe what is kept, and the largest advantage of the newest rollout's steps."""
+        """Log the size of the stored rollouts, and the largest advantage of the newest one."""
         size = sum(replay.num_bytes for replay in self.replays.values())
         largest = batch.advantages.abs().max() if len(batch) else batch.advantages.sum()
         self.steps.observe(
@@ -336,40 +301,36 @@ class PPG(PPO):
         )
 
     def auxiliary_minibatches(self) -> Iterator[Batch]:
-        """Yield the steps that are kept, or their sequences, in a fresh random order, cut into minibatches.
+        """Yield the minibatches of one pass over the stored steps, in random order, without those that lack rows.
 
-        Each comes to the device when it is its turn. With several ranks, the k-th of all ranks are one minibatch. Those
-        without rows that count are left out, as where there are more parts than sequences.
+        With several ranks, the k-th minibatches of all ranks are one minibatch.
         """
-        for _, part in self._parts(self.minibatch_order):
-            if part.weight:
-                yield part
+        for _, minibatch in self._stored_minibatches(self.minibatch_order):
+            if minibatch.weight:
+                yield minibatch
+
+    def _stored_minibatches(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
+        """Yield minibatches of the stored steps, or of their sequences, and the addresses of their rows.
+
+        Each minibatch is copied to the device when it is its turn.
+        """
+        has_memory = self.policy.memory is not None
+        addresses, sequences = self.kept.cut() if has_memory or self.aux_sequences else (self.kept.steps(), None)
+        steps = Batch({"addresses": addresses, **self.kept.gather(addresses, only="weights")}, sequences=sequences)
+        parts = [steps.ordered(some) for some in order(steps.num_items).tensor_split(self._num_stored_minibatches)]
+        set_global_weights(parts)
+        for part in parts:
+            fields = map_leaves(self.to_device, self.kept.gather(part.addresses))
+            sequences = self._on_device(part.sequences) if has_memory and part.sequences is not None else None
+            yield part.addresses, Batch(fields, part.weight, sequences)
 
     @property
-    def num_aux_parts(self) -> int:
-        """Number of minibatches of a pass over the kept rollouts."""
+    def _num_stored_minibatches(self) -> int:
         assert self.kept.layout is not None
         return self.num_aux_minibatches or self.kept.capacity * self.num_minibatches_of(self.kept.layout.shape)
 
-    def _parts(self, order: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, Batch]]:
-        """Yield, in some order, the addresses of the rows of minibatches and the rows themselves."""
-        has_memory = self.policy.memory is not None
-        if has_memory or self.aux_sequences:
-            found, sequences = self.kept.cut()
-            selected = [sequences.select(x) for x in order(len(sequences)).tensor_split(self.num_aux_parts)]
-            parts = [(found[rows], some if has_memory else None) for rows, some in selected]
-        else:
-            found = self.kept.steps()
-            parts = [(found[x], None) for x in order(len(found)).tensor_split(self.num_aux_parts)]
-        weighed = [self.kept.gather(addresses, only="weights") for addresses, _ in parts]
-        rows_of = [Batch({"addresses": x, **fields}) for (x, _), fields in zip(parts, weighed, strict=True)]
-        set_global_weights(rows_of)
-        for (addresses, some), rows in zip(parts, rows_of, strict=True):
-            fields = map_leaves(self.to_device, self.kept.gather(addresses))
-            yield addresses, Batch(fields, rows.weight, None if some is None else self._on_device(some))
-
     def _on_device(self, sequences: Sequences) -> Sequences:
-        """Return sequences with what they begin with where it is learned from, observations in place of addresses."""
+        """Return sequences on the device, with observations in place of their addresses."""
         burn_in = observations = None
         if sequences.burn_in is not None:
             burn_in = self._on_device(sequences.burn_in)
@@ -380,26 +341,22 @@ class PPG(PPO):
 
     @torch.no_grad()
     def store_distributions(self) -> None:
-        """Keep with every step the distribution that the policy has there now."""
-        for addresses, part in self._parts(torch.arange):
-            distribution, _ = self.actor_critic(part)
+        """Store the current action distribution of every step."""
+        for addresses, minibatch in self._stored_minibatches(torch.arange):
+            distribution, _ = self.actor_critic(minibatch)
             self.kept.write("old_distribution", addresses, distribution.parameters())
-
-    def divergence(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return KL(old ‖ new) of each row `[N]` in nats, from the distribution that was kept."""
-        return distribution.with_parameters(batch.old_distribution).kl(distribution)
 
     @torch.no_grad()
     def observe_divergence(self) -> None:
-        """Observe how far the auxiliary phase has moved the policy: mean KL(old ‖ new) over what is kept."""
+        """Log the mean KL(old ‖ new) over the stored steps after the auxiliary phase."""
         rows = Batch({"addresses": self.kept.steps()})
         set_global_weights([rows])
         total = torch.zeros((), device=self.device)
-        for _, part in self._parts(torch.arange):
-            distribution, _ = self.actor_critic(part)
-            total = total + self.divergence(part, distribution).sum()
+        for _, minibatch in self._stored_minibatches(torch.arange):
+            distribution, _ = self.actor_critic(minibatch)
+            total = total + self.divergence(minibatch, distribution).sum()
         self.steps.observe(kl=total * rows.weight)
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return a tensor of a memory where it is learned from."""
+        """Return a stored tensor on the device of the policy."""
         return x.to(self.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Phasic policy gradient from data that are used again (as DI-engine's `ppg_offpolicy`, with its faults mended)."""
+"""Phasic policy gradient with replay buffers, as DI-engine's `ppg_offpolicy` without its errors."""
 
 from __future__ import annotations
 
@@ -22,30 +22,25 @@ from lightning_rl.validation import check, check_positive_int
 
 
 class OffPolicyPPG(PPG):
-    """Phasic policy gradient whose policy and value learn from buffers of their own.
+    """Phasic policy gradient whose policy and value learn from separate replay buffers.
 
-    Every step that is collected goes into both, with the log-probability, advantage and return that it had then. An
-    iteration of the policy phase draws a batch from each, so that values can be learned from older data, and more
-    often, than the policy. Auxiliary phases learn from the batches of the value.
+    Every collected step enters both buffers, with its log-probability, advantage and return at that time. An iteration
+    of the policy phase draws a batch from each buffer, so that values can be learned from older data, and more often,
+    than the policy. Auxiliary phases learn from the batches of the value.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        updates_per_rollout: Iterations of the policy phase after each rollout; fewer where a buffer has not enough rows
-            left for a batch.
+        updates_per_rollout: Iterations of the policy phase after each rollout; fewer if a buffer has too few rows left
+            for a batch.
         batch_size: Rows of each batch, on each rank.
-        policy_buffer_size: Steps that the buffer of the policy has room for; new ones take the place of the oldest.
-        policy_max_use: How often each of them may be drawn; None: until it is overwritten.
-        value_buffer_size: Likewise for the value.
-        value_max_use: Likewise for the value.
-        num_policy_iterations: N_π, iterations of a policy phase: they may begin in one rollout and end in another.
+        policy_buffer_size: Steps in the buffer of the policy; new steps replace the oldest.
+        policy_max_use: Maximum number of times that each of them is drawn. None: until it is replaced.
+        value_buffer_size: Steps in the buffer of the value.
+        value_max_use: Maximum number of times that each of them is drawn.
+        num_policy_iterations: N_π, iterations of a policy phase; a phase may span several rollouts.
         num_epochs: Passes over each pair of batches.
-        num_minibatches: Parts of each pass.
-        advantages: As in `PPG`; `normalize: rollout` is the rollout that a step was collected in.
-        **kwargs: Those of `PPG`.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        num_minibatches: Minibatches of each pass.
+        advantages: As in `PPG`; `normalize: rollout` normalizes over the rollout that collected the step.
+        **kwargs: Options of `PPG`.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = {
@@ -69,7 +64,7 @@ class OffPolicyPPG(PPG):
         num_epochs: int = 1,
         num_minibatches: int | None = 1,
         advantages: AdvantageOptions = AdvantageConfig(normalize="minibatch"),
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(
             observation_space,
@@ -80,31 +75,29 @@ class OffPolicyPPG(PPG):
             advantages=advantages,
             **kwargs,
         )
+        self.updates_per_rollout = check_positive_int("updates_per_rollout", updates_per_rollout)
+        self.batch_size = check_positive_int("batch_size", batch_size)
         sizes = {"policy": policy_buffer_size, "value": value_buffer_size}
         limits = {"policy": policy_max_use, "value": value_max_use}
-        check_positive_int("updates_per_rollout", updates_per_rollout)
-        check_positive_int("batch_size", batch_size)
         for name, size in sizes.items():
             check_positive_int(f"{name}_buffer_size", size)
             check(size >= batch_size, f"{name}_buffer_size", size, f"at least batch_size={batch_size}")
             if (limit := limits[name]) is not None:
                 check_positive_int(f"{name}_max_use", limit)
         name = "num_minibatches" if self.minibatch_size is None else "minibatch_size"
-        fits = self.options[name] <= batch_size
-        check(fits, name, self.options[name], f"no more than batch_size={batch_size}")
-        self.updates_per_rollout = updates_per_rollout
-        self.batch_size = batch_size
+        fits = getattr(self, name) <= batch_size
+        check(fits, name, getattr(self, name), f"no more than batch_size={batch_size}")
         self.sources = {name: UseLimitedBuffer(size, limits[name]) for name, size in sizes.items()}
         self.replays.update(self.sources)
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check what does not depend on the rollouts, whose steps are drawn one by one, and that all buffers fit."""
+        """Check what does not depend on the shape of rollouts, and that all buffers fit into `aux_memory_gib`."""
         super().check_run(trainer, None)
         self.check_rows(self.batch_size * trainer.world_size, self.num_minibatches_of([self.batch_size]))
         self.check_memory(self.kept.capacity * self.batch_size + sum(buffer.size for buffer in self.sources.values()))
 
     def update(self, rollout: Rollout) -> None:
-        """Keep one rollout, then make iterations of the policy phase, each N_π-th followed by an auxiliary phase."""
+        """Store one rollout, then make iterations of the policy phase; an auxiliary phase follows N_π iterations."""
         self.store(rollout)
         for _ in range(self.updates_per_rollout):
             samples = self.sample()
@@ -117,7 +110,7 @@ class OffPolicyPPG(PPG):
                 self.kept.clear()
 
     def store(self, rollout: Rollout) -> None:
-        """Put every step of a rollout into both buffers, with what is known of it now."""
+        """Put every step of a rollout into both buffers."""
         batch = self.estimator.normalized_over_rollout(self.batch(rollout))
         newest = batch.replace(versions=torch.full((len(batch),), rollout.policy_version))
         for buffer in self.sources.values():
@@ -129,7 +122,7 @@ class OffPolicyPPG(PPG):
             self.steps.observe_first_ratios(distribution.log_prob(some.actions) - some.log_probs)
 
     def sample(self) -> BatchPair | None:
-        """Draw a batch from each buffer, on the CPU; None if there are too few rows left on any rank."""
+        """Return a batch from each buffer, on the CPU, or None if any rank has too few rows left."""
         too_few = any(len(buffer) < self.batch_size for buffer in self.sources.values())
         if all_reduce(torch.tensor(float(too_few), device=self.device), "max"):
             return None
@@ -142,7 +135,7 @@ class OffPolicyPPG(PPG):
         return batch
 
     def policy_iteration(self, samples: BatchPair) -> None:
-        """Learn the policy from one batch and the value from the other, which the auxiliary phase gets too."""
+        """Learn the policy from one batch and the value from the other; store the latter for the auxiliary phase."""
         names = ("observations", "values", "returns", "weights")
         kept = {name: x for name, x in samples.value.fields.items() if name in names}
         drop_unless_alike(self.kept, Layout((1, len(samples.value))), "the policy phase")
@@ -162,7 +155,7 @@ class OffPolicyPPG(PPG):
                     return
 
     def loss_of_both(self, pair: BatchPair) -> Loss:
-        """Return the loss of PPO: the policy's terms over one minibatch, the value's over another."""
+        """Return the loss of PPO, with the terms of the policy over one minibatch and of the value over another."""
         distribution, _ = self.actor_critic(pair.policy)
         loss = self.new_loss(pair.policy)
         self.add_policy_terms(loss, distribution)
@@ -172,4 +165,4 @@ class OffPolicyPPG(PPG):
         return loss
 
     def after_update(self, means: dict[str, float]) -> None:
-        """Leave the phase as it is, which may end in another rollout."""
+        """Keep the policy phase: it may span several rollouts."""

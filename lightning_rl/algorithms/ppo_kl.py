@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with KL penalties (Schulman et al. 2017, section 4)."""
+"""Proximal policy optimization with KL penalties (Schulman et al. 2017, section 4)."""
 
 from __future__ import annotations
 
@@ -23,32 +23,27 @@ from lightning_rl.validation import check_number
 
 
 class PPOKLPenalty(PPO):
-    """Proximal policy optimisation whose updates are held back by the KL divergence instead of by clipping.
+    """Proximal policy optimization that penalizes the KL divergence instead of clipping the importance ratio.
 
-    The loss is that of `PPO`, without clipping unless `clip_range` is given, plus
+    The loss of `PPO`, without clipping unless `clip_range` is given, plus
 
         β · KL + kl_cutoff_coef · max(KL - kl_cutoff_factor · adaptive_kl_target, 0)²
 
-    with KL the mean divergence KL(old ‖ new) between the policies that acted and that learn, exact for every action
-    distribution. After the updates from a rollout β grows by half where KL has come out above the target, and shrinks
-    by a third where below (see `lightning_rl.functional.adapted_kl_coef`).
+    with KL the mean exact divergence KL(old ‖ new) of the current policy from the one that acted. After the updates
+    from a rollout, β is multiplied by 1.5 if KL is above the target, and divided by 1.5 if KL is below (see
+    `lightning_rl.functional.adapted_kl_coef`).
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
-        initial_kl_coef: β to begin with; 0 leaves the adaptive penalty out.
-        adaptive_kl_target: The KL that β is adapted to, in nats. May be a schedule.
-        adaptive_kl_tolerance: How far from it, as a share, leaves β as it is.
-        kl_cutoff_factor: From how many times the target on the second penalty acts.
-        kl_cutoff_coef: Its factor; 0 leaves it out.
-        clip_range: As in `PPO`; None does not clip. May be a schedule.
-        **kwargs: Those of `PPO`.
+        initial_kl_coef: Initial β; 0 disables the adaptive penalty.
+        adaptive_kl_target: Target of the KL divergence, in nats. May be a schedule.
+        adaptive_kl_tolerance: Relative distance of KL from the target within which β does not change.
+        kl_cutoff_factor: Multiple of the target above which the second penalty acts.
+        kl_cutoff_coef: Coefficient of the second penalty; 0 disables it.
+        clip_range: As in `PPO`.
+        **kwargs: Options of `PPO`.
 
     Attributes:
-        kl_coef: β, a buffer: it is in the checkpoint.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
+        kl_coef: β, a buffer.
     """
 
     kl_coef: Tensor
@@ -64,29 +59,25 @@ class PPOKLPenalty(PPO):
         kl_cutoff_factor: float = 2.0,
         kl_cutoff_coef: float = 0.0,
         clip_range: Scheduled | None = None,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         super().__init__(observation_space, action_space, clip_range=clip_range, **kwargs)
-        check_number("initial_kl_coef", initial_kl_coef, at_least=0)
-        check_number("adaptive_kl_tolerance", adaptive_kl_tolerance, at_least=0)
-        check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
-        check_number("kl_cutoff_coef", kl_cutoff_coef, at_least=0)
-        self.adaptive = initial_kl_coef > 0
+        self.adaptive = check_number("initial_kl_coef", initial_kl_coef, at_least=0) > 0
         self.adaptive_kl_target = self.scheduled("adaptive_kl_target", adaptive_kl_target, above=0)
-        self.adaptive_kl_tolerance = adaptive_kl_tolerance
-        self.kl_cutoff_factor = kl_cutoff_factor
-        self.kl_cutoff_coef = kl_cutoff_coef
+        self.adaptive_kl_tolerance = check_number("adaptive_kl_tolerance", adaptive_kl_tolerance, at_least=0)
+        self.kl_cutoff_factor = check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
+        self.kl_cutoff_coef = check_number("kl_cutoff_coef", kl_cutoff_coef, at_least=0)
         self.register_buffer("kl_coef", torch.tensor(float(initial_kl_coef)))
         self._adapts, self._kl = False, self.kl_coef
 
     def batch(self, rollout: Rollout, **per_step: Nested) -> Batch:
-        """Return a rollout's steps with what to learn, and the distributions that acted."""
+        """Return the steps of a rollout with advantages, returns and the action distributions that acted."""
         return with_acting_distributions(self.policy, rollout, super().batch, per_step)
 
     def update(self, rollout: Rollout) -> None:
-        """PPO's passes over one rollout; then see how far they have moved the policy."""
+        """Take the gradient steps of PPO, then measure the KL divergence of the policy from the one that acted."""
         self.steps.observe(kl_coef=self.kl_coef.clone())
-        # A policy that stays where it is says nothing about how much holds it back.
+        # While only the critic learns, the policy does not move, which is no reason to lower β.
         self._adapts = self.adaptive and not self.steps.is_warming_up
         batch = self.batch(rollout)
         for minibatch in self.minibatches(batch, self.num_epochs, self.num_minibatches_of(rollout.shape)):
@@ -94,13 +85,13 @@ class PPOKLPenalty(PPO):
         self._kl = self.mean_kl(batch)
 
     def after_update(self, means: dict[str, float]) -> None:
-        """Adapt β to how far the updates have moved the policy."""
+        """Adapt β to the KL divergence after the updates."""
         if self._adapts:
             target, tolerance = self.adaptive_kl_target, self.adaptive_kl_tolerance
             self.kl_coef.copy_(rl.adapted_kl_coef(self.kl_coef, self._kl, target, tolerance))
 
     def add_policy_terms(self, loss: Loss, distribution: Distribution) -> None:
-        """Add those of `PPO`, and the penalties on the divergence that are wanted."""
+        """Add the terms of `PPO` and the KL penalties."""
         super().add_policy_terms(loss, distribution)
         kl = self.penalized_kl(loss.batch, distribution)
         loss.observe(kl=kl)
@@ -113,22 +104,22 @@ class PPOKLPenalty(PPO):
 
     @property
     def penalty_weight(self) -> float:
-        """Factor of the penalties in the loss."""
+        """Weight of the penalties in the loss."""
         return 1.0
 
     def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return the mean KL(old ‖ new) over the rows of a minibatch of all ranks, which penalties are on."""
+        """Return the mean KL(old ‖ new) over the rows of a minibatch on all ranks, for the penalties."""
         return mean_of_all_ranks(batch.mean(divergence(batch, distribution)))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take state back; where the run had no adaptive penalty, β begins now."""
+        """Take over the state; β starts with `initial_kl_coef` if the stored run had no adaptive penalty."""
         super().on_load_checkpoint(checkpoint)
         if checkpoint["hyper_parameters"].get("initial_kl_coef") == 0:
             checkpoint["state_dict"]["kl_coef"] = self.kl_coef.clone()
 
     @torch.no_grad()
     def mean_kl(self, batch: Batch) -> Tensor:
-        """Return the mean KL(old ‖ new) over the rows of all ranks, by the current parameters; NaN of none."""
+        """Return the mean KL(old ‖ new) over the rows of all ranks by the current parameters; NaN without rows."""
         set_global_weights([batch])
         if not batch.weight:
             return self.kl_coef.new_tensor(torch.nan)

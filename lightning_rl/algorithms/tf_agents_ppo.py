@@ -1,4 +1,4 @@
-"""PPO as TF-Agents 0.19 computes it, errors included, to repeat what was published with it."""
+"""PPO with the arithmetic of TF-Agents 0.19, errors included, to reproduce published results."""
 
 from __future__ import annotations
 
@@ -31,21 +31,18 @@ from lightning_rl.training.loss import Loss
 from lightning_rl.training.schedules import Scheduled
 from lightning_rl.validation import check, check_bool, check_number
 
-# Advantages are standardised with this beside the variance.
-_VARIANCE_EPSILON = 1e-8
-
 
 class TFAgentsEstimator(AdvantageEstimator):
-    """Advantages and returns as TF-Agents makes them; see `TFAgentsPPO`."""
+    """Computes advantages and returns like TF-Agents; see `TFAgentsPPO`."""
 
     def batch(self, rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Batch:
-        """Return a rollout's steps, whose means divide by their number, whatever they weigh."""
+        """Return the steps of a rollout; means divide by their number for all weights."""
         batch = super().batch(rollout, weights, **per_step)
         batch.counts_all_rows = True
         return batch
 
     def advantages_and_returns(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return advantages and value targets `[T, B]`, 0 for the last step."""
+        """Return advantages and value targets `[T, B]`; both are 0 at the last step."""
         values, last = rollout.values[:-1], rollout.values[-1]
         rewards = self.normalizers.rewards(rollout)[:-1]
         discounts = rollout.discounts(self.gamma, self.on_truncation)[:-1]
@@ -62,7 +59,7 @@ class TFAgentsEstimator(AdvantageEstimator):
     def counted_steps(
         self, rollout: Rollout, advantages: Tensor, returns: Tensor, weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return all steps, with weight 0 where they do not count."""
+        """Return all steps, with weight 0 for steps that are not learned from."""
         counts = (returns != 0) | (advantages != 0)
         if rollout.valid is not None:
             counts &= rollout.valid
@@ -70,55 +67,49 @@ class TFAgentsEstimator(AdvantageEstimator):
         return torch.ones_like(counts), counted if weights is None else counted * weights
 
     def standardize(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return `(x - mean) / √(population variance + 1e-8)` of each part, taken over the entries of all ranks."""
+        """Return `(x - mean) / √(population variance + 1e-8)` of each part, over the entries of all ranks."""
         exact = [part.to(exact_dtype(part.device)) for part in parts]
         counts, means, squares = moments(exact)
-        scales = (squares / counts.clamp(min=1) + _VARIANCE_EPSILON).rsqrt()
+        scales = (squares / counts.clamp(min=1) + 1e-8).rsqrt()
         return [
             ((x - means[k]) * scales[k]).to(part.dtype) for k, (x, part) in enumerate(zip(exact, parts, strict=True))
         ]
 
     def standardized(self, batch: Batch) -> Tensor:
-        """Return the advantages as `standardize` makes them of all rows, weight or not."""
+        """Return the standardized advantages; rows of weight 0 enter mean and variance too."""
         return batch.advantages if batch.is_normalized else self.standardize([batch.advantages])[0]
 
 
 class TFAgentsPPO(PPOKLPenalty):
-    """`PPOKLPenalty` with the defaults of TF-Agents' `PPOAgent`, and its arithmetic where that is another.
+    """`PPOKLPenalty` with the defaults and arithmetic of TF-Agents' `PPOAgent`.
 
-    For new work take `PPO` or `PPOKLPenalty`. What differs from them (docs/coming_from_tf_agents.md has the details):
+    Use `PPO` or `PPOKLPenalty` for new work. The differences (details: docs/coming_from_tf_agents.md):
 
-    * The last step of a rollout gives its value alone, and is not learned from; the one before it bootstraps by GAE
-      from its own value rather than from the next one.
+    * The last step of a rollout only provides its value, and is not learned from. With GAE, the step before it
+      bootstraps from its own value instead of the last one.
     * Time limits are terminal states.
-    * Steps are not left out but weighed with 0: resets, the last step, and those whose return and advantage are both
-      exactly 0. Means divide by the number of all steps all the same, advantages are standardised over all of them,
-      and normalisers take them all in.
-    * Advantages are standardised with the population variance, 1e-8 added to it.
-    * The variances of the normalisers of observations (unless `initial_variance` is given) and rewards are 0 before any
-      data, so that everything is multiplied by 31.6 and clipped.
-    * With several ranks the KL penalties and `clip_fraction` are summed over them.
+    * Resets, last steps, and steps with return and advantage of exactly 0 have weight 0, but means divide by the number
+      of all steps, and all steps enter the standardization of advantages and the normalizers.
+    * Advantages are standardized with the population variance plus 1e-8.
+    * The initial variances of the normalizers of observations (unless `initial_variance` is given) and rewards are 0,
+      so that the first values are multiplied by 31.6 and clipped.
+    * With several ranks the KL penalties and `clip_fraction` are summed over the ranks.
 
     Args:
-        observation_space: Of one environment: a Gymnasium space, or its description by `space_to_dict`.
-        action_space: Of one environment, likewise.
         num_epochs: Passes over each rollout.
-        num_minibatches: Parts of each pass; 1 as the agent alone, more as its `PPOLearner`.
-        clip_range: As in `PPO`; `PPOClipAgent` is published with 0.2.
-        initial_kl_coef: 0 and `kl_cutoff_factor` 0 make it `PPOClipAgent`.
-        kl_cutoff_factor: As in `PPOKLPenalty`, but that 0 leaves the penalty out, whatever its coefficient.
+        num_minibatches: Minibatches of each pass: 1 like the agent, more like its `PPOLearner`.
+        clip_range: As in `PPO`; published results of `PPOClipAgent` use 0.2.
+        initial_kl_coef: As in `PPOKLPenalty`. 0, with `kl_cutoff_factor` 0, gives `PPOClipAgent`.
+        kl_cutoff_factor: As in `PPOKLPenalty`, but 0 disables the second penalty.
         kl_cutoff_coef: As in `PPOKLPenalty`.
-        value_coef: Twice `value_pred_loss_coef`, which is for the loss without its ½.
+        value_coef: Twice the `value_pred_loss_coef` of TF-Agents, whose loss lacks the ½.
         optimizer: Optimizer; gradients are not clipped by default.
-        advantages: How advantages and value targets are computed; `estimator` may be `gae`, with `value_target:
-            td_lambda` if wanted. `on_truncation` is always `terminal`.
+        advantages: How advantages and value targets are computed: `estimator` may be `gae`, then `value_target` may be
+            `td_lambda`. `on_truncation` is always `terminal`.
         normalization: Running normalization of observations and rewards.
-        sum_losses_over_ranks: Sum all losses over ranks rather than average them, as TF-Agents does where
-            `aggregate_losses_across_replicas` is off.
+        sum_losses_over_ranks: Sum all losses over ranks instead of averaging them, like TF-Agents with
+            `aggregate_losses_across_replicas` off.
         **kwargs: Options of `PPOKLPenalty`.
-
-    Raises:
-        ConfigurationError: A value is out of range; names field, value and what was expected.
     """
 
     without_effect: ClassVar[Mapping[str, str]] = {
@@ -145,7 +136,7 @@ class TFAgentsPPO(PPOKLPenalty):
             observations={"clip": 5.0, "epsilon": 1e-3}, rewards="reward_std"
         ),
         sum_losses_over_ranks: bool = False,
-        **kwargs: Any,  # noqa: ANN401 - those of the base class
+        **kwargs: Any,  # noqa: ANN401 - options of the base class
     ) -> None:
         check_number("kl_cutoff_factor", kl_cutoff_factor, at_least=0)
         super().__init__(
@@ -163,37 +154,36 @@ class TFAgentsPPO(PPOKLPenalty):
             normalization=normalization,
             **kwargs,
         )
-        check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
-        self.sum_losses_over_ranks = sum_losses_over_ranks
+        self.sum_losses_over_ranks = check_bool("sum_losses_over_ranks", sum_losses_over_ranks)
         self.normalizers.counts_resets = True
-        normalizers: list[Any] = [self.reward_normalizer]
-        normalize_observations = self.options["normalization.observations"]
-        if not (isinstance(normalize_observations, dict) and "initial_variance" in normalize_observations):
-            normalizers.append(getattr(self.policy, "observation_normalizer", None))
+        normalizers = [self.normalizers.of_rewards]
+        observations = self.options["normalization.observations"]
+        if not (isinstance(observations, dict) and "initial_variance" in observations):
+            normalizers.append(self.normalizers.of_observations)
         for module in (x for normalizer in normalizers if normalizer is not None for x in normalizer.modules()):
             if isinstance(module, RunningMoments):
                 module.variance.zero_()
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
-        """Check, besides what `PPO` does, that a rollout has a step to learn from."""
+        """Check also that a rollout has a step to learn from."""
         super().check_run(trainer, rollout_shape)
         if rollout_shape is not None:
             expected = "at least 2, since the last step only gives its value"
             check(rollout_shape[0] > 1, "rollout_length", rollout_shape[0], expected)
 
-    def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - those of the estimator
-        """Return what makes advantages and returns as TF-Agents does."""
+    def make_estimator(self, **options: Any) -> TFAgentsEstimator:  # noqa: ANN401 - options of the estimator
+        """Return the estimator with the arithmetic of TF-Agents."""
         return TFAgentsEstimator(self.policy, self.normalizers, **options)
 
     def one_pass(self, batch: Batch, num_minibatches: int) -> Iterator[Batch]:
-        """Yield minibatches as `PPO` does, or such that losses are summed over ranks."""
+        """Yield the minibatches of one pass; with `sum_losses_over_ranks` their losses are summed over ranks."""
         for part in super().one_pass(batch, num_minibatches):
             if self.sum_losses_over_ranks:
                 part.weight *= world_size()
             yield part
 
     def loss(self, batch: Batch) -> Loss:
-        """Return the loss over a minibatch; what is not finite in rows of weight 0 does no harm."""
+        """Return the loss over a minibatch; non-finite values in rows of weight 0 have no effect."""
         uncounted = batch.weights == 0
 
         def harmless(x: Tensor) -> Tensor:
@@ -207,16 +197,16 @@ class TFAgentsPPO(PPOKLPenalty):
         return super().loss(batch)
 
     def clip_fraction(self, batch: Batch, is_clipped: Tensor) -> Tensor:
-        """Return the share of all rows whose ratio is clipped, weight or not, summed over ranks."""
+        """Return the share of all rows, weight 0 included, whose ratio is clipped, summed over ranks."""
         return world_size() * is_clipped.mean()
 
     @property
     def penalty_weight(self) -> float:
-        """Number of ranks: the penalties are summed over them rather than averaged."""
+        """Number of ranks, since the penalties are summed over ranks."""
         return float(world_size())
 
     def penalized_kl(self, batch: Batch, distribution: Distribution) -> Tensor:
-        """Return the divergence that penalties are on, whatever `sum_losses_over_ranks` makes of the other terms."""
+        """Return the mean KL(old ‖ new) on all ranks, also with `sum_losses_over_ranks`."""
         mean = batch.replace()
         if self.sum_losses_over_ranks:
             mean.weight = batch.weight / world_size()

@@ -291,7 +291,7 @@ class Broken(PPG):
 def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> None:
     model = make(Broken, num_policy_iterations=3, debug={"max_skipped_updates": 1, "check_numerics": check_numerics})
     model.broken = (1, 3)
-    with pytest.warns(UserWarning, match="were left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         recorder = fit(model, 6)
     assert ["aux_head_loss" in row and "aux_kl" in row for row in recorder.rows] == [False] * 4 + [True, False]
     assert len(model.kept) == 1

@@ -109,7 +109,7 @@ def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
             super().training_step(rollout, batch_idx)
 
     model = make(BrokenRollouts, debug={"max_skipped_updates": 1})
-    with pytest.warns(UserWarning, match="were left out"):
+    with pytest.warns(UserWarning, match="were skipped"):
         fit(model, 2)
     for buffer in model.sources.values():
         state = buffer.state_dict()
