@@ -15,7 +15,7 @@ from lightning_rl.nested import Nested, join, map_leaves, part_at, space_leaves,
 from lightning_rl.policies.distributions import ActionDistribution, Distribution, make_action_head
 from lightning_rl.policies.distributions.continuous import BetaHead
 from lightning_rl.policies.interface import PolicyOutput
-from lightning_rl.policies.networks import DiscreteEncoding, Network, is_image, make_encoder
+from lightning_rl.policies.networks import DiscreteEncoding, Network, make_encoder
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.policies.normalization import (
     NestedNormalizer,
@@ -26,6 +26,7 @@ from lightning_rl.policies.normalization import (
 )
 from lightning_rl.policies.recurrent import Memory, MemoryOptions, RecurrentCore
 from lightning_rl.rollouts.sequences import Sequences
+from lightning_rl.spaces import is_image
 from lightning_rl.validation import check
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from lightning_rl.environments.registry import find_spec
 from lightning_rl.environments.wrappers.rewards import make_reward_transform
 from lightning_rl.nested import leaves, map_leaves
 from lightning_rl.policies.actor_critic import PolicyOutput
-from lightning_rl.policies.networks import is_image
+from lightning_rl.spaces import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.environments.test_atari_lives import whole_game
 from tests.helpers import MemoryLogger, make_data, make_model, make_trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rl.masks import MaskLayout, component_names, has_choices, num_choices
 from lightning_rl.nested import Nested, leaves, map_leaves, nested_paths, space_leaves
-from lightning_rl.policies.distributions.base import Distribution, Initialization, projection
+from lightning_rl.policies.distributions.base import Initialization, projection
 from lightning_rl.policies.distributions.discrete import IMPOSSIBLE, Categorical
 from lightning_rl.policies.networks.mlp import HeadLinear
 from lightning_rl.validation import check, check_positive_int
@@ -22,7 +22,7 @@ MAX_COMBINATIONS = 4096
 """Limit of the number of combinations, which are all enumerated: sampling, mode, entropy and divergence are exact."""
 
 
-class Autoregressive(Distribution):
+class Autoregressive(Categorical):
     """A joint distribution of the components of an action, as one categorical choice between all combinations.
 
     Args:
@@ -34,7 +34,7 @@ class Autoregressive(Distribution):
     """
 
     def __init__(self, logits: Tensor, counts: list[int], names: list[str], strides: Tensor, places: Nested) -> None:
-        self.combinations = Categorical(logits)
+        super().__init__(logits)
         self.counts = counts
         self.names = names
         self.strides = strides
@@ -42,11 +42,11 @@ class Autoregressive(Distribution):
 
     def sample(self, generator: torch.Generator | None = None) -> Nested:
         """Draw a combination."""
-        return self._action(self.combinations.sample(generator))
+        return self._action(super().sample(generator))
 
     def mode(self) -> Nested:
         """Return the most likely combination; its first choice need not be the most likely first choice."""
-        return self._action(self.combinations.mode())
+        return self._action(super().mode())
 
     def log_prob(self, action: Nested) -> Tensor:
         """Return the log-probability of `action` (integers, nested as the space is)."""
@@ -56,19 +56,7 @@ class Autoregressive(Distribution):
             return product.sum(-1) if isinstance(place, list) else product
 
         terms = list(leaves(map_leaves(term, self.places, action)))
-        return self.combinations.log_prob(torch.stack(terms).sum(0))
-
-    def entropy(self) -> Tensor:
-        """Return -Σ p log p over all combinations."""
-        return self.combinations.entropy()
-
-    def kl(self, other: Distribution) -> Tensor:
-        """Return Σ p (log p - log q) over all combinations."""
-        return self.combinations.kl(cast(Autoregressive, other).combinations)
-
-    def parameters(self) -> Tensor:
-        """Return the log-probabilities of all combinations."""
-        return self.combinations.logits
+        return super().log_prob(torch.stack(terms).sum(0))
 
     def with_parameters(self, parameters: Tensor) -> Autoregressive:
         """Return distributions with other log-probabilities."""
@@ -77,7 +65,7 @@ class Autoregressive(Distribution):
     def entropies(self) -> dict[str, Tensor]:
         """Return the entropy of every component given the components before it, by name."""
         found: dict[str, Tensor] = {}
-        joint, size = self.combinations.log_probs, 1
+        joint, size = self.log_probs, 1
         before = joint.new_zeros(())
         for name, count in zip(self.names, self.counts, strict=True):
             size *= count

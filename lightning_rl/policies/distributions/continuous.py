@@ -122,10 +122,11 @@ class DiagonalGaussian(Distribution):
         return DiagonalGaussian(parameters["mean"], parameters["log_std"])
 
 
-class SquashedGaussian(Distribution):
+class SquashedGaussian(DiagonalGaussian):
     """center + half width · tanh(u), with u from a diagonal Gaussian: actions never leave the bounds.
 
     The policy's form of an action is u, because u cannot be recovered from an action that was rounded to its bound.
+    The mode is the mean of u, which maps to the median. The divergence is the divergence of u: the map is invertible.
 
     Args:
         mean: Mean of u, shape `[..., a]`.
@@ -134,21 +135,13 @@ class SquashedGaussian(Distribution):
     """
 
     def __init__(self, mean: Tensor, log_std: Tensor, bounds: Bounds) -> None:
-        self.gaussian = DiagonalGaussian(mean, log_std)
+        super().__init__(mean, log_std)
         self.bounds = bounds
-
-    def sample(self, generator: torch.Generator | None = None) -> Tensor:
-        """Draw u."""
-        return self.gaussian.sample(generator)
-
-    def mode(self) -> Tensor:
-        """Return the mean of u, which maps to the median; the density itself may peak at the bounds."""
-        return self.gaussian.mode()
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (u, shape `[..., a]`) maps."""
         log_slope = _log_tanh_slope(action) + self._log_half_volume / action.shape[-1]
-        return self.gaussian.log_prob(action) - log_slope.sum(-1)
+        return super().log_prob(action) - log_slope.sum(-1)
 
     def entropy(self) -> Tensor:
         """Return the entropy of u plus the mean log-slope of the map, by Gauss-Hermite quadrature.
@@ -156,18 +149,10 @@ class SquashedGaussian(Distribution):
         With 32 nodes per dimension the error is below 1e-6 for standard deviations of u up to 1, below 1e-3 up to 2,
         and below 0.03 up to 5.
         """
-        mean, std = self.gaussian.mean.unsqueeze(-1), self.gaussian.log_std.exp().unsqueeze(-1)
+        mean, std = self.mean.unsqueeze(-1), self.log_std.exp().unsqueeze(-1)
         nodes, weights = _quadrature(mean.device, mean.dtype)
         slope = (_log_tanh_slope(mean + std * nodes) * weights).sum(-1)
-        return self.gaussian.entropy() + slope.sum(-1) + self._log_half_volume
-
-    def kl(self, other: Distribution) -> Tensor:
-        """Return the divergence of u, which an invertible map does not change."""
-        return self.gaussian.kl(cast(SquashedGaussian, other).gaussian)
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Return `mean` and `log_std` of u, `[..., a]` each."""
-        return self.gaussian.parameters()
+        return super().entropy() + slope.sum(-1) + self._log_half_volume
 
     def with_parameters(self, parameters: dict[str, Tensor]) -> SquashedGaussian:
         """Return distributions with other means and standard deviations of u."""

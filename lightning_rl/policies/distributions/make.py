@@ -19,15 +19,13 @@ from lightning_rl.policies.distributions.joint import JointHead
 from lightning_rl.validation import ConfigurationError, check, check_arguments, instantiate, is_one_of, to_class_spec
 
 ActionDistribution: TypeAlias = "str | dict[str, Any] | None"
-"""Of a part: the name of a kind, `{"kind": name, option: value, …}`, `{"class_path": …, "init_args": …}` of a head, or
-None for the kind that the space has by default. Of a `Dict` or `Tuple` space: one for each path, None, or
-`autoregressive` for all of it."""
+"""Value of the option `action_distribution`, see `PolicyConfig`; also `{"class_path": …, "init_args": …}` of a head."""
 _FIELD = "action_distribution"
 _AUTOREGRESSIVE = "autoregressive"
 
 
 class _Kind(NamedTuple):
-    """How to make a head, which spaces it suits, in code and in words, and what can be said about it."""
+    """How to make a head, which spaces it is for, in code and in words, its options, and their presets."""
 
     make: Callable[..., nn.Module]
     suits: Callable[[spaces.Space[Any]], bool]
@@ -68,21 +66,19 @@ _SWITCHES = (lambda space: isinstance(space, spaces.MultiBinary)), "MultiBinary"
 _CONTINUOUS = _is_continuous, "a floating-point Box"
 _BOUNDED = _is_bounded, "a floating-point Box with finite bounds on every side, low below high"
 _TF_AGENTS_STD = {"std_transform": "softplus", "initial_std": 0.35, "initialization": "tf_agents"}
-_DEVIATION = ("std", "std_transform", "min_std", "max_std", "initial_std", "initialization")
+_STD_OPTIONS = ("std", "std_transform", "min_std", "max_std", "initial_std", "initialization")
+_GAUSSIAN_OPTIONS = ("mean_transform", *_STD_OPTIONS)
 KINDS: dict[str, _Kind] = {
     "categorical": _Kind(_categorical, *_CHOICES, ("initialization",), {}),
     "bernoulli": _Kind(BernoulliHead, *_SWITCHES, ("initialization",), {}),
-    "gaussian": _Kind(GaussianHead, *_CONTINUOUS, ("mean_transform", *_DEVIATION), {}),
-    "squashed_gaussian": _Kind(SquashedGaussianHead, *_BOUNDED, _DEVIATION, {}),
+    "gaussian": _Kind(GaussianHead, *_CONTINUOUS, _GAUSSIAN_OPTIONS, {}),
+    "squashed_gaussian": _Kind(SquashedGaussianHead, *_BOUNDED, _STD_OPTIONS, {}),
     "beta": _Kind(BetaHead, *_BOUNDED, ("initialization",), {}),
     _AUTOREGRESSIVE: _Kind(AutoregressiveHead, *_COMBINED, ("hidden_size", "order", "initialization"), {}),
     "tf_agents_categorical": _Kind(_categorical, *_CHOICES, (), {"initialization": "tf_agents"}),
-    "tf_agents_normal": _Kind(
-        GaussianHead, *_BOUNDED, ("mean_transform", *_DEVIATION), {"mean_transform": "tanh", **_TF_AGENTS_STD}
-    ),
-    "tf_agents_squashed_normal": _Kind(SquashedGaussianHead, *_BOUNDED, _DEVIATION, _TF_AGENTS_STD),
+    "tf_agents_normal": _Kind(GaussianHead, *_BOUNDED, _GAUSSIAN_OPTIONS, {"mean_transform": "tanh", **_TF_AGENTS_STD}),
+    "tf_agents_squashed_normal": _Kind(SquashedGaussianHead, *_BOUNDED, _STD_OPTIONS, _TF_AGENTS_STD),
 }
-"""The kinds by name."""
 _DEFAULTS = ("categorical", "bernoulli", "gaussian")
 
 
@@ -98,40 +94,37 @@ def make_action_head(
     Args:
         space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
         in_features: Number of features.
-        initial_log_std: Logarithm of the initial standard deviation of Gaussians that have no `initial_std`.
-        action_distribution: Which distributions to take.
-        mask_space: Of masks, nested as actions are, which the head then takes after the features; None without any.
+        initial_log_std: See `PolicyConfig`; for Gaussians without the option `initial_std`.
+        action_distribution: See `PolicyConfig`.
+        mask_space: Space of the masks, nested as actions are. The head then takes masks after the features.
 
     Raises:
-        ConfigurationError: The space is of another kind, or a distribution or a mask does not suit it; names the part.
+        ConfigurationError: The space is not supported, or a distribution or a mask does not suit it.
     """
     masks = [] if mask_space is None else MaskLayout(space, mask_space).masks
     if not isinstance(space, spaces.Dict | spaces.Tuple) or _is_autoregressive(action_distribution, space):
         return _make_head(_FIELD, space, in_features, initial_log_std, action_distribution, mask_space)
     parts = space_leaves(space)
-    made_of: list[spaces.Space[Any]] = []
-    map_space(made_of.append, space)
-    if not parts or len(parts) != len(made_of):
-        raise ConfigurationError(f"action_space={space} is not supported: expected parts, with a path of its own each")
+    if not parts:
+        raise ConfigurationError(f"action_space={space} is not supported: expected at least one part")
     choices = action_distribution or {}
-    is_mapping = isinstance(choices, Mapping) and set(choices) <= set(parts)
-    expected = f"a mapping from parts of the action to distributions; the parts are {', '.join(parts)}"
-    check(is_mapping, _FIELD, action_distribution, expected)
+    if not isinstance(choices, dict) or not set(choices) <= set(parts):
+        expected = f"a mapping from parts of the action to distributions; the parts are {', '.join(parts)}"
+        raise ConfigurationError(f"{_FIELD}={choices!r} is not valid: expected {expected}")
+    masked = [path for path in parts if any(mask == path or mask.startswith(join(path, "")) for mask in masks)]
     paths = iter(parts)
 
     def make(part: spaces.Space[Any]) -> nn.Module:
         path = next(paths)
-        choice = choices.get(path) if isinstance(choices, Mapping) else None
         own_masks = _masks_of(path, mask_space) if path in masked else None
-        return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choice, own_masks)
+        return _make_head(f"{_FIELD}.{path}", part, in_features, initial_log_std, choices.get(path), own_masks)
 
-    masked = [path for path in parts if any(mask == path or mask.startswith(join(path, "")) for mask in masks)]
     return JointHead(map_space(make, space), list(parts), masked)
 
 
 def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> bool:
-    """Whether a choice is about all of a `Dict` or `Tuple`, and not about a part called `kind`."""
-    if not isinstance(choice, Mapping):
+    """Whether a choice is about a whole `Dict` or `Tuple`, and not about a part with the name `kind`."""
+    if not isinstance(choice, dict):
         return choice == _AUTOREGRESSIVE
     chosen = choice.get("kind") == _AUTOREGRESSIVE
     clear = not chosen or "kind" not in space_leaves(space)
@@ -140,21 +133,12 @@ def _is_autoregressive(choice: ActionDistribution, space: spaces.Space[Any]) -> 
 
 
 def _masks_of(path: str, mask_space: spaces.Space[Any] | None) -> spaces.Space[Any]:
-    """Return the masks of a leaf of the action, components called as if it were all of the action."""
+    """Return the masks of a part of the action, with the names of components relative to this part."""
 
     def local(_: str, mask: Any) -> spaces.Space[Any]:  # noqa: ANN401
         return ActionMask(mask.shape, mask.given and mask.given.removeprefix(join(path, "")))
 
     return replace_leaves(local, part_at(mask_space, path))
-
-
-def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
-    """Raise unless a head that chooses each component independently can do what masks ask for."""
-    is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
-    takes = "mask" in inspect.signature(head.forward).parameters
-    check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
-    expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
-    check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)
 
 
 def _make_head(
@@ -170,42 +154,23 @@ def _make_head(
         check_arguments(field, spec, nn.Module, "in_features", "space")
         head: nn.Module = instantiate(field, spec, nn.Module, in_features=in_features, space=space)
     else:
-        head = _make_kind(field, space, in_features, initial_log_std, choice, mask_space)
+        kind, options = _kind_and_options(field, space, choice)
+        if "std" in kind.options:
+            options["initial_log_std"] = initial_log_std
+        if kind.make is AutoregressiveHead:
+            options["mask_space"] = mask_space
+        head = kind.make(in_features, space, **options)
     if mask_space is not None:
         _check_masks(field, mask_space, head)
     return head
 
 
-def _make_kind(
-    field: str,
-    space: spaces.Space[Any],
-    in_features: int,
-    initial_log_std: float,
-    choice: ActionDistribution,
-    mask_space: spaces.Space[Any] | None,
-) -> nn.Module:
-    kind, options = _parse(field, space, choice)
-    unknown = sorted(set(options) - set(kind.options))
-    known = f"of its options {', '.join(kind.options)}" if kind.options else "none, since it has no options"
-    check(not unknown, f"{field}.kind={choice['kind']}" if isinstance(choice, dict) else field, unknown, known)
-    options = {**kind.preset, **options}
-    if "std" in kind.options:
-        options["initial_log_std"] = initial_log_std
-    if kind.make is AutoregressiveHead:
-        options["mask_space"] = mask_space
-    return kind.make(in_features, space, **options)
-
-
-def _parse(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> tuple[_Kind, dict[str, Any]]:
-    """Return the kind and its options, after a look at the space."""
+def _kind_and_options(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> tuple[_Kind, dict[str, Any]]:
+    """Return the kind of head for a space, and its options with presets."""
     expected = f"one of {', '.join(KINDS)}, or a mapping with one of them as 'kind' and its options"
-    check(choice is None or isinstance(choice, str | dict), field, choice, expected)
-    options: dict[str, Any] = {}
-    name = choice
-    if isinstance(choice, dict):
-        options = dict(choice)
-        name = options.pop("kind", None)
-        check(isinstance(name, str), field, choice, expected)
+    options = dict(choice) if isinstance(choice, dict) else {}
+    name = options.pop("kind", None) if isinstance(choice, dict) else choice
+    check(choice is None or isinstance(name, str), field, choice, expected)
     if not all(np.prod(leaf.shape or ()) for leaf in space_leaves(space).values()):
         raise ConfigurationError(f"action_space={space} is not supported: expected at least one component")
     if name is None:
@@ -216,6 +181,18 @@ def _parse(field: str, space: spaces.Space[Any], choice: ActionDistribution) -> 
                 "a Dict or Tuple of these"
             )
     check(is_one_of(name, KINDS), field, name, expected)
-    kind = KINDS[str(name)]
+    kind = KINDS[name]
     check(kind.suits(space), field, name, f"a distribution for {space}; this one is for {kind.expected}")
-    return kind, options
+    unknown = sorted(set(options) - set(kind.options))
+    known = f"of its options {', '.join(kind.options)}" if kind.options else "none, since it has no options"
+    check(not unknown, f"{field}.kind={name}", unknown, known)
+    return kind, {**kind.preset, **options}
+
+
+def _check_masks(field: str, mask_space: spaces.Space[Any], head: nn.Module) -> None:
+    """Raise unless the head takes masks, and chooses components one by one if the masks need that."""
+    takes = "mask" in inspect.signature(head.forward).parameters
+    check(takes, field, type(head).__name__, "a head whose forward takes 'mask' too, since this part has a mask")
+    is_one = isinstance(mask_space, ActionMask) and mask_space.given is None
+    expected = f"{_AUTOREGRESSIVE}, since there are masks of single components or that depend on another's choice"
+    check(is_one or isinstance(head, AutoregressiveHead), field, type(head).__name__, expected)

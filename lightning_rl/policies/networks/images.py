@@ -16,9 +16,9 @@ from lightning_rl.policies.networks.mlp import orthogonal, orthogonal_linear
 from lightning_rl.spaces import image_layout
 from lightning_rl.validation import check
 
-_NATURE_MIN_SIZE = 36  # what the three convolutions need to leave one pixel
-# Numbers that convolutions on a CPU take at a time. What they make of more is too large for the memory that is kept for
-# reuse: the system hands it out anew, filled with zeros, at every batch, which takes as long as a convolution or two.
+_NATURE_MIN_SIZE = 36  # the three convolutions leave one pixel
+# Pixels per convolution on a CPU. The activations of more would not fit into the memory that the allocator reuses, and
+# getting zeroed pages from the system for every batch takes as long as a convolution or two.
 _PIXELS_AT_A_TIME = 2**20
 
 
@@ -28,46 +28,56 @@ def network_for_image(space: spaces.Space[Any]) -> str:
 
 
 def _is_traced() -> bool:
-    """Whether operations are recorded, for batches of other sizes too."""
+    """Whether operations are recorded, for other batch sizes too."""
     return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 class _ImageEncoder(nn.Module):
-    """Scaling, channel order and batch dimensions, the same for every convolutional encoder."""
+    """Scaling, channel order and batch dimensions of the convolutional encoders, and their last linear layer."""
 
-    def __init__(self, space: spaces.Space[Any]) -> None:
+    linear: nn.Linear
+
+    def __init__(self, space: spaces.Space[Any], out_features: int) -> None:
         super().__init__()
         shape = space.shape or ()
-        check(
-            len(shape) == 3,
-            "observation_space",
-            space,
-            "an image of three dimensions for a convolutional network",
-        )
+        expected = "an image of three dimensions for a convolutional network"
+        check(len(shape) == 3, "observation_space", space, expected)
         self.channels_last, self.channels, self.height, self.width = image_layout(shape)
         self.scale = 1 / 255 if space.dtype == np.uint8 else 1.0
+        self.out_features = out_features
+
+    def _make_linear(self, layers: nn.Module) -> nn.Linear:
+        """Return the layer from the output of convolutional layers to the features."""
+        with torch.no_grad():
+            flat = layers(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
+        return orthogonal_linear(flat, self.out_features)
+
+    def _to_features(self, layers: nn.Module, observations: Tensor) -> Tensor:
+        """Map images `[..., *shape]` through convolutional layers to features `[..., out_features]`."""
+        dtype = self.linear.weight.dtype
+        size = max(1, _PIXELS_AT_A_TIME // (self.channels * self.height * self.width))
+        may_split = observations.dim() == 4 and observations.is_cpu and not _is_traced()
+        if may_split and len(observations) > size:
+            parts = torch.split(observations, size)
+            convolved = torch.cat([layers(self._to_pixels(part, dtype)) for part in parts])
+        else:
+            convolved = layers(self._to_pixels(observations, dtype))
+        features = functional.relu(self.linear(convolved))
+        return features.reshape(*observations.shape[:-3], self.out_features)
 
     def _to_pixels(self, observations: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `[N, channels, height, width]` in the network's dtype, laid out channels last for speed."""
+        """Return `[N, channels, height, width]` in the dtype of the network, with channels last in memory for speed."""
         x = observations.flatten(0, -4) if observations.dim() > 4 else observations
         x = x.unsqueeze(0) if x.dim() == 3 else x
         x = x.permute(0, 3, 1, 2) if self.channels_last else x
         if x.is_floating_point() or self.channels_last or not x.is_cpu or _is_traced():
             pixels = x.to(dtype, memory_format=torch.channels_last)
-        else:  # the same, channel by channel in half the time
+        else:  # one channel at a time takes half the time
             pixels = torch.empty(x.shape, dtype=dtype, memory_format=torch.channels_last)
-            for of_pixels, channel in zip(pixels.unbind(1), x.unbind(1), strict=True):
-                of_pixels.copy_(channel)
-        # Integers have been copied, and one copy of a batch of images is enough.
+            for target, channel in zip(pixels.unbind(1), x.unbind(1), strict=True):
+                target.copy_(channel)
+        # In place, since integers have been copied already.
         return pixels.mul_(self.scale) if self.scale != 1.0 else pixels
-
-    def _convolve(self, layers: nn.Module, observations: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what convolutional layers make of images, `[N, features]`, on the CPU of some at a time."""
-        size = max(1, _PIXELS_AT_A_TIME // (self.channels * self.height * self.width))
-        may_split = observations.dim() == 4 and observations.is_cpu and not _is_traced()
-        if not may_split or len(observations) <= size:
-            return layers(self._to_pixels(observations, dtype))  # type: ignore[no-any-return]
-        return torch.cat([layers(self._to_pixels(part, dtype)) for part in torch.split(observations, size)])
 
 
 class NatureEncoder(_ImageEncoder):
@@ -79,14 +89,10 @@ class NatureEncoder(_ImageEncoder):
     """
 
     def __init__(self, space: spaces.Space[Any], out_features: int = 512) -> None:
-        super().__init__(space)
-        check(
-            min(self.height, self.width) >= _NATURE_MIN_SIZE,
-            "network",
-            "nature",
-            f"an image of at least {_NATURE_MIN_SIZE}x{_NATURE_MIN_SIZE} pixels, got {self.height}x{self.width}; "
-            "use 'impala' or 'mlp'",
-        )
+        super().__init__(space, out_features)
+        size = f"{_NATURE_MIN_SIZE}x{_NATURE_MIN_SIZE}"
+        expected = f"an image of at least {size} pixels, got {self.height}x{self.width}; use 'impala' or 'mlp'"
+        check(min(self.height, self.width) >= _NATURE_MIN_SIZE, "network", "nature", expected)
         self.convolutions = nn.Sequential(
             orthogonal(nn.Conv2d(self.channels, 32, 8, 4)),
             nn.ReLU(inplace=True),
@@ -96,16 +102,11 @@ class NatureEncoder(_ImageEncoder):
             nn.ReLU(inplace=True),
             nn.Flatten(),
         ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        with torch.no_grad():
-            flat = self.convolutions(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
-        self.linear = orthogonal_linear(flat, out_features)
-        self.out_features = out_features
+        self.linear = self._make_linear(self.convolutions)
 
     def forward(self, observations: Tensor) -> Tensor:
         """Map images `[..., *shape]` to features `[..., out_features]`."""
-        convolved = self._convolve(self.convolutions, observations, self.linear.weight.dtype)
-        features = functional.relu(self.linear(convolved))
-        return features.reshape(*observations.shape[:-3], self.out_features)
+        return self._to_features(self.convolutions, observations)
 
 
 class _ResidualBlock(nn.Module):
@@ -122,19 +123,19 @@ class _ResidualBlock(nn.Module):
 class ImpalaEncoder(_ImageEncoder):
     """The residual network of Espeholt et al. 2018 (figure 3, right, without its LSTM).
 
-    The gain √2 belongs to convolutions that a ReLU follows. Those before a pooling have gain 1, and those that end one
-    of n residual blocks 1/√n, or features and first values would be tens of times those of the other networks.
+    Convolutions before a ReLU have gain √2, convolutions before a pooling 1, and the last convolutions of n residual
+    blocks 1/√n. Otherwise features and first values would be tens of times as large as in the other networks.
 
     Args:
         space: An image of any size, channels first or last.
-        channels: Channels of each stage; a stage halves the image and has two residual blocks.
+        channels: Channels of each stage. A stage halves the image and has two residual blocks.
         out_features: Width of the linear layer.
     """
 
     def __init__(
         self, space: spaces.Space[Any], channels: Sequence[int] = (16, 32, 32), out_features: int = 256
     ) -> None:
-        super().__init__(space)
+        super().__init__(space, out_features)
         stages = nn.Sequential()
         for width, next_width in itertools.pairwise([self.channels, *channels]):
             stages.append(orthogonal(nn.Conv2d(width, next_width, 3, padding=1), gain=1.0))
@@ -143,12 +144,8 @@ class ImpalaEncoder(_ImageEncoder):
                 stages.append(_ResidualBlock(next_width, gain=(2 * len(channels)) ** -0.5))
         stages.append(nn.ReLU()).append(nn.Flatten())
         self.stages = stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        with torch.no_grad():
-            flat = self.stages(torch.zeros(1, self.channels, self.height, self.width)).shape[1]
-        self.linear = orthogonal_linear(flat, out_features)
-        self.out_features = out_features
+        self.linear = self._make_linear(self.stages)
 
     def forward(self, observations: Tensor) -> Tensor:
         """Map images `[..., *shape]` to features `[..., out_features]`."""
-        features = functional.relu(self.linear(self._convolve(self.stages, observations, self.linear.weight.dtype)))
-        return features.reshape(*observations.shape[:-3], self.out_features)
+        return self._to_features(self.stages, observations)

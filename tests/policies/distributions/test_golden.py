@@ -100,9 +100,8 @@ def test_heads_compute_what_the_projection_networks_of_tf_agents_do(name):
         else:
             head.raw_std.copy_(weights[2])
         distribution = head(case["hidden"])
-        gaussian = distribution.gaussian if name == "scale_distribution" else distribution
-        torch.testing.assert_close(gaussian.mean, case[name]["loc"], **CLOSE)
-        torch.testing.assert_close(gaussian.log_std.exp().expand(4, 2), case[name]["scale"], **CLOSE)
+        torch.testing.assert_close(distribution.mean, case[name]["loc"], **CLOSE)
+        torch.testing.assert_close(distribution.log_std.exp().expand(4, 2), case[name]["scale"], **CLOSE)
         torch.testing.assert_close(distribution.to_space(distribution.mode()), case[name]["mode"], **CLOSE)
 
 

@@ -6,7 +6,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, images, is_image, make_encoder
+from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, images, make_encoder
+from lightning_rl.spaces import is_image
 from lightning_rl.validation import ConfigurationError
 from tests.policies.networks.test_layers import assert_orthogonal
 
@@ -266,7 +267,7 @@ def test_an_encoder_that_cannot_be_tried_here_is_taken_at_its_word():
         (
             spaces.Box(-1, 1, (3,)),
             {"network": f"{__name__}.Boastful"},
-            r"network: .*Boastful has out_features=9, but its forward made \[2, 8\] of 2 .*: expected \[2, 9\]",
+            r"network: .*Boastful has out_features=9, but its forward returned \[2, 8\] for 2 .*: expected \[2, 9\]",
         ),
         (
             spaces.Dict({"a": spaces.Box(-1, 1, (3,)), "b": spaces.Box(-9, 9, (2, 2), np.float64)}),
