@@ -1,9 +1,10 @@
-"""Checks of options, tuners and strategies before a run."""
+"""Checks of an algorithm's options, and of the Trainer and its strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -20,7 +21,14 @@ from lightning_rl.options import options_named
 from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
 from lightning_rl.spaces import space_to_dict
-from lightning_rl.training.optimizers import SCHEDULER, check_optimizer_class, check_scheduler_class, scheduler_spec
+from lightning_rl.training.config import AdvantageConfig, DebugConfig, NormalizationConfig, OptimizerConfig
+from lightning_rl.training.optimizers import (
+    SCHEDULER,
+    AdaptiveLearningRate,
+    check_optimizer_class,
+    check_scheduler_class,
+    scheduler_spec,
+)
 from lightning_rl.training.parameter_groups import group_options
 from lightning_rl.training.schedules import parse_schedule
 from lightning_rl.validation import (
@@ -40,15 +48,13 @@ from lightning_rl.validation import (
 
 
 def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an algorithm as plain data, which checkpoints and logs can hold.
-
-    Spaces and classes become their descriptions.
+    """Return options as plain data for checkpoints and logs: spaces and classes become descriptions.
 
     Args:
         given: Options by full name.
 
     Raises:
-        ConfigurationError: One of them is no plain data.
+        ConfigurationError: An option cannot be described by plain data.
     """
     plain: dict[str, Any] = {}
     for name, value in given.items():
@@ -67,22 +73,16 @@ def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CLASSES = ("optimizer.name", "optimizer.critic.name", "optimizer.scheduler.name")
-_FLAGS = (
-    *("optimizer.anneal", "advantages.recompute_values", "advantages.recompute_advantages"),
-    *("debug.check_numerics", "debug.histograms"),
-)
-_CHOICES = {
-    "advantages.on_truncation": ("bootstrap", "terminal"),
-    "advantages.estimator": ("gae", "monte_carlo"),
-    "advantages.value_target": ("td_lambda", "empirical"),
-    "advantages.normalize": ("minibatch", "rollout", "none"),
-    "normalization.update": ("after", "before"),
-    "debug.fast_paths": ("auto", "compiled", "none"),
+_GROUPS: dict[str, type] = {
+    "optimizer": OptimizerConfig,
+    "advantages": AdvantageConfig,
+    "normalization": NormalizationConfig,
+    "debug": DebugConfig,
 }
 
 
 def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-    """Check those options that every algorithm has, by themselves and against each other.
+    """Check the options that every algorithm has, each alone and against others.
 
     Args:
         given: Options by full name, as plain data.
@@ -90,14 +90,18 @@ def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], d
         defaults: Defaults of the algorithm, by full name.
 
     Raises:
-        ConfigurationError: One of them is out of range, or has no effect; names option, value and what was expected.
+        ConfigurationError: An option is out of range or has no effect.
     """
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
-    for name in _FLAGS:
-        check_bool(name, given[name])
-    for name, choices in _CHOICES.items():
-        check(is_one_of(given[name], choices), name, given[name], f"one of {', '.join(choices)}")
+    for group, config in _GROUPS.items():
+        for name, kind in get_type_hints(config).items():
+            option = f"{group}.{name}"
+            if kind is bool:
+                check_bool(option, given[option])
+            elif get_origin(kind) is Literal:
+                choices = get_args(kind)
+                check(is_one_of(given[option], choices), option, given[option], f"one of {', '.join(choices)}")
     check_number("gamma", given["gamma"], at_least=0, at_most=1)
     skipped = given["debug.max_skipped_updates"]
     check(is_int(skipped) and skipped >= 0, "debug.max_skipped_updates", skipped, "an integer of at least 0")
@@ -120,7 +124,7 @@ def _check_policy(given: Mapping[str, Any]) -> None:
 
 def _check_normalizers(given: Mapping[str, Any]) -> None:
     observations, rewards = given["normalization.observations"], given["normalization.rewards"]
-    if not isinstance(observations, dict):  # whose entries `make_normalizer` checks
+    if not isinstance(observations, dict):  # `make_normalizer` checks a dict
         check(isinstance(observations, bool), "normalization.observations", observations, "true or false, or a dict")
     known = isinstance(rewards, bool) or is_one_of(rewards, ("return_std", "reward_std"))
     check(known, "normalization.rewards", rewards, "true or false, return_std or reward_std")
@@ -139,7 +143,7 @@ def _check_optimizer(given: Mapping[str, Any]) -> None:
     check_keywords(f"{SCHEDULER}.options", given[f"{SCHEDULER}.options"])
     if (scheduler := scheduler_spec(given)) is not None:
         check_scheduler_class(scheduler)
-        check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is given")
+        check(not given["optimizer.anneal"], "optimizer.anneal", True, f"false, since {SCHEDULER} is set")
     for name in ("max_grad_norm", "max_grad_value"):
         if given[f"optimizer.{name}"] is not None:
             check_number(f"optimizer.{name}", given[f"optimizer.{name}"], above=0)
@@ -156,43 +160,42 @@ def _check_learning_rates(given: Mapping[str, Any]) -> None:
     for name in ("learning_rate", "optimizer.critic.learning_rate"):
         if given[name] is not None or name == "learning_rate":
             schedule = parse_schedule(name, given[name], above=0)
-            check(schedule.at(0, None) > 0, name, given[name], "a rate that begins above 0")
+            check(schedule.at(0, None) > 0, name, given[name], "a rate that starts above 0")
             for other, value in others.items():
-                check(not (schedule.varies and value), name, given[name], f"a number, since {other} is given")
+                check(not (schedule.varies and value), name, given[name], f"a number, since {other} is set")
     field, adaptive = "optimizer.adaptive_learning_rate", given["optimizer.adaptive_learning_rate"]
     if adaptive is None:
         return
-    known = ("target_kl", "factor", "minimum", "maximum")
+    known = [x.name for x in fields(AdaptiveLearningRate)]
     valid = isinstance(adaptive, Mapping) and "target_kl" in adaptive and {*adaptive} <= {*known}
-    check(valid, field, adaptive, f"target_kl and, if needed, {', '.join(known[1:])}")
-    check_number(f"{field}.target_kl", adaptive["target_kl"], above=0)
-    check_number(f"{field}.factor", adaptive.get("factor", 1.5), above=1)
-    minimum = adaptive.get("minimum", 1e-6)
-    check_number(f"{field}.minimum", minimum, above=0)
-    check_number(f"{field}.maximum", adaptive.get("maximum", 1e-2), at_least=minimum)
+    check(valid, field, adaptive, f"target_kl and optionally {', '.join(known[1:])}")
+    rule = AdaptiveLearningRate(**adaptive)
+    check_number(f"{field}.target_kl", rule.target_kl, above=0)
+    check_number(f"{field}.factor", rule.factor, above=1)
+    check_number(f"{field}.minimum", rule.minimum, above=0)
+    check_number(f"{field}.maximum", rule.maximum, at_least=rule.minimum)
     setters = [name for name, value in others.items() if value]
     setters += ["learning_rate, a schedule,"] if isinstance(given["learning_rate"], dict) else []
-    check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is given")
+    check(not setters, field, adaptive, f"null, since {' and '.join(setters)} is set")
 
 
 _REASONS = {
     LearningRateFinder: (
-        "it picks a rate by how fast a loss falls, and the loss of a policy gradient does not measure the policy; it "
-        "would also train on while the rate grows: expected runs compared by their return, as in examples/tune.py, or "
-        "optimizer.adaptive_learning_rate"
+        "it selects a rate by how fast the loss falls, and the loss of a policy gradient does not measure the policy: "
+        "expected runs compared by their return, as in examples/tune.py, or optimizer.adaptive_learning_rate"
     ),
     BatchSizeFinder: (
-        "a batch is a rollout, whose size is part of the algorithm, not whatever fits into memory: expected num_envs "
-        "and rollout_length as the task needs them, and more minibatches where memory is short"
+        "a batch is a rollout, whose size is part of the algorithm: expected num_envs and rollout_length for the task, "
+        "and more minibatches if memory is short"
     ),
 }
 
 
 def refuse_tuners(trainer: Trainer) -> None:
-    """Raise if a Trainer has a callback that looks for a learning rate or a batch size; the Tuner adds them.
+    """Check that a Trainer has no callback that searches a learning rate or a batch size; Lightning's Tuner adds them.
 
     Raises:
-        ConfigurationError: It has; says why that cannot work, and what does.
+        ConfigurationError: The Trainer has such a callback.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REASONS.items():
@@ -201,45 +204,42 @@ def refuse_tuners(trainer: Trainer) -> None:
 
 
 def refuse_automatic_optimization(trainer: Trainer) -> None:
-    """Raise if a Trainer is to clip or add up gradients, which it does in automatic optimisation alone.
-
-    Lightning's own error tells to switch to that.
+    """Check that the Trainer does not clip or accumulate gradients; Lightning does so only in automatic optimization.
 
     Raises:
-        ConfigurationError: It is; says which option of the model does so.
+        ConfigurationError: It does. The error names the option of the model to use instead.
     """
-    clip, added_up = trainer.gradient_clip_val, trainer.accumulate_grad_batches
-    check(
-        not clip, "trainer.gradient_clip_val", clip, "None; set model.optimizer.max_grad_norm or max_grad_value instead"
-    )
+    clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
+    expected = "None; set model.optimizer.max_grad_norm or max_grad_value instead"
+    check(not clip, "trainer.gradient_clip_val", clip, expected)
     expected = "1, since a batch is a rollout; lower num_minibatches of the model for gradients of more steps"
-    check(added_up == 1, "trainer.accumulate_grad_batches", added_up, expected)
+    check(accumulated == 1, "trainer.accumulate_grad_batches", accumulated, expected)
 
 
-# Their parameters are whole only inside the forward pass of `training_step`, but acting needs them outside of it.
+# Their parameters are complete only inside the forward pass of `training_step`, but acting needs them outside of it.
 _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Refuse strategies that divide the parameters of one network among devices.
+    """Check that a strategy gives every device all parameters, and averages gradients before they are clipped.
 
     Args:
-        strategy: As the Trainer takes it, or as it has it.
+        strategy: Strategy, or its name in Lightning.
 
     Raises:
-        ConfigurationError: It is of FSDP, model parallelism or DeepSpeed, or for several XLA devices.
+        ConfigurationError: The strategy is FSDP, model parallelism or DeepSpeed, or for several XLA devices.
     """
     if isinstance(strategy, Strategy):
         kind = type(strategy)
         value = kind.__name__
     else:
-        # Lightning has no name for model parallelism, but an error of its own would not say what to use.
+        # Lightning has no name for model parallelism, and its own error would not name an alternative.
         named = {"model_parallel": ModelParallelStrategy} | {k: v["strategy"] for k, v in StrategyRegistry.items()}
         kind, value = named.get(strategy, Strategy), strategy
     if issubclass(kind, _SHARDED):
         raise ConfigurationError(
-            f"strategy={value!r} divides the parameters among devices, and the policy needs them whole to act: "
-            "expected 'ddp', which has a copy on each device; networks of on-policy learning are small enough"
+            f"strategy={value!r} divides the parameters among devices, but the policy needs all parameters to act: "
+            "expected 'ddp', which copies them to each device; networks of on-policy learning are small enough"
         )
     if issubclass(kind, XLAStrategy):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Options that every algorithm has beside those of its paper, in groups."""
+"""Option groups that algorithms share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NormalizeAdvantages = Literal["minibatch", "rollout", "none"]
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """A learning rate scheduler of PyTorch, stepped once per rollout.
+    """Learning rate scheduler of PyTorch, stepped once per rollout.
 
     Args:
         name: Scheduler class or its import path. None uses no scheduler.
@@ -32,13 +32,12 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CriticOptimizerConfig:
-    """A separate optimizer for the critic's own encoder and head; needs separate encoders.
+    """Separate optimizer for the encoder and head of the critic; needs separate encoders.
 
     Args:
-        name: Optimizer class or its import path. None with a learning rate uses the class and options of the other
-            optimizer.
+        name: Optimizer class or its import path. None uses the class and options of the other optimizer.
         options: Arguments of the optimizer.
-        learning_rate: Step size, a number or a schedule. None with a name uses `learning_rate`.
+        learning_rate: Number or schedule. None uses the learning rate of the other optimizer.
     """
 
     name: str | type[Optimizer] | None = None
@@ -48,12 +47,12 @@ class CriticOptimizerConfig:
 
 @dataclass(frozen=True)
 class L2Config:
-    """Coefficients of squared weights that are added to the loss; biases are not penalized, and there is no factor ½.
+    """Coefficients of the sums of squared weights in the loss, without factor ½ and without biases.
 
     Args:
-        policy: Coefficient for weights that only the actor has.
-        value: Coefficient for weights that only the critic has.
-        shared: Coefficient for weights that both have.
+        policy: Coefficient for weights of the actor only.
+        value: Coefficient for weights of the critic only.
+        shared: Coefficient for weights of both.
     """
 
     policy: float = 0.0
@@ -68,25 +67,25 @@ class OptimizerConfig:
     Args:
         name: Optimizer class or its import path. None uses the algorithm's default: Adam, or RMSprop for A2C and
             IMPALA.
-        options: Arguments of the optimizer, without the learning rate. With name None they change single arguments of
+        options: Arguments of the optimizer except the learning rate. With name None they change single arguments of
             the algorithm's default.
-        anneal: Lower the learning rate linearly to 0 over the planned environment steps of the run. Environment steps
-            of resets count as planned, so the final rate is slightly above 0 if `max_epochs` alone bounds the run.
-        scheduler: Learning rate scheduler, in place of anneal.
+        anneal: Lower the learning rate linearly to 0 over the planned environment steps of the run. Resets count as
+            planned steps, so a run that only `max_epochs` bounds ends slightly above 0.
+        scheduler: Learning rate scheduler, instead of `anneal`.
         max_grad_norm: Maximum global gradient norm, per optimizer. None disables clipping.
         max_grad_value: Maximum absolute value of every gradient entry, applied before the norm. None disables it.
         critic: Separate optimizer for the critic.
-        groups: Optimizer options of some parameters, by the beginning of their names in the policy or a pattern like
-            `*.bias`: `learning_rate_scale` multiplies the learning rate, others are arguments of the optimizer, such as
+        groups: Optimizer options by parameter name in the policy, module name or pattern such as `*.bias`.
+            `learning_rate_scale` multiplies the learning rate; other options are arguments of the optimizer, such as
             `weight_decay`. Each parameter uses the options of the first matching pattern.
         l2: Weight penalties.
-        adaptive_learning_rate: `{"target_kl": d}` divides the learning rate after a rollout by `factor` (1.5) if the
-            mean approximate KL divergence is above 2d, multiplies it if the divergence is below d/2, and keeps it
-            between `minimum` (1e-6) and `maximum` (1e-2). Changes the actor's rate if there are two optimizers.
-        num_value_epochs: Number of passes of the value loss. None takes as many as of the policy loss. The first
-            passes have both losses, the others only one; with a shared encoder each pass changes the encoder.
-        critic_warmup_steps: Learn only the value, by the critic's own parameters, in rollouts that start before this
-            many environment steps, so that a loaded policy stays as it is.
+        adaptive_learning_rate: `{"target_kl": d}` divides the learning rate by `factor` (1.5) after rollouts with a
+            mean approximate KL divergence above 2d, multiplies it below d/2, and keeps it between `minimum` (1e-6) and
+            `maximum` (1e-2). With two optimizers it changes the rate of the actor.
+        num_value_epochs: Number of passes of the value loss. None: as many as of the policy loss. The first passes
+            have both losses, the others only one; with a shared encoder each pass changes the encoder.
+        critic_warmup_steps: Train only the parameters of the critic in rollouts that start before this many
+            environment steps, for example after loading a policy.
     """
 
     name: str | type[Optimizer] | None = None
@@ -108,16 +107,16 @@ class AdvantageConfig:
     """How advantages and value targets are computed.
 
     Args:
-        estimator: `gae`, or `monte_carlo`: the sum of rewards up to the end of the episode or rollout, minus the value,
-            which equals λ = 1.
-        value_target: `td_lambda`: advantage plus value, or `empirical`: the sum of rewards, whatever λ is.
-        on_truncation: `bootstrap` uses the value of the last observation where a time limit ends an episode,
-            `terminal` treats the time limit as a terminal state.
+        estimator: `gae`, or `monte_carlo`: the discounted sum of rewards up to the end of the episode or rollout,
+            minus the value; equal to λ = 1.
+        value_target: `td_lambda`: advantage plus value; `empirical`: the discounted sum of rewards, for every λ.
+        on_truncation: `bootstrap` uses the value of the last observation if a time limit ends an episode, `terminal`
+            treats the time limit as a terminal state.
         normalize: Standardize advantages over each `minibatch`, over the whole `rollout`, or not at all (`none`).
-        recompute_values: Recompute the values that targets are computed from at the start of the updates. They differ
-            from the values of the collection only with `normalization.update: before`, or by rounding.
-        recompute_advantages: Recompute values, advantages and returns with the current critic before every pass but the
-            first.
+        recompute_values: Recompute values at the start of the updates. They differ from the collected values only with
+            `normalization.update: before`, or by rounding.
+        recompute_advantages: Recompute values, advantages and returns with the current critic before every pass except
+            the first.
     """
 
     estimator: Literal["gae", "monte_carlo"] = "gae"
@@ -130,19 +129,19 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class ClippingConfig:
-    """Bounds of what one rollout may change, beside `clip_range`.
+    """Bounds of the policy and value change per rollout, besides `clip_range`.
 
     Args:
         low: ε of the lower bound of the importance ratio. None uses `clip_range`. May be a schedule.
         high: ε of the upper bound of the importance ratio. None uses `clip_range`. May be a schedule.
-        log_prob: Clip the log-probabilities of the current policy to ± this in the importance ratio, not the recorded
-            log-probabilities. None does not clip.
-        dual: Bound the surrogate from below by this times the advantage where the advantage is negative (Ye et al.
-            2020); above 1. None does not.
+        log_prob: Clip the current log-probabilities, but not the recorded ones, to ± this in the importance ratio. None
+            does not clip.
+        dual: Lower bound of the surrogate for negative advantages, as a factor of the advantage (Ye et al. 2020); above
+            1. None does not bound.
         value: Clip the change of the value since the rollout to ± this. None does not clip. May be a schedule.
-        value_huber_delta: Value errors above this count linearly (Huber loss) instead of squared. None squares all.
-        rollback: Undo an update, parameters and optimizer state, after which the KL divergence of its own minibatch
-            exceeds the bound of `target_kl`; no further update follows.
+        value_huber_delta: Value errors above this count linearly (Huber loss). None squares all errors.
+        rollback: Undo an update of parameters and optimizer state after which the KL divergence of its minibatch
+            exceeds the bound of `target_kl`, and take no further update.
     """
 
     low: Scheduled | None = None
@@ -159,17 +158,17 @@ class NormalizationConfig:
     """Running normalization of observations, rewards and values.
 
     Args:
-        observations: Standardize every `Box` observation that is no image by its running moments. A dict changes how:
+        observations: Standardize all `Box` observations except images by their running moments. A dict sets options:
             `clip` bounds the result (10), `epsilon` is added to the variance (1e-8), `initial_variance` is the variance
             before any data (1).
-        rewards: Divide rewards by the running deviation of the discounted return (true or `return_std`), or of the
-            rewards themselves (`reward_std`).
+        rewards: Divide rewards by the running standard deviation of the discounted return (true or `return_std`) or of
+            the rewards (`reward_std`).
         reward_clip: Bound of the absolute normalized reward. None does not clip.
-        values: `running_std`: the value head predicts returns divided by their running deviation, and the value loss is
-            in these units. `popart`: the running mean is subtracted too, and the head is rescaled when the moments
-            change (van Hasselt et al. 2016). None does neither.
-        update: `after` updates the running moments with a rollout once it has been learned from, so that collection and
-            learning use the same moments; `before` updates them first, and importance ratios then do not start at 1.
+        values: `running_std`: the value head predicts returns divided by their running standard deviation, and the
+            value loss is in these units. `popart`: also subtracts the running mean, and rescales the head when the
+            moments change (van Hasselt et al. 2016). None: no normalization.
+        update: `after` updates the running moments after learning from a rollout, so that collection and learning use
+            the same moments. `before` updates them first, so that importance ratios do not start at 1.
     """
 
     observations: bool | dict[str, float] = False
@@ -181,17 +180,17 @@ class NormalizationConfig:
 
 @dataclass(frozen=True)
 class DebugConfig:
-    """Checks, histograms and the choice of code paths.
+    """Checks, histograms and fast code paths.
 
     Args:
         check_numerics: Check for NaN and infinity after every minibatch instead of after every rollout; slower.
         max_skipped_updates: Number of consecutive rollouts whose updates may be skipped because a loss or gradient is
             not finite. One more ends the run with an error that names a file for `FailedUpdate.load`.
-        histograms: Log histograms of actions, advantages, parameters and gradients at the end of the first and the last
-            pass over a logged rollout; needs a logger like TensorBoard's.
-        fast_paths: Faster code for acting and learning, with the same numbers up to rounding. `auto` uses code that
-            needs no compiler, such as a closed form of PPO's loss for small networks on the CPU. `compiled` compiles
-            the update into one program, and the `step` of environments of tensors. `none` uses plain PyTorch and
+        histograms: Log histograms of actions, advantages, parameters and gradients after the first and the last pass
+            over each logged rollout; needs a `TensorBoardLogger`.
+        fast_paths: Faster code for acting and learning; results are equal up to rounding. `auto` uses code that needs
+            no compiler, such as a closed form of the PPO loss for small networks on the CPU. `compiled` compiles the
+            update into one program, and also the `step` of tensor environments. `none` uses plain PyTorch and
             Lightning. See docs/algorithms/ppo.md.
     """
 
@@ -201,7 +200,7 @@ class DebugConfig:
     fast_paths: Literal["auto", "compiled", "none"] = "auto"
 
 
-# Users may give a dict of the fields to change. jsonargparse must not see the union: it would ask for `class_path`.
+# Users may pass a dict of fields to change. The union is hidden from jsonargparse, which would ask for `class_path`.
 if TYPE_CHECKING:
     OptimizerOptions = OptimizerConfig | Mapping[str, Any]
     AdvantageOptions = AdvantageConfig | Mapping[str, Any]
@@ -216,6 +215,6 @@ OPTIONS_OF_PASSES = (
     *("optimizer.num_value_epochs", "optimizer.critic_warmup_steps", "optimizer.adaptive_learning_rate"),
     "advantages.recompute_advantages",
 )
-"""Options that need several passes over a rollout, or a measured KL divergence."""
+"""Options that need several passes over a rollout or the approximate KL divergence."""
 OPTIONS_OF_TARGETS = ("advantages.estimator", "advantages.value_target", "advantages.recompute_values")
-"""Options that decide what advantages and value targets are computed from."""
+"""Options of the computation of advantages and value targets."""

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as the options ask for them."""
+"""Optimizers and learning rate schedulers: made, checked and tried from the options of an algorithm."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ from lightning_rl.validation import (
     instantiate,
 )
 
-
-def adam(device: torch.device) -> ClassSpec:
-    """Return Adam with the epsilon that is usual here, in one kernel where the device has such."""
-    if device.type in ("cpu", "cuda", "mps", "xpu"):
-        return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}
-    # Elsewhere its counter of steps lies on the device too, so that the host need not decide about a step.
-    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
-
-
 SCHEDULER = "optimizer.scheduler"
 
 
+def adam(device: torch.device) -> ClassSpec:
+    """Return Adam with epsilon 1e-5, fused or capturable so that the device can skip a step."""
+    if device.type in ("cpu", "cuda", "mps", "xpu"):
+        return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "fused": True}}
+    return {"class_path": "torch.optim.Adam", "init_args": {"eps": 1e-5, "capturable": True}}
+
+
 def optimizer_specs(options: Mapping[str, Any], default: ClassSpec) -> dict[str, ClassSpec]:
-    """Return class and arguments of the optimizer, and of the critic's if it has its own, by their group of options.
+    """Return class and arguments of the optimizer, and of a separate critic optimizer, by option group.
 
     Args:
-        options: By full name.
-        default: The optimizer of the algorithm, for a name of None.
+        options: Options by full name.
+        default: Default optimizer of the algorithm.
     """
     specs = {"optimizer": _spec(options, "optimizer", default)}
     if has_own_critic_optimizer(options):
@@ -49,32 +47,32 @@ def optimizer_specs(options: Mapping[str, Any], default: ClassSpec) -> dict[str,
 
 
 def has_own_critic_optimizer(options: Mapping[str, Any]) -> bool:
-    """Whether options ask for a separate optimizer for the critic."""
+    """Whether the options ask for a separate critic optimizer."""
     return any(options[f"optimizer.critic.{name}"] not in (None, {}) for name in ("name", "options", "learning_rate"))
 
 
 def _spec(options: Mapping[str, Any], group: str, default: ClassSpec) -> ClassSpec:
     name, arguments = options[f"{group}.name"], options[f"{group}.options"]
-    if name is None:
-        known = set(inspect.signature(import_class(group, default["class_path"], Optimizer)).parameters)
-        unknown = ", ".join(sorted({*arguments} - known - {"params"}))
-        expected = f"arguments of the default optimizer; {unknown} needs another one: set {group}.name"
-        check(not unknown, f"{group}.options", arguments, expected)
-        return {"class_path": default["class_path"], "init_args": default["init_args"] | arguments}
-    return {"class_path": name, "init_args": arguments}
+    if name is not None:
+        return {"class_path": name, "init_args": arguments}
+    known = set(inspect.signature(import_class(group, default["class_path"], Optimizer)).parameters)
+    unknown = ", ".join(sorted({*arguments} - known - {"params"}))
+    expected = f"arguments of the default optimizer; {unknown} needs another one: set {group}.name"
+    check(not unknown, f"{group}.options", arguments, expected)
+    return {"class_path": default["class_path"], "init_args": default["init_args"] | arguments}
 
 
 def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
-    """Return class and arguments of the learning rate scheduler; None without one."""
+    """Return class and arguments of the learning rate scheduler, or None."""
     name = options[f"{SCHEDULER}.name"]
     return None if name is None else {"class_path": name, "init_args": options[f"{SCHEDULER}.options"]}
 
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
-    """Raise unless a class is an optimizer that takes its arguments.
+    """Check that a class is an optimizer that accepts its arguments.
 
     Raises:
-        ConfigurationError: It is none, or refuses an argument.
+        ConfigurationError: It is not.
     """
     path = spec["class_path"]
     check("." in path, f"{group}.name", path, f"an import path such as torch.optim.{path}")
@@ -83,10 +81,10 @@ def check_optimizer_class(group: str, spec: ClassSpec) -> None:
 
 
 def check_scheduler_class(spec: ClassSpec) -> None:
-    """Raise unless a class is a scheduler that takes its arguments and needs no metric.
+    """Check that a class is a scheduler that accepts its arguments and needs no metric.
 
     Raises:
-        ConfigurationError: It is none, refuses an argument, or needs a metric.
+        ConfigurationError: It is not.
     """
     path = spec["class_path"]
     check("." in path, f"{SCHEDULER}.name", path, f"an import path such as torch.optim.lr_scheduler.{path}")
@@ -95,41 +93,15 @@ def check_scheduler_class(spec: ClassSpec) -> None:
     check_arguments(SCHEDULER, spec, LRScheduler, "optimizer")
 
 
-def check_step(given: str, optimizer: Optimizer) -> None:
-    """Take steps with an optimizer whose parameters nobody needs, with gradients of 1.
-
-    Args:
-        given: The options that it was made of, as an error names them.
-        optimizer: Of parameters that may be changed.
-
-    Raises:
-        ConfigurationError: A step fails, as it does without a closure or with gradients that are not sparse, or leaves
-            parameters that are not finite.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for _ in range(3):
-                optimizer.step()
-        problem = "" if all(x.isfinite().all() for x in parameters) else "parameters are not finite after three steps"
-    except Exception as error:
-        problem = f"a step fails, {type(error).__name__}: {error}"
-    expected = "an optimizer and arguments that can take steps without a closure, on dense gradients"
-    if problem:
-        raise ConfigurationError(f"{given} is not valid ({problem}): expected {expected}")
-
-
 def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
     """Step a scheduler after a rollout.
 
     Args:
-        scheduler: Of the learning rate.
-        spec: Its class and arguments.
+        scheduler: The scheduler.
+        spec: Class and arguments of the scheduler, for errors.
 
     Raises:
-        ConfigurationError: The step fails, or gives a learning rate that is no number of at least 0.
+        ConfigurationError: The step fails, or the learning rate becomes negative or NaN.
     """
     field, step = f"{SCHEDULER}={spec!r}", scheduler.last_epoch + 1
     try:
@@ -145,18 +117,18 @@ def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
 
 
 def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[LRScheduler]]:  # noqa: ANN401
-    """Return what `configure_optimizers` gave as two lists."""
+    """Return the result of `configure_optimizers` as two lists."""
     if isinstance(made, tuple):
         return made[0], made[1]
     return (made if isinstance(made, list) else [made]), []
 
 
 def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups) -> None:
-    """Raise unless optimisers can be made; for the arguments see `make_optimizers`.
+    """Check that the parameters of a policy fit the optimizers and groups; for the arguments see `make_optimizers`.
 
     Raises:
-        ConfigurationError: No parameter belongs to a pattern, a class does not know an option of its groups, or the
-            critic shares parameters; names it.
+        ConfigurationError: A pattern matches no parameter, an optimizer does not know an option of a group, or the
+            critic of a separate optimizer shares parameters with the actor.
     """
     for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
         known = set(inspect.signature(import_class(field, spec["class_path"], Optimizer)).parameters) - {"params", "lr"}
@@ -173,28 +145,27 @@ def try_optimizers(
     scheduler: ClassSpec | None,
     on_any_device: bool,
 ) -> None:
-    """Make optimizers and schedulers for a few numbers in place of the parameters, and take some steps with them.
+    """Take a few steps with optimizers and schedulers of small dummy parameters.
 
     Args:
-        policy: Whose parameters they will have.
-        specs: As in `make_optimizers`.
-        groups: As in `make_optimizers`.
-        scheduler: Class and arguments of the scheduler of each.
-        on_any_device: Try the optimizers that are known to run on every device. Others are for when the policy is on
-            its device.
+        policy: Policy with the real parameters.
+        specs: See `make_optimizers`.
+        groups: See `make_optimizers`.
+        scheduler: Class and arguments of the scheduler.
+        on_any_device: Try the optimizers that run on every device. False tries the others, which need the policy on
+            its final device.
 
     Raises:
-        ConfigurationError: One refuses an argument or cannot take a step.
+        ConfigurationError: An optimizer or scheduler refuses an argument or cannot take a step.
     """
     parts = split_parameters(policy, groups, separate=len(specs) > 1)
     for (field, spec), part in zip(specs.items(), parts, strict=False):
-        if _runs_on_any_device(spec, groups) == on_any_device:
+        capturable = any(options.get("capturable") for options in (spec["init_args"], *groups.values()))
+        runs_anywhere = spec["class_path"].startswith(("torch.", "lightning_rl.")) and not capturable
+        devices = {parameter.device.type for members in part.values() for parameter in members}
+        # Meta tensors have no numbers, and XLA would compile each step.
+        if runs_anywhere == on_any_device and not devices & {"meta", "xla"}:
             _try_optimizer(field, spec, part, groups, scheduler)
-
-
-def _runs_on_any_device(spec: ClassSpec, groups: ParameterGroups) -> bool:
-    capturable = any(options.get("capturable") for options in (spec["init_args"], *groups.values()))
-    return spec["class_path"].startswith(("torch.", "lightning_rl.")) and not capturable
 
 
 def _try_optimizer(
@@ -204,16 +175,26 @@ def _try_optimizer(
     groups: ParameterGroups,
     scheduler: ClassSpec | None,
 ) -> None:
-    devices = {parameter.device.type for members in part.values() for parameter in members}
-    if devices & {"meta", "xla"}:  # no numbers there, or a graph to compile for each step
-        return
-    few = {
+    dummies = {
         pattern: [nn.Parameter(x.new_ones([min(size, 2) for size in x.shape])) for x in members]
         for pattern, members in part.items()
     }
-    optimizer = _make(field, spec, few, groups, 1e-3)
+    optimizer = _make(field, spec, dummies, groups, 1e-3)
     made = None if scheduler is None else instantiate(SCHEDULER, scheduler, LRScheduler, optimizer)
-    check_step(f"{field}={spec!r}" + (f" with optimizer.groups={groups!r}" if groups else ""), optimizer)
+    parameters = [parameter for members in dummies.values() for parameter in members]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(3):
+                optimizer.step()
+        problem = "" if all(x.isfinite().all() for x in parameters) else "parameters are not finite after three steps"
+    except Exception as error:
+        problem = f"a step fails, {type(error).__name__}: {error}"
+    if problem:
+        given = f"{field}={spec!r}" + (f" with optimizer.groups={groups!r}" if groups else "")
+        expected = "an optimizer and arguments that can take steps without a closure, on dense gradients"
+        raise ConfigurationError(f"{given} is not valid ({problem}): expected {expected}")
     if made is not None:
         step_scheduler(made, scheduler)
 
@@ -221,16 +202,16 @@ def _try_optimizer(
 def make_optimizers(
     policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups, rates: Sequence[float]
 ) -> list[Optimizer]:
-    """Make the optimiser of a policy, or that of its actor and that of its critic.
+    """Return the optimizer of a policy, or the optimizers of its actor and of its critic.
 
     Args:
-        policy: Whose parameters they have.
-        specs: Class and arguments of one or two, by the setting that they come from.
-        groups: Options of some parameters, by pattern.
-        rates: Learning rate of each for a group whose scale is 1.
+        policy: Policy with the parameters.
+        specs: Class and arguments of one or two optimizers, by option group.
+        groups: Options of single parameters, by pattern.
+        rates: Learning rate of each optimizer.
 
     Raises:
-        ConfigurationError: A class refuses an argument.
+        ConfigurationError: An optimizer refuses an argument.
     """
     parts = split_parameters(policy, groups, separate=len(specs) > 1)
     return [
@@ -249,39 +230,30 @@ def _make(
     given: list[dict[str, Any]] = []
     for pattern, members in parameters.items():
         options = {} if pattern is None else groups[pattern]
-        # Betas and the like: plain data has lists where optimisers have tuples.
+        # Plain data has lists where optimizers expect tuples, such as betas.
         options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
         given.append({"params": members, **options, **({"lr": rate * options[SCALE]} if SCALE in options else {})})
-    # One group without options is given as everybody gives it, to optimisers too that take nothing else.
+    # Without groups the parameters are passed as a list, which all optimizers accept.
     single = [*parameters] == [None]
     optimizer: Optimizer = instantiate(field, spec, Optimizer, given[0]["params"] if single else given, lr=rate)
     return optimizer
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of every group: `rate` times its scale."""
+    """Set the learning rate of every group to `rate` times the scale of the group."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get(SCALE, 1.0)
 
 
-def scale_learning_rate(optimizer: Optimizer, factor: float, lowest: float, highest: float) -> None:
-    """Multiply the learning rate of every group, within bounds that are scaled as the group is."""
-    for group in optimizer.param_groups:
-        scale = group.get(SCALE, 1.0)
-        group["lr"] = min(max(group["lr"] * factor, lowest * scale), highest * scale)
-
-
 @dataclass(frozen=True)
 class AdaptiveLearningRate:
-    """Lower the learning rate where the policy moves too far, raise it where it hardly moves.
-
-    The rule of rl_games and rsl_rl, once per rollout. The rate itself is in the optimiser, and so in its checkpoints.
+    """Lowers the learning rate after large policy changes and raises it after small ones, as rl_games and rsl_rl do.
 
     Attributes:
-        target_kl: The divergence aimed at, in nats: no change between half and twice of it.
-        factor: What the rate is divided or multiplied by.
-        minimum: The rate never falls below.
-        maximum: Nor rises above.
+        target_kl: Target divergence per rollout in nats. Between half and twice the target the rate stays.
+        factor: Factor of each change.
+        minimum: Smallest learning rate.
+        maximum: Largest learning rate.
     """
 
     target_kl: float
@@ -290,8 +262,13 @@ class AdaptiveLearningRate:
     maximum: float = 1e-2
 
     def adapt(self, optimizer: Optimizer, kl: float) -> None:
-        """Set the rate of every group for the next rollout, after a mean divergence of `kl` in this one."""
+        """Change the learning rate of every group after a rollout with mean divergence `kl`."""
         if kl > 2 * self.target_kl:
-            scale_learning_rate(optimizer, 1 / self.factor, self.minimum, self.maximum)
+            factor = 1 / self.factor
         elif kl < self.target_kl / 2:
-            scale_learning_rate(optimizer, self.factor, self.minimum, self.maximum)
+            factor = self.factor
+        else:  # also if kl is NaN
+            return
+        for group in optimizer.param_groups:
+            scale = group.get(SCALE, 1.0)
+            group["lr"] = min(max(group["lr"] * factor, self.minimum * scale), self.maximum * scale)

@@ -78,7 +78,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ),
         (
             {"optimizer": {"anneal": True, "scheduler": {"name": STEP_LR, "options": {"step_size": 1}}}},
-            r"optimizer\.anneal=True .* false, since optimizer\.scheduler is given",
+            r"optimizer\.anneal=True .* false, since optimizer\.scheduler is set",
         ),
         (
             {"optimizer": {"name": "torch.optim.Adamant"}},

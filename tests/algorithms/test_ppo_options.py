@@ -260,7 +260,7 @@ class BrokenLater(PPO):
         ({"clipping": {"rollback": True}}, r"clipping.rollback=True .* a target_kl beside it"),
         (
             {"optimizer": {"adaptive_learning_rate": {}}},
-            r"optimizer.adaptive_learning_rate=\{\} .* target_kl and, if needed, factor",
+            r"optimizer.adaptive_learning_rate=\{\} .* target_kl and optionally factor",
         ),
         (
             {"optimizer": {"adaptive_learning_rate": {"target_kl": 0}}},
@@ -270,14 +270,14 @@ class BrokenLater(PPO):
         ({"optimizer": {"adaptive_learning_rate": {"target_kl": 1, "minimum": 2}}}, r"maximum=0\.01 .* at least 2"),
         (
             {"optimizer": {"adaptive_learning_rate": {"target_kl": 1}, "anneal": True}},
-            r"optimizer.adaptive_learning_rate=.* null, since optimizer\.anneal is given",
+            r"optimizer.adaptive_learning_rate=.* null, since optimizer\.anneal is set",
         ),
         (
             {
                 "optimizer": {"adaptive_learning_rate": {"target_kl": 1}},
                 "learning_rate": {"kind": "linear", "start": 1, "end": 0, "over": 5},
             },
-            r"optimizer.adaptive_learning_rate=.* null, since learning_rate, a schedule, is given",
+            r"optimizer.adaptive_learning_rate=.* null, since learning_rate, a schedule, is set",
         ),
     ],
 )

@@ -334,7 +334,7 @@ def test_groups_are_divided_among_two_optimisers():
     [
         ({"encoder": {}}, r"optimizer.groups='encoder' .* some of actor_encoder"),
         ({"*": {}, "value_head": {}}, r"optimizer.groups='value_head' .* that comes first"),
-        ({"value_head": {"lr": 1}}, r"optimizer.groups: value_head=.* learning_rate_scale is for the rate"),
+        ({"value_head": {"lr": 1}}, r"optimizer.groups: value_head=.* learning_rate_scale sets the rate"),
         ({"value_head": {"momentum": 1}}, r"optimizer.groups: value_head=.* options of .*\.FlatAdam, not mom"),
         ({"value_head": {"learning_rate_scale": -1}}, r"value_head: learning_rate_scale=-1 .* at least 0"),
         ({"value_head": 3}, r"optimizer.groups=.* dict of options"),
@@ -350,9 +350,7 @@ def test_groups_that_cannot_be_are_refused(options, message):
 def test_only_one_thing_sets_a_learning_rate(of_critic, other):
     name = "optimizer.critic.learning_rate" if of_critic else "learning_rate"
     options: dict[str, Any] = {"critic": {"learning_rate": LINE}} if of_critic else {}
-    with pytest.raises(
-        ConfigurationError, match=rf"^{name}=.* a number, since optimizer\.{next(iter(other))} is given"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"^{name}=.* a number, since optimizer\.{next(iter(other))} is set"):
         make(learning_rate=1.0 if of_critic else LINE, optimizer=options | other)
 
 
