@@ -77,7 +77,7 @@ def check_critic(policy: nn.Module, field: str, value: object) -> None:
     """
     names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     expected = (
-        f"a policy with parameters that belong only to the critic, whose names start with critic_ or value_, since "
+        f"a policy with parameters that belong only to the critic, whose names begin with critic_ or value_, since "
         f"only these are trained; make_policy() returned {type(policy).__name__} with {', '.join(names)}"
     )
     check(any(map(is_of_critic, names)), field, value, expected)

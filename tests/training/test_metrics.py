@@ -62,14 +62,6 @@ def test_ranks_that_report_names_in_different_orders_and_windows_keep_them_in_th
         assert metric.compute() == {"c": 7.0}
 
 
-def test_names_of_an_older_checkpoint_are_put_in_order():
-    metric = ScalarMeans(["b", "a"])
-    states = {"sums": torch.tensor([1.0, 2.0]), "counts": torch.tensor([1.0, 1.0])}
-    metric.restore({"states": states, "update_count": 1})
-    metric.update({"a": [4.0]})
-    assert metric.names == ["a", "b"] and metric.compute() == {"a": 3.0, "b": 1.0}
-
-
 def test_total_is_the_sum_since_the_reset():
     metric, twin = Total(), Total()
     metric.update(2)
