@@ -28,15 +28,8 @@ class DamagedFileError(ConfigurationError):
 def check_intact(path: object, field: str, expected: str) -> None:
     """Compare every entry of a file from `torch.save` with its checksum, at 0.3 s per GiB in the page cache.
 
-    URLs, open files, folders and missing files are not checked.
-
-    Args:
-        path: The file.
-        field: The option that names it, for errors.
-        expected: Expected kind of file, for errors.
-
-    Raises:
-        DamagedFileError: The file is damaged, or is not an archive.
+    URLs, open files, folders and missing files are not checked. `field` is the option that names the file, and
+    `expected` the kind of file, for the message of the `DamagedFileError`.
     """
     if not isinstance(path, str | Path) or not Path(path).is_file():
         return
@@ -69,9 +62,9 @@ def load_plain(path: str | Path, field: str, expected: str, mapped: bool = False
 
     Args:
         path: The file.
-        field: The option that names it, for errors.
+        field: The option that names the file, for errors.
         expected: Expected kind of file, for errors.
-        mapped: Map tensors from disk and skip checksums.
+        mapped: Map tensors from disk and skip checksums: faster if only a few values are needed.
 
     Raises:
         ConfigurationError: The file is missing, damaged, or has other content.
@@ -104,10 +97,6 @@ def read_data(
 
 def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
     """Return the content of a YAML file: lists and dicts of plain values.
-
-    Args:
-        path: The file.
-        field: The option that names it, for errors.
 
     Raises:
         ConfigurationError: The file is not readable or not YAML, names Python objects, or grows huge through aliases.

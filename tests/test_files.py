@@ -1,4 +1,4 @@
-"""A damaged checkpoint is refused wherever checkpoints are read, or what is loaded from it is as it was."""
+"""Damaged checkpoints are rejected by all readers, unless the damage changes nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def damaged(trained, tmp_path) -> Path:
-    """One bit of a tensor is flipped; PyTorch loads it without complaint."""
+    """Return a checkpoint with a flipped bit in a tensor, which PyTorch loads without an error."""
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(trained.read_bytes())
     flip_a_bit(path, "data/11")
@@ -69,7 +69,7 @@ def damages(content: bytes) -> Iterator[bytes]:
 
 
 def is_refused(path: Path, expected: dict[str, Any]) -> bool:
-    """Whether a checkpoint is refused by name; if not, it must hold what is expected."""
+    """Return whether a checkpoint is rejected by name; if not, compare its content."""
     try:
         loaded = read_checkpoint(path)
     except DamagedFileError as error:
@@ -79,23 +79,23 @@ def is_refused(path: Path, expected: dict[str, Any]) -> bool:
     return False
 
 
-def test_random_damage_is_refused_or_changes_nothing_that_is_loaded(trained, tmp_path):
+def test_random_damage_is_rejected_or_harmless(trained, tmp_path):
     path, expected = tmp_path / "damaged.ckpt", read_checkpoint(trained)
     refused = []
     for content in damages(trained.read_bytes()):
         path.write_bytes(content)
         refused.append(is_refused(path, expected))
-    assert sum(refused[:200]) > 160  # of the bits; the others are padding
-    assert sum(refused[200:]) > 180  # of the blocks; one at the very end may be zeros before
+    assert sum(refused[:200]) > 160  # the other bits are padding
+    assert sum(refused[200:]) > 180  # a block at the very end may have been zeros
 
 
-# Where in the entry of a directory a field begins, and which of its lowest bits no reader may miss.
+# Offset of each field in a directory entry, and how many of its lowest bits must be checked.
 FIELDS = {"flags": (8, 1), "method": (10, 8), "checksum": (16, 8), "size in the archive": (20, 8), "size": (24, 8)}
 FIELDS |= {"length of the name": (28, 8), "place": (42, 8), "name": (46, 8)}
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_damage_to_the_header_of_a_tensor_is_refused(field, trained, tmp_path):
+def test_damaged_tensor_header_is_rejected(field, trained, tmp_path):
     path, expected = tmp_path / "damaged.ckpt", read_checkpoint(trained)
     offset, bits = FIELDS[field]
     content = trained.read_bytes()
@@ -107,19 +107,19 @@ def test_damage_to_the_header_of_a_tensor_is_refused(field, trained, tmp_path):
         assert is_refused(path, expected), bit
 
 
-def test_a_tensor_that_pytorch_would_take_for_a_folder_is_refused(trained, tmp_path):
-    """PyTorch would not read the entry, and the tensor would hold whatever was in its memory."""
+def test_tensor_marked_as_folder_is_rejected(trained, tmp_path):
+    """PyTorch skips the entry, and leaves the tensor's memory uninitialized."""
     content = bytearray(trained.read_bytes())
     content[content.rindex(b"archive/data/11") - 46 + 38] ^= 0x10
     path = tmp_path / "damaged.ckpt"
     path.write_bytes(content)
-    torch.load(path, weights_only=True)  # without complaint
+    torch.load(path, weights_only=True)  # raises nothing
     with pytest.raises(DamagedFileError, match="Bad header of file 'archive/data/11'"):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 0.999])
-def test_a_truncated_file_is_refused_by_name(share, trained, tmp_path):
+def test_truncated_file_is_rejected_by_name(share, trained, tmp_path):
     path, content = tmp_path / "half.ckpt", trained.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(
@@ -128,11 +128,11 @@ def test_a_truncated_file_is_refused_by_name(share, trained, tmp_path):
         check_intact(path, "init_from", "an intact checkpoint")
 
 
-def test_a_file_that_cannot_be_opened_is_named_with_the_reason(trained, monkeypatch):
+def test_unreadable_file_is_reported_with_reason(trained, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(zipfile, "ZipFile", refuse)  # root may read any file
+    monkeypatch.setattr(zipfile, "ZipFile", refuse)  # instead of permissions, since root may read any file
     with pytest.raises(
         DamagedFileError, match=r"ckpt_path='.*' cannot be read \(Permission denied\): expected an intact"
     ):
@@ -140,7 +140,7 @@ def test_a_file_that_cannot_be_opened_is_named_with_the_reason(trained, monkeypa
 
 
 class OwnIO(TorchCheckpointIO):
-    """A way of reading checkpoints that is not this package's."""
+    """A checkpoint plugin of the user."""
 
 
 def fit(path: Path, **options: Any) -> None:
@@ -168,7 +168,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whatever_reads_a_checkpoint_refuses_a_damaged_one_by_name(reader, trained, damaged):
+def test_all_readers_reject_damaged_checkpoint_by_name(reader, trained, damaged):
     READERS[reader](trained)
     if (folder := damaged.parent / "hub").exists():
         folder.rename(damaged.parent / "first")
@@ -176,7 +176,7 @@ def test_whatever_reads_a_checkpoint_refuses_a_damaged_one_by_name(reader, train
         READERS[reader](damaged)
 
 
-def test_a_damaged_failed_update_is_refused_by_name(tmp_path):
+def test_damaged_failed_update_is_rejected_by_name(tmp_path):
     path = tmp_path / "failed-update-32.pt"
     torch.save({"number": 0, "state_dict": {"weight": torch.ones(100)}}, path)
     flip_a_bit(path, "data/0")

@@ -1,4 +1,4 @@
-"""YAML files that somebody else wrote: plain data, or one short error from every command that reads them."""
+"""Untrusted YAML files: plain data, or one short error from every command that reads them."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from lightning_rl.files import read_yaml
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import make_data, make_model, make_trainer
 
-# Nine times nine times … entries, and the same with merged keys, which would be copied as they are read.
+# Nested aliases with nine times nine times … entries, and the same with merge keys.
 ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
 ALIASES += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12))
 MERGES = "a0: &a0 {x: 1}\n"
@@ -38,7 +38,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_every_command_that_reads_a_bad_configuration_gives_one_short_error(kind, in_tmp_path, monkeypatch):
+def test_commands_report_bad_yaml_in_one_short_error(kind, in_tmp_path, monkeypatch):
     text, expected = BAD[kind]
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     config = in_tmp_path / "config.yaml"
@@ -63,15 +63,15 @@ def test_every_command_that_reads_a_bad_configuration_gives_one_short_error(kind
         assert line.startswith("lightning-rl: error: config=") and len(line) < 400, line
         with pytest.raises(ConfigurationError, match=expected):
             read_yaml(config, "config")
-    assert time.monotonic() - begin < 20  # an alias bomb takes forever
+    assert time.monotonic() - begin < 20  # expanding the aliases would take forever
     assert not Path("pwned").exists()
 
 
-def test_what_a_configuration_of_a_run_has_is_read(tmp_path):
+def test_run_configuration_is_read(tmp_path):
     shared = {"frame_skip": 4}
     content = {"data": {"env": {"atari": shared, "kwargs": shared}, "seeds": [1, 2.5, None, True, "x"]}, "more": {}}
     text = yaml.safe_dump(content)
-    assert "&id001" in text  # aliases as such are fine
+    assert "&id001" in text  # a few aliases are fine
     (tmp_path / "config.yaml").write_text(text)
     assert read_yaml(tmp_path / "config.yaml", "config") == content
     (tmp_path / "config.yaml").write_text("")

@@ -19,10 +19,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_rl import fast
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
 from lightning_rl.checkpointing.failed_update import skip_or_raise
-from lightning_rl.checkpointing.format import CHECKPOINT_KEY, check_format, read_checkpoint
+from lightning_rl.checkpointing.format import (
+    CHECKPOINT_KEY,
+    check_format,
+    read_checkpoint,
+    restore_rank,
+    restore_replays,
+    run_state,
+)
 from lightning_rl.checkpointing.interruption import InterruptionGuard
 from lightning_rl.checkpointing.resuming import adopt_settings, changes, check_fits, check_resumable
-from lightning_rl.checkpointing.run_state import restore_rank, restore_replays, run_state
 from lightning_rl.checkpointing.warm_start import WarmStart, warm_start
 from lightning_rl.data.bottleneck import BottleneckHint
 from lightning_rl.distributed import world_size

@@ -107,9 +107,6 @@ def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> 
         module: The algorithm, with the parameters from before the failing update.
         rollout: The rollout of the update.
         terms: Values that were not finite, by name.
-
-    Raises:
-        FloatingPointError: Too many updates in a row failed; names the term and the file with the saved update.
     """
     name, value = next(iter(terms.items()))
     what = f"{name} is {value} in the update from rollout {module.policy_version} (environment step {module.env_steps})"

@@ -1,12 +1,22 @@
-"""The format of the entry that this package adds to Lightning checkpoints."""
+"""The entry that this package adds to Lightning checkpoints: format, content, and how a run is restored from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn  # type: ignore[attr-defined]
+from torch import Tensor
+
+from lightning_rl.__about__ import __version__
+from lightning_rl.distributed import gather_on_rank_zero
 from lightning_rl.files import load_plain
+from lightning_rl.rollouts.replay import Replay
 from lightning_rl.validation import ConfigurationError
 
 CHECKPOINT_KEY = "lightning_rl"
@@ -15,12 +25,12 @@ FORMAT = 1
 
 
 def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = False) -> dict[str, Any]:
-    """Read a checkpoint of this package.
+    """Read a checkpoint of this package, without checksums if it is `mapped` from disk.
 
     Args:
         path: The file.
         field: Option for error messages; None is the `ckpt_path` of a Trainer command, which also accepts names.
-        mapped: Map tensors from disk and skip checksums: faster if only a few values are needed.
+        mapped: See `load_plain`.
 
     Raises:
         ConfigurationError: The file is missing, damaged, from another program, or has another format.
@@ -33,12 +43,7 @@ def read_checkpoint(path: str | Path, field: str | None = None, mapped: bool = F
 
 
 def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> None:
-    """Raise a `ConfigurationError` unless this package wrote a checkpoint, in the format that it reads.
-
-    Args:
-        checkpoint: Content of the file.
-        named: Name of the checkpoint in error messages.
-    """
+    """Raise a `ConfigurationError` unless this package wrote a checkpoint, in the format that it reads."""
     if not isinstance(checkpoint, dict) or CHECKPOINT_KEY not in checkpoint:
         raise ConfigurationError(f"{named} was not written by lightning_rl: expected a checkpoint that was")
     state = checkpoint[CHECKPOINT_KEY]
@@ -52,3 +57,104 @@ def check_format(checkpoint: dict[str, Any], named: str = "the checkpoint") -> N
 def is_weights_only(checkpoint: Mapping[str, Any]) -> bool:
     """Whether a checkpoint cannot be resumed because `ModelCheckpoint(save_weights_only=True)` wrote it."""
     return "optimizer_states" not in checkpoint
+
+
+def run_state(module: Any) -> dict[str, Any]:  # noqa: ANN401 - an algorithm
+    """Return the state of a run as tensors and plain values; `ranks` is filled on rank 0 only. A collective call."""
+    rewards, clock = module.reward_normalizer, module.clock
+    of_this_rank = {
+        "discounted_return": None if rewards is None else rewards.discounted_return.cpu(),
+        "generator": module.generator.get_state(),
+        "random": _random_state(),
+        "window": module.metrics.snapshot(),
+        "replays": {n: x.state_dict() for n, x in module.replays.items() if n not in module.not_in_checkpoints},
+    }
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "algorithm": type(module).__name__,
+        "precision": _precision(module),
+        "planned_env_steps": clock.planned_env_steps,
+        "env_steps": clock.env_steps,
+        "env_steps_before_epochs": clock.env_steps_before_epochs,
+        "frames": clock.frames,
+        "policy_version": clock.policy_version,
+        "skipped_updates": module.skipped_updates,
+        "ranks": gather_on_rank_zero(of_this_rank),
+    }
+
+
+def _precision(module: Any) -> str | None:  # noqa: ANN401
+    try:
+        return str(module.trainer.precision)
+    except RuntimeError:  # no Trainer
+        return None
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the states of the random generators of Python, NumPy and PyTorch as tensors and plain values."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    # Reading the generators would initialize CUDA in a process that uses only the CPU.
+    uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, [int(key) for key in keys], position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if uses_cuda else [],
+    }
+
+
+def restore_rank(module: Any, state: dict[str, Any]) -> None:  # noqa: ANN401
+    """Restore the random generators and discounted returns of this rank from its entry in `ranks`."""
+    module.generator.set_state(state["generator"].cpu())
+    generators = state["random"]
+    version, words, gauss = generators["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(generators["numpy"]))
+    torch.set_rng_state(generators["torch"].cpu())
+    if generators["cuda"] and len(generators["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([one.cpu() for one in generators["cuda"]])
+    if module.reward_normalizer is not None and state["discounted_return"] is not None:
+        module.reward_normalizer.discounted_return = state["discounted_return"].to(module.device)
+
+
+def restore_replays(module: Any, ranks: Sequence[Mapping[str, Any]]) -> None:  # noqa: ANN401
+    """Restore the earlier rollouts that this rank keeps, if there are no new ranks; otherwise warn.
+
+    `ranks` is the entry of the checkpoint, and empty if the run is not resumed.
+    """
+    for replay in module.replays.values() if ranks else ():
+        replay.clear()
+    stored: Mapping[str, Any]
+    if module.global_rank < len(ranks) >= module.trainer.world_size:
+        dtype = next(module.policy.parameters()).dtype
+        stored = _in_precision_of(dtype, ranks[module.global_rank]["replays"])
+        for name in stored.keys() & module.replays.keys():
+            module.replays[name].load_state_dict(stored[name])
+        return
+    # All ranks start without replays: each step needs old rows from all of them, or from none.
+    stored = ranks[0]["replays"] if ranks else {}
+    if lost := [name for name, replay in module.replays.items() if name in stored and _holds(replay, stored[name])]:
+        rank_zero_warn(
+            f"The rollouts that {type(module).__name__} keeps ({', '.join(lost)}) are dropped: the run now has "
+            f"{module.trainer.world_size} ranks instead of {len(ranks)}, and new ranks have none"
+        )
+
+
+def _in_precision_of(dtype: torch.dtype, stored: Any) -> Any:  # noqa: ANN401 - nested plain data
+    """Return stored rows in the precision of new ones, since a batch has both: float64 with float64 parameters only."""
+    if isinstance(stored, Tensor):
+        if dtype == torch.float64:
+            return stored.double() if stored.is_floating_point() else stored
+        return stored.float() if stored.dtype == torch.float64 else stored
+    if isinstance(stored, Mapping):
+        return {name: _in_precision_of(dtype, x) for name, x in stored.items()}
+    return type(stored)(_in_precision_of(dtype, x) for x in stored) if isinstance(stored, list | tuple) else stored
+
+
+def _holds(replay: Replay, state: Mapping[str, Any]) -> bool:
+    """Whether the stored state of an empty replay contains rollouts."""
+    filled = copy.deepcopy(replay)
+    filled.load_state_dict({**state})
+    return filled.num_bytes > 0

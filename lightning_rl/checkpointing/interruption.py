@@ -52,8 +52,7 @@ class InterruptionGuard(Callback):
         self._handled: list[int] = []
         self._received: dict[int, float] = {}  # signal: time
         self._stopping: list[int] = []
-        self._requeue_signal: int | None = None
-        self._requeue: Handler | None = None
+        self._requeue: dict[int, Handler] = {}  # Lightning's handler by signal
         self._not_saving: list[Any] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,7 +64,7 @@ class InterruptionGuard(Callback):
             return
         is_main = threading.current_thread() is threading.main_thread()
         self._free = {s for s in signal.valid_signals() if _is_free(signal.getsignal(s))} if is_main else set()
-        self._handled, self._received, self._stopping, self._requeue_signal = [], {}, [], None
+        self._handled, self._received, self._stopping, self._requeue = [], {}, [], {}
         for callback in self._not_saving:
             callback.save_on_exception = True
         self._not_saving = []
@@ -81,9 +80,8 @@ class InterruptionGuard(Callback):
         for signum in self._free - {signal.SIGTERM}:
             handler = signal.getsignal(signum)
             if callable(handler) and type(handler) is kind:
-                self._requeue_signal, self._requeue = signum, handler
-        known = (self._requeue_signal, signal.SIGTERM, signal.SIGINT)
-        self._handled = [signum for signum in known if signum is not None]
+                self._requeue[signum] = handler
+        self._handled = [*self._requeue, signal.SIGTERM, signal.SIGINT]
         for signum in self._free.intersection(self._handled):
             signal.signal(signum, partial(self._receive, trainer))
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
@@ -93,8 +91,8 @@ class InterruptionGuard(Callback):
     def _receive(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
         """Record a signal; kill the process if it is the second one."""
         now = time.monotonic()
-        earlier = [at for other, at in self._received.items() if other != self._requeue_signal]
-        if signum == self._requeue_signal or not earlier:
+        earlier = [at for other, at in self._received.items() if other not in self._requeue]
+        if signum in self._requeue or not earlier:
             self._received.setdefault(signum, now)
             if trainer.is_global_zero:
                 name = signal.Signals(signum).name
@@ -104,18 +102,11 @@ class InterruptionGuard(Callback):
                 launcher.kill(signal.SIGKILL)
             os._exit(128 + signum)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,  # noqa: ANN401
-        batch: Any,  # noqa: ANN401
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
         """Save and stop if any rank received a signal."""
         # A resumed run would skip a due validation, or the end of the epoch: stop after these.
         if not (validates_now(trainer) or ends_epoch(trainer) or _is_over(trainer)):
-            self._stop_if_asked(trainer, pl_module, "on_train_batch_end", outputs, batch, batch_idx)
+            self._stop_if_asked(trainer, pl_module, "on_train_batch_end", *args)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save and stop after a validation within an epoch."""
@@ -149,7 +140,7 @@ class InterruptionGuard(Callback):
         With several ranks nothing is saved: a checkpoint needs all ranks, and the others are not waiting here.
         """
         is_alone = trainer.world_size == 1
-        received = [s for s in self._handled if s in self._received and (is_alone or s != self._requeue_signal)]
+        received = [s for s in self._handled if s in self._received and (is_alone or s not in self._requeue)]
         if received and is_alone:
             self._save(trainer, received)
         elif received:
@@ -163,9 +154,10 @@ class InterruptionGuard(Callback):
             callback.save(trainer)
             if callback.best_model_path:
                 rank_zero_info(f"Stopped by a signal. Resume from {callback.best_model_path}")
-        if self._requeue_signal in received and self._requeue is not None:
-            self._requeue(self._requeue_signal, None)
-        elif not last:
+        requeueing = [signum for signum in received if signum in self._requeue]
+        for signum in requeueing:
+            self._requeue[signum](signum, None)
+        if not (last or requeueing):
             _save_beside_others(trainer)
 
     def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
@@ -174,11 +166,7 @@ class InterruptionGuard(Callback):
         return [signum for signum, flag in zip(self._handled, all_reduce(flags).tolist(), strict=True) if flag]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Check that the run can be resumed from this point.
-
-        Raises:
-            RuntimeError: A rollout is being collected or learned from.
-        """
+        """Raise a `RuntimeError` while a rollout is being collected or learned from."""
         if not _is_between_rollouts(trainer):
             raise RuntimeError(
                 "a checkpoint in the middle of a rollout or its update cannot be resumed from: save in "
@@ -214,11 +202,7 @@ class EarlyTermination:
         self._trainer = trainer
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        """End the program.
-
-        Raises:
-            SystemExit: After the first signal.
-        """
+        """Raise `SystemExit`, or kill the process after a second signal."""
         now = time.monotonic()
         if os.getpid() != self._process or (self._received and now - self._received > _SAME_SIGNAL):
             os._exit(128 + signum)  # a forked process has nothing to clean up

@@ -89,12 +89,7 @@ def check_resumable(checkpoint: Mapping[str, Any], module: Any) -> None:  # noqa
 
 
 def changes(checkpoint: Mapping[str, Any], module: Any) -> list[str]:  # noqa: ANN401 - an algorithm
-    """Return a sentence about each difference between a resumed run and its checkpoint.
-
-    Args:
-        checkpoint: The checkpoint to resume from.
-        module: The algorithm with its new options and Trainer.
-    """
+    """Return a sentence about each difference between a resumed run and its checkpoint."""
     trainer = module.trainer
     stored, own, state = _stored_options(checkpoint, module), module.options, checkpoint[CHECKPOINT_KEY]
     # Options that the checkpoint does not have are newer than it; their defaults change nothing.

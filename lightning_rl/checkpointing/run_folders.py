@@ -42,11 +42,7 @@ class RunLock:
         self._folder: int | None = None
 
     def acquire(self, run_dir: Path) -> None:
-        """Lock a folder on the first rank; other ranks may not know the right folder.
-
-        Raises:
-            ConfigurationError: The folder is not writable, or another process trains there.
-        """
+        """Lock a folder on the first rank; other ranks may not know the right folder."""
         if not _is_first_rank():
             return
         make_folder("run folder", run_dir)
@@ -84,9 +80,6 @@ def new_run_dir(root: Path) -> Path:
     Processes that the Trainer starts on the same machine get the path from an environment variable. Ranks that were
     started by `torchrun`, SLURM or by hand guess it, and write nothing there: Lightning's first rank writes logs and
     configurations, and sends the path of checkpoints to the others.
-
-    Raises:
-        ConfigurationError: The folder cannot be made.
     """
     version = 1 + max(map(_version, root.glob("version_*")), default=-1)
     if not _is_first_rank():
@@ -153,7 +146,7 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         root: Folder of the runs.
         name: `last` for the newest checkpoint of all, `best` for the newest whose name starts so.
         resumable: Skip checkpoints that have only weights.
-        nested: Also search the runs of several settings below `root`.
+        nested: Search all folders below `root` for runs.
 
     Raises:
         DamagedFileError: The best checkpoint is damaged, or all suitable ones of the newest run are.
@@ -191,14 +184,7 @@ def _has_only_weights(path: Path) -> bool:
 
 
 def run_dir_of(checkpoint: Path, env_steps: int) -> Path | None:
-    """Return the folder of the run that a checkpoint continues, or None for a new one.
-
-    A checkpoint continues in its own run folder, unless that has a later checkpoint, which would be overwritten.
-
-    Args:
-        checkpoint: Path of the checkpoint.
-        env_steps: Environment steps of the checkpoint.
-    """
+    """Return the run folder of a checkpoint; None if a later one in it would be overwritten, or it is not in a run."""
     run_dir = checkpoint.parent.parent
     if checkpoint.parent.name != CHECKPOINTS:
         return None

@@ -89,11 +89,7 @@ class Log:
 
 
 def find_logs(path: str | Path) -> list[Log]:
-    """Read all TensorBoard and `CSVLogger` logs in a folder and below.
-
-    Raises:
-        ConfigurationError: There are no logs.
-    """
+    """Read all TensorBoard and `CSVLogger` logs in a folder and below."""
     root = Path(path)
     folders = sorted({found.parent for kind in (EVENTS, ROWS) for found in root.rglob(kind)})
     if not folders:

@@ -24,12 +24,7 @@ _LABEL_WIDTH = 48  # characters
 
 @dataclass
 class Curve:
-    """One curve of a panel.
-
-    Attributes:
-        label: Name of the curve.
-        runs: One series per seed.
-    """
+    """One curve of a panel, with one series per seed."""
 
     label: str
     runs: Sequence[Series]
@@ -37,14 +32,7 @@ class Curve:
 
 @dataclass
 class Panel:
-    """One pair of axes.
-
-    Attributes:
-        title: Title of the panel.
-        curves: The curves.
-        ylabel: Label of the y axis.
-        goal: Height of a dotted line, or None.
-    """
+    """One pair of axes; `goal` is the height of a dotted line."""
 
     title: str
     curves: Sequence[Curve]
@@ -167,21 +155,9 @@ def draw_runs(
     confidence: float = 0.95,
     columns: int = 3,
 ) -> list[Path]:
-    """Draw the logs of runs, with one panel for each metric and environment; warn of repeated seeds and changed runs.
+    """Run the command `lightning-rl plot`, which documents the options; return the files.
 
-    Args:
-        runs: Folders, or `name=folder`.
-        metrics: Keys of the log.
-        out: File to write; without a suffix, both `.png` and `.svg`.
-        statistic: Statistic over seeds.
-        confidence: Confidence level of the interval.
-        columns: Maximum number of panels side by side.
-
-    Returns:
-        The files.
-
-    Raises:
-        ConfigurationError: There are no logs, a metric is not in them, or matplotlib is not installed.
+    Each metric and environment has a panel. Repeated seeds and runs with changed settings are warned of.
     """
     paths = _files(out)  # before logs are read, which takes a while
     experiments = _experiments(runs)

@@ -26,11 +26,7 @@ def names() -> list[str]:
 
 
 def resolve(given: str) -> str:
-    """Return the file of a named configuration; return files and YAML text unchanged.
-
-    Raises:
-        FileNotFoundError: There is no configuration of this name; suggests similar names.
-    """
+    """Return the file of a named configuration; return files and YAML text unchanged."""
     algorithm, _, name = given.partition("/")
     if not (algorithm.isidentifier() and name.isidentifier()) or Path(given).exists():
         return given

@@ -93,13 +93,7 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
 def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
     """Return the path of a checkpoint that is given as a file, or as `last` or `best`.
 
-    Args:
-        given: A file, or `last` for the newest checkpoint, or `best` for the newest of the best ones.
-        config: Configuration, a file or the name of a shipped one, whose algorithm and environment are searched; None
-            searches all of `runs`.
-
-    Raises:
-        ConfigurationError: There is no such checkpoint.
+    `last` and `best` are searched in the runs with the algorithm and environment of `config`, or else in all runs.
     """
     if given not in ("last", "best"):
         return Path(given)
@@ -132,11 +126,7 @@ def config_of(path: str | Path) -> Path | None:
 
 
 def config_file(given: str | Path) -> Path:
-    """Return the path of a configuration that is given as a file, or as the name of a shipped one.
-
-    Raises:
-        ConfigurationError: There is no such configuration.
-    """
+    """Return the path of a configuration that is given as a file, or as the name of a shipped one."""
     try:
         path = Path(resolve(str(given)))
     except FileNotFoundError as error:
@@ -147,11 +137,7 @@ def config_file(given: str | Path) -> Path:
 
 
 def modules_named_in(config: str | Path | None) -> list[str]:
-    """Return the modules of all class paths in a configuration, which the user trusts by naming it.
-
-    Args:
-        config: A file, the name of a shipped one, or None for no modules.
-    """
+    """Return the modules of all class paths in a configuration, which the user trusts by naming it."""
     content = None if config is None else read_yaml(config_file(config), "config")
     return sorted({text.rpartition(".")[0] for text in _strings(content) if _DOTTED.fullmatch(text)})
 
@@ -167,14 +153,8 @@ def _strings(content: Any) -> Iterator[str]:  # noqa: ANN401 - YAML
 def load_data(path: str | Path, config: str | Path | None = None, trust: Sequence[str] = ()) -> RolloutDataModule:
     """Return the environments that a checkpoint was trained on.
 
-    Everything in a given `config` is trusted. Classes in the checkpoint, and in a configuration beside it, are trusted
-    as in `load_algorithm`; other options are plain data.
-
-    Args:
-        path: The checkpoint.
-        config: Configuration of the run, a file or the name of a shipped one. None takes the result of `config_of` or,
-            without one, the options in the checkpoint.
-        trust: Packages whose modules may be imported: `["my_package"]`.
+    Everything in a given `config`, a file or the name of a shipped one, is trusted. Without it, the result of
+    `config_of` is used or else the options in the checkpoint, and classes in them are trusted as in `load_algorithm`.
 
     Raises:
         ConfigurationError: The environments are unknown, or a class is not trusted, cannot be imported or does not fit
@@ -231,17 +211,7 @@ def _from_config(path: Path) -> RolloutDataModule:
 def play_episodes(
     model: LightningModule, data: RolloutDataModule, episodes: int, seed: int = 0
 ) -> tuple[Score, list[Nested]]:
-    """Play complete test episodes.
-
-    Args:
-        model: An algorithm of this package.
-        data: The environments.
-        episodes: Number of episodes.
-        seed: Seed of environments and actions.
-
-    Returns:
-        The score, and the observations of the first steps, each `[B, *shape]`.
-    """
+    """Play complete test episodes; return the score, and the observations of the first steps, each `[B, *shape]`."""
     check_positive_int("episodes", episodes)
     algorithm: Any = model
     policy = _ObservedPolicy(algorithm.policy)
@@ -296,16 +266,7 @@ def export_checkpoint(
     episodes: int = 10,
     trust: Sequence[str] = (),
 ) -> tuple[Path, str, Score, int]:
-    """Play episodes, write the programs of the policy, and compare their actions with the policy.
-
-    Args:
-        path: The checkpoint.
-        format: Format of the programs.
-        output: The folder; by default in `policies` in the run folder.
-        programs: The programs to write.
-        config: Configuration of the run; None takes the one in its folder.
-        episodes: Number of episodes for the score.
-        trust: Packages whose modules the checkpoint may name.
+    """Run the command `lightning-rl export`, which documents the options.
 
     Returns:
         The folder, the id of the environment, the score, and the number of steps whose actions were compared.

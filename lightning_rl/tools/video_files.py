@@ -109,13 +109,7 @@ class VideoFile:
 
 @dataclass
 class Films:
-    """Writes a video file for each episode.
-
-    Attributes:
-        folder: Folder of the files.
-        name: File name without suffix: a format of the episode's number.
-        on_finished: Called with number and file when a video is complete.
-    """
+    """Writes a video file for each episode; `name` is a format of the episode's number."""
 
     folder: Path
     name: str = "episode={}"

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_rl import A2C, IMPALA, PPO, OnPolicyAlgorithm, PPOKLPenalty, TFAgentsPPO
-from lightning_rl.checkpointing.run_state import run_state
+from lightning_rl.checkpointing.format import run_state
 from lightning_rl.nested import leaves
 from tests.helpers import (
     DISCRETE,

@@ -1,4 +1,4 @@
-"""A checkpoint is on the disk whole or not at all, and one that cannot be written leaves the one before."""
+"""Checkpoints are written atomically; a failed write keeps the earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def stored(path: Path) -> torch.Tensor:
     return torch.load(path, weights_only=True)["weights"]
 
 
-def test_a_checkpoint_replaces_the_one_before_and_nothing_else_is_left(path):
+def test_checkpoint_replaces_earlier_file_without_leftovers(path):
     AtomicCheckpointIO().save_checkpoint(AFTER, path)
     assert torch.equal(stored(path), AFTER["weights"])
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_link_is_replaced_rather_than_what_it_leads_to(path):
+def test_saving_to_a_symlink_replaces_the_link_not_its_target(path):
     link = path.with_name("link.ckpt")
     link.symlink_to(path.name)
     AtomicCheckpointIO().save_checkpoint(AFTER, link)
@@ -49,7 +49,7 @@ def test_a_link_is_replaced_rather_than_what_it_leads_to(path):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_write_that_fails_leaves_the_one_before_and_no_rest(call, path, monkeypatch):
+def test_failed_write_keeps_earlier_checkpoint_without_leftovers(call, path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -61,7 +61,7 @@ def test_a_write_that_fails_leaves_the_one_before_and_no_rest(call, path, monkey
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_folder_raises_error_with_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         CheckpointFailure, match=r"'.*file/last\.ckpt' could not be written: .*; earlier checkpoints are unch"
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
         AtomicCheckpointIO().save_checkpoint(AFTER, tmp_path / "file/last.ckpt")
 
 
-def test_the_new_checkpoint_is_on_the_disk_before_it_takes_its_place(path, monkeypatch):
+def test_checkpoint_is_flushed_to_disk_before_rename(path, monkeypatch):
     order, replace, fsync = [], os.replace, os.fsync
 
     def synced(descriptor: int) -> None:
@@ -86,7 +86,7 @@ def test_the_new_checkpoint_is_on_the_disk_before_it_takes_its_place(path, monke
     assert order == [f"fsync .unfinished-{os.getpid()}.tmp", "replace", "fsync checkpoints"]
 
 
-def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write_tidies_up(path):
+def test_kill_while_writing_keeps_earlier_checkpoint_and_next_save_removes_leftovers(path):
     code = (
         "import os, time, sys, torch\n"
         "from lightning_rl.checkpointing.atomic import AtomicCheckpointIO\n"
@@ -97,7 +97,7 @@ def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write
     assert process.stdout.readline() == "writing\n"
     unfinished = path.with_name(f".unfinished-{process.pid}.tmp")
     AtomicCheckpointIO().save_checkpoint(BEFORE, path)
-    assert unfinished.exists()  # it belongs to a process that still runs
+    assert unfinished.exists()  # its process is still running
     process.kill()
     process.wait()
     assert unfinished.stat().st_size > 100_000
@@ -112,13 +112,13 @@ def test_a_process_killed_while_writing_leaves_the_one_before_and_the_next_write
     assert list(path.parent.iterdir()) == [path]
 
 
-# Forks a process that saves one checkpoint after the other, kills it at a random moment, and does so 20 times. A slow
-# disk makes nearly all of a save the writing.
+# Kills a process that saves checkpoints in a loop at a random moment, 20 times. A slow fsync makes most of each save
+# the writing.
 KILLED = """
 import os, random, signal, sys, time
 import torch
-from lightning_rl.checkpointing.format import load_plain
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
+from lightning_rl.files import load_plain
 
 path, generator, number, while_writing = sys.argv[1], random.Random(0), 0, 0
 fsync = os.fsync
@@ -149,15 +149,15 @@ print(number, while_writing)
 """
 
 
-def test_a_process_killed_at_any_moment_leaves_an_intact_checkpoint_no_older_than_the_last_save(tmp_path):
+def test_kill_at_any_moment_leaves_intact_latest_checkpoint(tmp_path):
     done = programs.run("-c", KILLED, str(tmp_path / "checkpoints/last.ckpt"))
     assert done.returncode == 0, done.stderr
     number, while_writing = map(int, done.stdout.split())
     assert number >= 20
-    assert while_writing >= 5  # of 20; so often an unfinished file was left behind
+    assert while_writing >= 5  # of 20 kills left an unfinished file
 
 
-def test_every_fit_writes_so_unless_the_trainer_has_a_way_of_its_own(tmp_path):
+def test_fit_uses_atomic_io_unless_trainer_has_a_checkpoint_plugin(tmp_path):
     class Own(TorchCheckpointIO):
         pass
 
@@ -168,7 +168,7 @@ def test_every_fit_writes_so_unless_the_trainer_has_a_way_of_its_own(tmp_path):
         assert type(trainer.strategy.checkpoint_io) is expected
 
 
-# The kernel refuses to write more, as it does where a disk is full.
+# The kernel fails writes beyond this size, as if the disk were full.
 LIMITED = (
     "import resource\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
@@ -177,7 +177,7 @@ LIMITED = (
 )
 
 
-def test_the_command_line_says_in_one_line_that_a_checkpoint_cannot_be_written(in_tmp_path, monkeypatch):
+def test_command_line_reports_failed_checkpoint_in_one_line(in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
     main(["fit", *SMALL, "--max_env_steps=64"])

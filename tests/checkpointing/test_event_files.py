@@ -1,4 +1,4 @@
-"""A full disk while TensorBoard writes: one error that names the file, whichever thread notices it."""
+"""A full disk while TensorBoard writes raises one error that names the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExce
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Let a method of the file fail when it is called for the fourth time, or when the file is closed."""
+    """Make a method of the file fail from the fourth call on, or when the file is closed."""
     original, calls = getattr(RecordWriter, method), []
 
     def fail(writer, *args):
@@ -53,7 +53,7 @@ def test_trainer_raises_one_error_that_names_the_event_file(method, tmp_path, mo
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_second_fit_with_the_same_logger_is_watched_too(tmp_path, monkeypatch):
+def test_log_failure_is_raised_in_second_fit_with_same_logger(tmp_path, monkeypatch):
     data, logger = make_data(), TensorBoardLogger(tmp_path)
     model = make_model(data)
     make_trainer(logger=logger).fit(model, data)
@@ -62,7 +62,7 @@ def test_second_fit_with_the_same_logger_is_watched_too(tmp_path, monkeypatch):
         make_trainer(logger=logger, max_epochs=9, log_every_n_steps=1).fit(model, data)
 
 
-def test_message_of_an_error_that_leads_to_itself_is_found():
+def test_error_message_handles_circular_exception_context():
     """A logger raises the same exception again while it is handled."""
     one, other = ValueError("one"), OSError("other")
     one.__context__, other.__context__ = other, one

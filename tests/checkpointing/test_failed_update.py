@@ -1,4 +1,4 @@
-"""An update that is not finite is saved such that it can be made again, or left out where that is allowed."""
+"""Updates that are not finite are saved and can be replayed, or are skipped if that is allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {"policy": {"hidden_sizes": (8,)}, "num_epochs": 3}
 
 
 class BrokenRollouts(PPO):
-    """Every rollout in `broken` has a reward that is NaN, as nothing the collector gives can have."""
+    """Puts a NaN reward into the rollouts in `broken`."""
 
     def __init__(self, *args: Any, broken: list[int], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,7 +48,7 @@ class BrokenRollouts(PPO):
 
 
 class BrokenPenalty(PPOKLPenalty):
-    """The loss of the third minibatch is infinite; divergences are remembered."""
+    """The loss of the third minibatch is infinite; KL divergences are recorded."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,7 +65,7 @@ class BrokenPenalty(PPOKLPenalty):
 def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Path:
     """Fit until it fails, and return the file that the error names."""
     if trainer.get("precision") == "64-true":
-        model.double()  # as the Trainer makes it, and a collector would find it
+        model.double()  # as the Trainer does before rollouts are collected
     rollouts = [random_rollout(model.policy) for _ in range(num_rollouts)]
     with pytest.raises(FloatingPointError) as caught:
         make_trainer(default_root_dir=folder, **trainer).fit(model, FixedRollouts(rollouts, model))
@@ -77,7 +77,7 @@ def fail(model: PPO, folder: Path, num_rollouts: int = 1, **trainer: Any) -> Pat
 @pytest.mark.parametrize("check_numerics", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("spoil", ["advantage", "return", "loss", "gradient"])
-def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_path):
+def test_replay_repeats_the_failed_update(spoil, precision, check_numerics, tmp_path):
     model = make(spoil, debug={"check_numerics": check_numerics}, normalization={"rewards": True}, target_kl=1e9)
     path = fail(model, tmp_path, precision=precision)
     assert path == tmp_path / "failed-update-0.pt"
@@ -97,16 +97,16 @@ def test_the_very_update_is_made_again(spoil, precision, check_numerics, tmp_pat
         assert failed.minibatch.advantages.isnan().nonzero().tolist() == [[0]]
 
 
-def test_divergences_of_a_replay_are_from_the_policy_that_acted(tmp_path):
+def test_replay_computes_kl_divergence_from_the_acting_policy(tmp_path):
     torch.manual_seed(0)
     model = BrokenPenalty(VECTOR, DISCRETE, learning_rate=0.1, **OPTIONS)
     failed = FailedUpdate.load(fail(model, tmp_path))
     assert model.divergences[0] < 1e-6 < 1e-3 < model.divergences[2]
-    assert math.isfinite(failed.replay()["grad_norm"])  # the penalty is broken in the third minibatch alone
+    assert math.isfinite(failed.replay()["grad_norm"])  # only the penalty of the third minibatch is broken
     assert failed.module.divergences == pytest.approx(model.divergences[2:], rel=1e-6)
 
 
-def test_schedules_that_end_with_the_run_are_where_they_were(tmp_path):
+def test_replay_uses_scheduled_values_of_the_failed_update(tmp_path):
     line = {"kind": "linear", "start": 0.4, "end": 0.0}
     model = BrokenRollouts(VECTOR, DISCRETE, broken=[1], clip_range=line, entropy_coef=line, **OPTIONS)
     failed = FailedUpdate.load(fail(model, tmp_path, 2, callbacks=[EnvStepLimit(192)]))
@@ -115,7 +115,7 @@ def test_schedules_that_end_with_the_run_are_where_they_were(tmp_path):
         assert getattr(failed.module, name) == getattr(model, name) == pytest.approx(0.3)
 
 
-def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):
+def test_replay_uses_rows_of_the_failing_minibatch(tmp_path):
     seen = []
 
     class Watched(Sabotaged):
@@ -127,15 +127,15 @@ def test_the_rows_are_those_of_the_failing_minibatch(tmp_path):
     model = Watched(VECTOR, DISCRETE, spoil="return", **OPTIONS)
     path = fail(model, tmp_path)
     content = torch.load(path, weights_only=True)
-    content["algorithm"] = "tests.training.test_numerics.Sabotaged"  # where it can be imported from
+    content["algorithm"] = "tests.training.test_numerics.Sabotaged"  # which can be imported
     torch.save(content, path)
     failed = FailedUpdate.load(path)
     failed.replay()
     assert torch.equal(failed.minibatch.observations, seen[2])
 
 
-def test_an_update_of_the_command_line_is_made_again(tmp_path):
-    """LightningCLI adds the class, and a function that would construct it, to hyper-parameters."""
+def test_replay_of_an_update_from_the_command_line(tmp_path):
+    """LightningCLI adds the class path and a constructor function to the hyperparameters."""
     path = fail(make("return"), tmp_path)
     content = torch.load(path, weights_only=True)
     names = {"_class_path": "lightning_rl.PPO", "_instantiator": "lightning.pytorch.cli.instantiate_module"}
@@ -143,7 +143,7 @@ def test_an_update_of_the_command_line_is_made_again(tmp_path):
     assert not math.isfinite(FailedUpdate.load(path).replay()["grad_norm"])
 
 
-def test_the_newest_checkpoint_is_named(tmp_path):
+def test_failed_update_names_newest_checkpoint(tmp_path):
     from lightning_rl import LastCheckpoint
 
     torch.manual_seed(0)
@@ -154,11 +154,11 @@ def test_the_newest_checkpoint_is_named(tmp_path):
     assert failed.env_steps == torch.load(failed.checkpoint_path, weights_only=True)["lightning_rl"]["env_steps"] > 0
 
 
-def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
+def test_skipped_update_changes_no_parameters_or_statistics(tmp_path):
     logger = MemoryLogger()
     torch.manual_seed(0)
     options = {"normalization": {"observations": True, "rewards": True}, "debug": {"max_skipped_updates": 1}} | OPTIONS
-    # Normalised over the rollout, so that no minibatch of a broken one is good.
+    # Normalization over the rollout makes all minibatches of a broken one NaN.
     model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 2], advantages={"normalize": "rollout"}, **options)
     before = parameters_of(model)
     rollouts = [random_rollout(model.policy) for _ in range(4)]
@@ -175,7 +175,7 @@ def test_a_rollout_may_be_left_out_and_is_left_out_of_everything(tmp_path):
     assert list(tmp_path.glob("failed-update*")) == []
 
 
-def test_too_many_in_a_row_end_the_run(tmp_path):
+def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
     torch.manual_seed(0)
     model = BrokenRollouts(VECTOR, DISCRETE, broken=[0, 1, 3, 4, 5], debug={"max_skipped_updates": 2}, **OPTIONS)
     with pytest.warns(UserWarning, match="2 of at most debug.max_skipped_updates=2"):
@@ -184,7 +184,7 @@ def test_too_many_in_a_row_end_the_run(tmp_path):
     assert path.name == f"failed-update-{model.env_steps}.pt"
 
 
-def test_the_number_in_a_row_goes_on_in_a_resumed_run(tmp_path):
+def test_count_of_skipped_updates_is_resumed(tmp_path):
     from lightning_rl import LastCheckpoint
 
     def build() -> BrokenRollouts:
@@ -202,7 +202,7 @@ def test_the_number_in_a_row_goes_on_in_a_resumed_run(tmp_path):
         trainer.fit(resumed, FixedRollouts([rollout], resumed), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
-def test_where_nothing_can_be_written_the_failure_is_still_what_is_raised(tmp_path):
+def test_original_failure_is_raised_if_update_cannot_be_saved(tmp_path):
     (tmp_path / "file").write_text("in the way")
     model = make("return")
     with pytest.raises(FloatingPointError, match=r"value_loss is inf .*; it could not be saved$"):
@@ -211,7 +211,7 @@ def test_where_nothing_can_be_written_the_failure_is_still_what_is_raised(tmp_pa
         )
 
 
-def test_what_is_no_failed_update_is_refused(tmp_path):
+def test_other_files_are_rejected_as_failed_update(tmp_path):
     with pytest.raises(ConfigurationError, match=r"does not exist: expected a file that a failed update has left"):
         FailedUpdate.load(tmp_path / "nothing.pt")
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
@@ -222,7 +222,7 @@ def test_what_is_no_failed_update_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "2"])
-def test_nonsense_is_refused(value):
+def test_invalid_max_skipped_updates_is_rejected(value):
     with pytest.raises(
         ConfigurationError, match=r"debug.max_skipped_updates=.* is not valid: expected an integer of at least 0"
     ):
@@ -230,7 +230,7 @@ def test_nonsense_is_refused(value):
 
 
 class Interrupts(Callback):
-    """Raises in the middle of the third update, once its rollout is kept and in the normalisers."""
+    """Raises during the third update, when replay and normalizers already have its rollout."""
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         kept = pl_module.replays.get("rollouts", ())
@@ -239,8 +239,8 @@ class Interrupts(Callback):
 
 
 @pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG, CLEAR])
-def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(algorithm):
-    """The rollout whose auxiliary phase failed was in a memory that has no room for another one."""
+def test_next_run_rolls_back_an_update_interrupted_by_an_exception(algorithm):
+    """The replay is full with the rollout whose auxiliary phase failed."""
     of_phases = {"num_policy_iterations": 3, "num_minibatches": 1, "num_aux_epochs": 1}
     options = {PPG: of_phases, OffPolicyPPG: of_phases | {"updates_per_rollout": 1, "batch_size": 8}, CLEAR: {}}
     data = make_data()
@@ -254,7 +254,7 @@ def test_what_an_exception_left_of_an_update_is_not_gone_on_with_by_another_run(
     with pytest.raises(RuntimeError, match="boom"):
         make_trainer(max_epochs=2, callbacks=[Interrupts()]).fit(model, data)
     assert model.policy.observation_normalizer.moments.count == 3 * 32
-    make_trainer(max_epochs=0).fit(model, data)  # learns nothing, but begins
+    make_trainer(max_epochs=0).fit(model, data)  # starts, but learns nothing
     assert model.policy.observation_normalizer.moments.count == 2 * 32
     sizes = {name: len(replay) for name, replay in model.replays.items()}
     assert sizes == {PPG: {"rollouts": 2}, OffPolicyPPG: {"rollouts": 2, "policy": 64, "value": 64}}.get(

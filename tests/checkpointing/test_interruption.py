@@ -1,4 +1,4 @@
-"""A run that is stopped by a signal, wherever that comes, ends between two rollouts and goes on bit for bit."""
+"""A signal at any moment stops a run between two rollouts, and the resumed run is bit-exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INTERRUPTED_IN = 4  # counted from 0; the second of the second epoch
 
 @pytest.fixture(autouse=True)
 def usual_handlers():
-    """Those of a program that was started in a terminal, whatever the tests were started from."""
+    """Set the signal handlers of a program in a terminal."""
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -37,7 +37,7 @@ def usual_handlers():
 
 
 class Interrupts(gymnasium.Wrapper):
-    """Does something at one step, counted over all of them."""
+    """Calls a function at one step, counted over all environments."""
 
     at: int | None = None
     what: Any = None
@@ -51,7 +51,7 @@ class Interrupts(gymnasium.Wrapper):
 
 
 class PPOInterrupted(PPO):
-    """Does something in the middle of the update from one rollout."""
+    """Calls a function in the middle of the update from one rollout."""
 
     at: int | None = None
     what: Any = None
@@ -67,7 +67,7 @@ class PPOInterrupted(PPO):
 
 
 class InValidation(Callback):
-    """Does something while the policy is validated after one rollout."""
+    """Calls a function during the validation after one rollout."""
 
     def __init__(self, at: int, what: Any) -> None:
         self.at, self.what = at, what
@@ -78,7 +78,7 @@ class InValidation(Callback):
 
 
 def run(folder: Path, *callbacks: Callback, ckpt_path: str | None = None, last: bool = True) -> PPOInterrupted:
-    """Three rollouts to an epoch, two epochs."""
+    """Train for two epochs of three rollouts each."""
     seed_everything(3, verbose=False)
     data = RolloutDataModule(
         "CartPole-v1",
@@ -114,7 +114,7 @@ def send(*signums: int) -> Any:
 
 @pytest.fixture
 def interrupt(monkeypatch):
-    """Set what happens at one place, and return the callbacks that a run needs for it."""
+    """Set the function to call at one place; return the callbacks that the run needs."""
 
     def set_(place: str, what: Any, rollout: int = INTERRUPTED_IN) -> list[Callback]:
         monkeypatch.setattr(Interrupts, "steps", 0)
@@ -147,7 +147,7 @@ def stored(path: Path) -> int:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(("place", "done"), [("collection", 5), ("update", 5), ("validation", 3)])
-def test_the_first_signal_stops_after_the_update_and_the_resumed_run_is_exact(
+def test_first_signal_stops_after_update_and_resumed_run_is_bit_exact(
     place, done, signum, interrupt, whole, tmp_path, capfd, caplog
 ):
     with pytest.raises(SystemExit) as exit_, caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
@@ -163,7 +163,7 @@ def test_the_first_signal_stops_after_the_update_and_the_resumed_run_is_exact(
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-def test_a_stop_in_an_epochs_last_rollout_neither_adds_nor_drops_an_epoch(interrupt, whole, tmp_path):
+def test_stop_in_last_rollout_of_an_epoch_keeps_number_of_epochs(interrupt, whole, tmp_path):
     best = ModelCheckpoint(tmp_path, "best", monitor="val/episode_return", mode="max")
     with pytest.raises(SystemExit):
         run(tmp_path, best, *interrupt("update", send(signal.SIGTERM), 2))
@@ -174,13 +174,13 @@ def test_a_stop_in_an_epochs_last_rollout_neither_adds_nor_drops_an_epoch(interr
     assert differences(resumed.state_dict(), whole["state_dict"]) == []
 
 
-def test_a_signal_in_the_last_rollout_of_all_lets_the_run_end(interrupt, whole, tmp_path):
+def test_signal_in_last_rollout_lets_run_finish(interrupt, whole, tmp_path):
     assert run(tmp_path, *interrupt("update", send(signal.SIGTERM), ROLLOUTS - 1)).policy_version == ROLLOUTS
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-def test_a_signal_in_the_moment_before_training_stops_after_the_first_rollout(tmp_path, capfd):
-    """When Lightning has noted it: where an epoch has one rollout, that ended the run unsaved and with status 0."""
+def test_signal_before_training_stops_after_first_rollout(tmp_path, capfd):
+    """Regression: with one rollout per epoch, Lightning ended the run unsaved and with status 0."""
 
     class Sends(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: PPO) -> None:
@@ -195,33 +195,33 @@ def test_a_signal_in_the_moment_before_training_stops_after_the_first_rollout(tm
     assert stored(tmp_path / "last.ckpt") == 1
 
 
-def test_early_termination_leaves_handlers_of_the_program_alone_and_gives_the_signal_back():
+def test_early_termination_keeps_program_handlers_and_restores_default():
     with early_termination() as handler:
         assert signal.getsignal(signal.SIGTERM) is handler
         with pytest.raises(SystemExit) as exit_:
             send(signal.SIGTERM)()
         assert exit_.value.code == 143
-        send(signal.SIGTERM)()  # `timeout` sends it twice at once, which is one
+        send(signal.SIGTERM)()  # `timeout` sends it twice at once
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with early_termination() as handler:
         assert handler is None and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(interrupt, tmp_path):
+def test_signal_repeated_at_once_counts_as_one(interrupt, tmp_path):
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path, *interrupt("update", send(signal.SIGTERM, signal.SIGTERM)))
     assert exit_.value.code == 143
     assert stored(tmp_path / "last.ckpt") == INTERRUPTED_IN + 1
 
 
-def test_checkpoints_that_are_due_with_the_last_rollout_are_saved(interrupt, tmp_path):
+def test_checkpoints_due_in_last_rollout_are_saved(interrupt, tmp_path):
     with pytest.raises(SystemExit):
         run(tmp_path, EnvStepCheckpoint(5 * 32, tmp_path), *interrupt("update", send(signal.SIGTERM)))
     assert stored(tmp_path / "step=160.ckpt") == 5
 
 
-def test_without_a_last_checkpoint_it_is_saved_beside_the_others(interrupt, whole, tmp_path):
+def test_interrupted_run_without_last_checkpoint_saves_beside_model_checkpoint(interrupt, whole, tmp_path):
     own = ModelCheckpoint(tmp_path / "own", monitor="val/episode_return", mode="max")
     with pytest.raises(SystemExit):
         run(tmp_path, own, *interrupt("update", send(signal.SIGTERM)), last=False)
@@ -231,11 +231,11 @@ def test_without_a_last_checkpoint_it_is_saved_beside_the_others(interrupt, whol
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-def test_a_stop_with_a_validation_that_is_due_comes_after_it_and_changes_no_decision(interrupt, tmp_path):
-    """Early stopping counts validations: one that was left out would move the end of the run."""
+def test_stop_waits_for_due_validation_and_early_stopping(interrupt, tmp_path):
+    """Early stopping counts validations; a skipped one would move the end of the run."""
 
     def stopping() -> list[Callback]:
-        # No return is better by so much: the second validation ends the run.
+        # No return improves by this much, so the second validation stops the run.
         stop = EarlyStopping("val/episode_return", min_delta=1000, mode="max", patience=1)
         return [EnvStepValidation(2 * 32), stop]
 
@@ -253,7 +253,7 @@ def test_a_stop_with_a_validation_that_is_due_comes_after_it_and_changes_no_deci
         assert differences(*(run_state(path / "last.ckpt") for path in (tmp_path / "whole", folder))) == []
 
 
-def test_without_any_checkpoints_it_is_said_that_nothing_was_saved(interrupt, tmp_path):
+def test_interrupted_run_without_checkpoints_warns_that_nothing_was_saved(interrupt, tmp_path):
     with (
         pytest.warns(UserWarning, match="nothing was saved: the Trainer saves no checkpoints"),
         pytest.raises(SystemExit),
@@ -261,14 +261,14 @@ def test_without_any_checkpoints_it_is_said_that_nothing_was_saved(interrupt, tm
         run(tmp_path, *interrupt("update", send(signal.SIGTERM)), last=False)
 
 
-def test_a_handler_of_the_program_itself_is_left_alone(interrupt, tmp_path):
+def test_program_signal_handler_is_kept(interrupt, tmp_path):
     received = []
     signal.signal(signal.SIGINT, lambda signum, frame: received.append(signum))
     assert run(tmp_path, *interrupt("update", send(signal.SIGINT))).policy_version == ROLLOUTS
     assert received == [signal.SIGINT]
 
 
-def test_outside_the_main_thread_signals_are_left_alone(tmp_path):
+def test_fit_outside_main_thread_handles_no_signals(tmp_path):
     done = []
     thread = threading.Thread(target=lambda: done.append(run(tmp_path).policy_version))
     thread.start()
@@ -285,7 +285,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize("save_last", [True, "link"])
 @pytest.mark.parametrize("place", ["collection", "update"])
-def test_an_exception_within_a_rollout_or_its_update_is_not_saved(place, save_last, interrupt, tmp_path):
+def test_exception_during_rollout_or_update_is_not_saved(place, save_last, interrupt, tmp_path):
     asked = ModelCheckpoint(tmp_path / "asked", save_last=save_last, save_on_exception=True, monitor=None)
     with (
         pytest.warns(UserWarning, match="save_on_exception: .* in the middle of a rollout or its update"),
@@ -296,7 +296,7 @@ def test_an_exception_within_a_rollout_or_its_update_is_not_saved(place, save_la
     assert sorted(path.name for path in (tmp_path / "asked").iterdir()) == ["epoch=0-step=96.ckpt", "last.ckpt"]
 
 
-def test_an_exception_between_two_rollouts_is_saved(interrupt, whole, tmp_path):
+def test_exception_between_rollouts_is_saved(interrupt, whole, tmp_path):
     asked = ModelCheckpoint(tmp_path / "asked", filename="asked", save_on_exception=True, every_n_epochs=100)
 
     class After(Callback):
@@ -327,7 +327,7 @@ def test_save_on_exception_works_again_in_the_next_fit(tmp_path):
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])
-def test_saving_within_a_rollout_or_its_update_is_refused(hook, tmp_path):
+def test_saving_during_rollout_or_update_raises(hook, tmp_path):
     class Saves(Callback):
         pass
 
@@ -345,7 +345,7 @@ def test_saving_within_a_rollout_or_its_update_is_refused(hook, tmp_path):
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch) -> Path:
-    """The variables of a job of one task, and an `scontrol` that writes down what it is asked for."""
+    """Set the variables of a job with one task, and an `scontrol` that records its arguments."""
     values = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "17", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -359,7 +359,7 @@ def slurm(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("place", ["collection", "update"])
-def test_slurm_requeues_after_the_update_and_the_job_goes_on_by_itself(place, slurm, interrupt, whole, tmp_path):
+def test_slurm_requeues_after_update_and_job_resumes(place, slurm, interrupt, whole, tmp_path):
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path, *interrupt(place, send(signal.SIGUSR1)))
     assert exit_.value.code == 128 + signal.SIGUSR1
@@ -370,14 +370,14 @@ def test_slurm_requeues_after_the_update_and_the_job_goes_on_by_itself(place, sl
     assert differences(run_state(tmp_path / "last.ckpt"), whole) == []
 
 
-def test_slurm_may_send_sigterm_before_the_update_is_over(slurm, interrupt, tmp_path):
+def test_slurm_requeues_if_sigterm_arrives_before_end_of_update(slurm, interrupt, tmp_path):
     with pytest.raises(SystemExit):
         run(tmp_path, *interrupt("update", send(signal.SIGUSR1, signal.SIGTERM)))
     assert slurm.read_text() == "requeue 17\n"
     assert stored(tmp_path / "hpc_ckpt_1.ckpt") == 5
 
 
-def test_sigterm_alone_requeues_nothing(slurm, interrupt, tmp_path):
+def test_sigterm_alone_does_not_requeue(slurm, interrupt, tmp_path):
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path, *interrupt("update", send(signal.SIGTERM)))
     assert exit_.value.code == 143

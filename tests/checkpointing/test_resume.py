@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed ends bit for bit where the uninterrupted one does."""
+"""A stopped and resumed run ends bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -128,13 +128,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"env_id": "CartPole-v1"},
         {"algorithm": IMPALA, "reward_scale": 0.5, "normalization": {"observations": True}},
     ),
-    # A memory that is full after four rollouts.
+    # The replay is full after four rollouts.
     "clear": (
         {"env_id": "CartPole-v1"},
         {"algorithm": CLEAR, "replay_ratio": 2 / 3, "replay_memory_gib": 1.5e-5, "normalization": {"rewards": True}},
     ),
     "critic_pretraining": ({"env_id": "Pendulum-v1"}, {"algorithm": CriticPretraining, "target": "vtrace"}),
-    # A warm-up that the stop falls into the end of.
+    # The run stops near the end of the warm-up.
     "critic_warmup": ({"env_id": "CartPole-v1"}, {"optimizer": {"critic_warmup_steps": 217}}),
     "learned_repeat": (
         {"env_id": "CartPole-v1", "env": {"learned_action_repeat": {"max": 3, "gamma": 0.99}, "previous_action": True}},
@@ -168,7 +168,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "nested_actions": (
-        # A length that leaves episodes, of eight steps, in their middle.
+        # Rollouts end in the middle of the episodes, which have eight steps.
         {
             "env_id": "tests.probes:Probe/Aim-v0",
             "env": {"kwargs": {"action_space": HYBRID}},
@@ -220,7 +220,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_epochs": 1},
     ),
     "masked": (
-        # A length that leaves episodes, of three steps, in their middle.
+        # Rollouts end in the middle of the episodes, which have three steps.
         {
             "env_id": "tests.mask_probes:Probe/Invalid-v0",
             "env": {"kwargs": kwargs_of("hybrid"), "action_mask": "info.action_mask"},
@@ -270,8 +270,8 @@ def fit(
 ) -> OnPolicyAlgorithm:
     """Train for a number of rollouts, three to an epoch, with a validation and a checkpoint after each epoch.
 
-    There are more checkpoints at the end and in `save_after`. `data`, `model` and `trainer` are options in place of
-    those of the setting.
+    There are more checkpoints at the end and in `save_after`. `data`, `model` and `trainer` replace options
+    of the setting.
     """
     data, model = SETTINGS[name][0] | (data or {}), SETTINGS[name][1] | (model or {})
     return _fit(folder, rollouts, ckpt_path, data, model, save_after, trainer)
@@ -292,7 +292,7 @@ def _fit(
     options = merged({"algorithm": PPO, "policy": {"hidden_sizes": (8,)}}, model_options)
     algorithm: type[OnPolicyAlgorithm] = options.pop("algorithm")
     model = algorithm(data.observation_space, data.action_space, **options)
-    # max_epochs is the same in all parts of a run: it is the horizon of the annealing.
+    # All parts of a run have the same max_epochs, the horizon of annealing.
     trainer = {
         "max_epochs": 4,
         "max_steps": -1,
@@ -312,7 +312,7 @@ def _fit(
 
 
 class _StopAfter(ModelCheckpoint):
-    """Stops with a checkpoint after a number of rollouts, wherever in an epoch that is, and saves some before."""
+    """Saves a checkpoint after some rollouts, and stops after the last of them, also within an epoch."""
 
     def __init__(self, rollouts: int, save_after: tuple[int, ...]) -> None:
         super().__init__(save_top_k=0)
@@ -327,7 +327,7 @@ class _StopAfter(ModelCheckpoint):
 
 
 def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """Return where two nested structures differ, to the last bit."""
+    """Return the paths at which two nested structures differ in any bit."""
     if isinstance(one, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [d for key in keys for d in differences(one.get(key), other.get(key), f"{path}.{key}")]
@@ -339,21 +339,21 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
 
 
 def run_state(path: Path) -> dict[str, Any]:
-    """Return what of a checkpoint must be equal: everything but Lightning's own callbacks and times."""
+    """Return the parts of a checkpoint that must be equal: all except Lightning's callbacks and times."""
     checkpoint = torch.load(path, weights_only=True)
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "lightning_rl", "RolloutDataModule", "global_step")
     state = {key: checkpoint[key] for key in kept}
     state["RolloutDataModule"] = {**state["RolloutDataModule"], "starts": None}
     for rank in state["lightning_rl"]["ranks"]:
         means = rank["window"]["means"]
-        if means is not None:  # seconds differ, numbers of them do not
+        if means is not None:  # times differ, their number does not
             places = [i for i, name in enumerate(rank["window"]["names"]) if name.startswith("time/")]
             means["states"]["sums"][places] = 0
     return state
 
 
 def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folder: Path, **options: Any) -> None:
-    """Each of some checkpoints of one run leads to the end of it."""
+    """Check that several checkpoints of a run lead to the same end."""
     fit(name, folder / "whole", rollouts, save_after=places, **options)
     whole = run_state(folder / f"whole/after_{rollouts}.ckpt")
     for saved in places:
@@ -364,19 +364,19 @@ def assert_resumes_from(places: tuple[int, ...], name: str, rollouts: int, folde
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """From the end of an epoch, and from the middle of the next one."""
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """The run resumes from the end of an epoch and from the middle of the next one."""
     assert_resumes_from((3, 4), name, 7, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["ppg", "ppg_off_policy"])
-def test_a_run_goes_on_from_every_place_in_a_phase(name: str, tmp_path: Path) -> None:
+def test_run_resumes_from_every_rollout_of_a_phase(name: str, tmp_path: Path) -> None:
     assert_resumes_from((1, 2, 5), name, 8, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["discrete", "continuous", "a2c", "restarts", "ppg"])
-def test_a_resumed_run_logs_what_the_uninterrupted_one_does(name: str, tmp_path: Path) -> None:
-    """Every value but seconds, at the same steps; a log of four rollouts that the stop falls into too."""
+def test_resumed_run_logs_same_values_as_uninterrupted_run(name: str, tmp_path: Path) -> None:
+    """All values except times are equal; the run stops within a logging interval of four rollouts."""
     logs = {part: MemoryLogger() for part in ("whole", "first", "second")}
     fit(name, tmp_path / "whole", 8, logger=logs["whole"])
     fit(name, tmp_path / "first", 6, logger=logs["first"])
@@ -391,13 +391,13 @@ def test_a_resumed_run_logs_what_the_uninterrupted_one_does(name: str, tmp_path:
     assert rows("whole") == rows("first")[: len(rows("whole")) - len(rows("second"))] + rows("second")
 
 
-def test_a_stopped_run_alone_does_not_end_where_the_whole_one_does(tmp_path: Path) -> None:
+def test_stopped_run_differs_from_uninterrupted_run(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "whole", 8)
     fit("discrete", tmp_path / "first", 4)
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "first/after_4.ckpt"))
 
 
-def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+def test_run_with_restarted_environment_resumes_exactly(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"^environment 1 \(episode 1, seed \d+, step 2\) raised in step"):
         model = fit("restarts", tmp_path, 1)
     assert model.env_steps == 3 * 24 - 1
@@ -406,8 +406,8 @@ def test_a_run_in_which_an_environment_was_replaced_is_the_one_that_is_resumed(t
     assert window["counts"]["rollout/env_restarts"]["states"]["total"] == 1
 
 
-def test_wrapper_that_remembers_earlier_episodes_is_noticed(tmp_path: Path) -> None:
-    """The observations of such a one are what they were, its rewards are not."""
+def test_wrapper_with_state_across_episodes_is_detected(tmp_path: Path) -> None:
+    """The wrapper's observations are restored, its rewards are not."""
     SETTINGS["remembers"] = ({"env_id": "CartPole-v1", "env": {"wrappers": ["gymnasium.wrappers.NormalizeReward"]}}, {})
     try:
         fit("remembers", tmp_path / "first", 2)
@@ -428,7 +428,7 @@ def test_resuming_in_a_new_process_is_exact(tmp_path: Path) -> None:
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
 
 
-def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> None:
+def test_two_ranks_resume_exactly(tmp_path: Path) -> None:
     def run(folder: str, rollouts: int, ckpt_path: str | None = None) -> None:
         ranks = "devices=2, strategy='ddp'"
         code = (
@@ -443,14 +443,14 @@ def test_two_ranks_resume_exactly_each_from_its_own_state(tmp_path: Path) -> Non
     assert differences(run_state(tmp_path / "whole/after_6.ckpt"), run_state(tmp_path / "second/after_6.ckpt")) == []
 
 
-def test_resuming_after_the_validation_at_an_epochs_end_is_exact(tmp_path: Path) -> None:
+def test_resuming_after_validation_at_epoch_end_is_exact(tmp_path: Path) -> None:
     fit("continuous", tmp_path / "whole", 8)
-    fit("continuous", tmp_path / "first", 4)  # its last.ckpt is that of the first epoch's end, after three rollouts
+    fit("continuous", tmp_path / "first", 4)  # last.ckpt is from the end of the first epoch, after three rollouts
     fit("continuous", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/last.ckpt"))
     assert differences(run_state(tmp_path / "whole/after_8.ckpt"), run_state(tmp_path / "second/after_8.ckpt")) == []
 
 
-def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(tmp_path: Path) -> None:
+def test_unrestorable_environments_warn_and_start_new_episodes(tmp_path: Path) -> None:
     envpool = {"backend": "envpool"}
     fit("discrete", tmp_path / "first", 2, data=envpool)
     with pytest.warns(UserWarning, match=r"environments of CartPole-v1 \(backend 'envpool'\) could not be restored"):
@@ -458,7 +458,7 @@ def test_environments_that_cannot_be_restored_are_named_and_begin_new_episodes(t
     assert resumed.policy_version == 4
 
 
-def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_path: Path, monkeypatch) -> None:
+def test_unrestorable_environments_of_other_ranks_are_named(tmp_path: Path, monkeypatch) -> None:
     fit("discrete", tmp_path / "first", 2)
     monkeypatch.setattr(
         "lightning_rl.data.collector.gather_ranks", lambda fresh: [fresh, [0, 2]] if fresh == [] else [fresh]
@@ -467,7 +467,7 @@ def test_environments_of_another_rank_that_cannot_be_restored_are_named_too(tmp_
         fit("discrete", tmp_path / "second", 3, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
 
 
-def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) -> None:
+def test_environment_whose_state_survives_reset_is_detected(tmp_path: Path) -> None:
     limit = {"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": 10}}
     walker = {"env_id": "BipedalWalker-v3", "env": {"training_wrappers": [limit]}}
     short = {"data": walker, "limit_val_batches": 0}
@@ -477,14 +477,14 @@ def test_an_environment_whose_world_survives_a_reset_is_noticed(tmp_path: Path) 
     assert resumed.policy_version == 4
 
 
-def test_a_checkpoint_of_another_backend_begins_new_episodes_with_a_warning(tmp_path: Path) -> None:
+def test_checkpoint_of_another_backend_starts_new_episodes_with_warning(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "first", 2)
     with pytest.warns(UserWarning, match="could not be restored"):
         resumed = fit("native", tmp_path / "second", 4, ckpt_path=str(tmp_path / "first/after_2.ckpt"))
     assert resumed.policy_version == 4
 
 
-def test_a_checkpoint_saved_after_training_goes_on_exactly(tmp_path: Path) -> None:
+def test_checkpoint_saved_after_training_resumes_exactly(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "whole", 8)
     fit("discrete", tmp_path / "first", 4)
     resumed = fit("discrete", tmp_path / "second", 8, ckpt_path=str(tmp_path / "first/end.ckpt"))
@@ -493,7 +493,7 @@ def test_a_checkpoint_saved_after_training_goes_on_exactly(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("limit", ["max_env_steps", "max_epochs"])
-def test_a_checkpoint_saved_where_there_was_nothing_to_train_goes_on_exactly(limit: str, tmp_path: Path) -> None:
+def test_checkpoint_saved_without_training_resumes_exactly(limit: str, tmp_path: Path) -> None:
     fit("discrete", tmp_path / "whole", 4, save_after=(3,))
     limits: dict[str, dict[str, Any]] = {
         "max_env_steps": {"callbacks": [EnvStepLimit(3 * 72)], "enable_checkpointing": False},
@@ -504,7 +504,7 @@ def test_a_checkpoint_saved_where_there_was_nothing_to_train_goes_on_exactly(lim
     assert differences(run_state(tmp_path / "whole/after_4.ckpt"), run_state(tmp_path / "second/after_4.ckpt")) == []
 
 
-def test_a_given_seed_is_kept_and_evaluation_leaves_a_later_training_alone(tmp_path: Path) -> None:
+def test_given_seed_is_kept_and_evaluation_does_not_change_training(tmp_path: Path) -> None:
     fit("discrete", tmp_path / "first", 2)
     checkpoint = str(tmp_path / "first/after_2.ckpt")
     data = RolloutDataModule("CartPole-v1", num_envs=3, rollout_length=24, evaluation={"episodes": 1}, seed=123)

@@ -1,4 +1,4 @@
-"""What a resumed run does otherwise than before: the new setting wins, and is said once."""
+"""Runs that are resumed with other options: the new option wins, and is logged once."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def optimizer_state(path: Path) -> dict[str, Any]:
     return torch.load(path, weights_only=True)["optimizer_states"][0]
 
 
-def test_a_run_that_goes_on_as_it_was_says_nothing(resume):
+def test_unchanged_resume_logs_no_changes(resume):
     model, messages = resume("scheduler")
     assert model.policy_version == 6
     assert messages == []
 
 
 @pytest.mark.parametrize(("name", "value"), [("clip_range", 0.1), ("gamma", 0.9), ("num_epochs", 1)])
-def test_any_setting_of_the_algorithm_wins_over_that_of_the_checkpoint(name, value, resume):
+def test_new_options_win_over_checkpoint(name, value, resume):
     model, (message,) = resume("scheduler", model={name: value})
     assert getattr(model, name) == value
     before = {"clip_range": 0.2, "gamma": 0.99, "num_epochs": 4}[name]
     assert message == f"Resuming with {name}={value!r} (before: {before!r})"
 
 
-def test_another_optimizer_begins_anew(resume, tmp_path):
+def test_other_optimizer_class_starts_with_new_state(resume, tmp_path):
     model, (message,) = resume("discrete", stop=5, model={"optimizer": {"name": "torch.optim.SGD", "anneal": True}})
     assert message.endswith("(before: None), with a new state")
     assert isinstance(model.optimizers().optimizer, torch.optim.SGD)
     assert optimizer_state(tmp_path / "second/after_5.ckpt")["state"] == {}
 
 
-def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume, tmp_path):
+def test_new_optimizer_arguments_keep_stored_state(resume, tmp_path):
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"options": {"alpha": 0.5}}
     _, (message,) = resume("scheduler", stop=5, model={"optimizer": changed})
     assert message.endswith(", with the stored state")
@@ -71,14 +71,14 @@ def test_other_arguments_of_the_optimizer_take_effect_on_the_state_it_had(resume
     assert after["state"][0]["step"] == before["state"][0]["step"] * 5 / 4
 
 
-def test_other_arguments_of_the_schedule_take_effect_from_where_it_was(resume):
+def test_new_scheduler_arguments_keep_stored_state(resume):
     changed = merged(SETTINGS["scheduler"][1]["optimizer"], {"scheduler": {"options": {"gamma": 0.5}}})
     model, (message,) = resume("scheduler", model={"optimizer": changed})
     assert message.endswith(", with the stored state")
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(3e-4 * 0.9**4 * 0.5**2)
 
 
-def test_another_schedule_begins_anew(resume):
+def test_other_scheduler_class_starts_with_new_state(resume):
     scheduler = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 2, "gamma": 0.1}}
     changed = SETTINGS["scheduler"][1]["optimizer"] | {"scheduler": scheduler}
     model, messages = resume("scheduler", model={"optimizer": changed})
@@ -93,7 +93,7 @@ def test_another_schedule_begins_anew(resume):
         ("discrete", {"anneal": False}, ["optimizer.anneal"]),
     ],
 )
-def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, changed, said, resume):
+def test_removed_schedule_resets_learning_rate(setting, changed, said, resume):
     optimizer = SETTINGS[setting][1]["optimizer"] | changed
     model, messages = resume(setting, model={"optimizer": optimizer})
     assert [message.removeprefix("Resuming with ").partition("=")[0] for message in messages] == said
@@ -101,13 +101,13 @@ def test_without_its_schedule_a_run_goes_on_at_the_full_learning_rate(setting, c
 
 
 @pytest.mark.parametrize(("setting", "factor"), [("scheduler", 0.9**6), ("discrete", 1 - 5 / 12)])
-def test_another_learning_rate_keeps_its_place_in_the_schedule(setting, factor, resume):
+def test_new_learning_rate_is_scaled_by_the_schedule(setting, factor, resume):
     model, (message,) = resume(setting, model={"learning_rate": 1e-2})
     assert message == "Resuming with learning_rate=0.01 (before: 0.0003); the current rate is scaled"
     assert model.optimizers().param_groups[0]["lr"] == pytest.approx(1e-2 * factor)
 
 
-def test_another_horizon_bends_the_annealing_from_where_it_is(resume):
+def test_new_horizon_changes_annealing(resume):
     model, (message,) = resume("discrete", max_epochs=8)
     assert message == (
         f"Resuming with a learning rate that reaches 0 at {24 * 72} environment steps (before: {12 * 72}); "
@@ -120,7 +120,7 @@ TWO = "schedules_and_two_optimizers"
 LINE = {"kind": "linear", "start": 4e-3, "end": 0.0}
 
 
-def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
+def test_new_horizon_changes_schedules_over_the_run(resume):
     model, (message,) = resume(TWO, max_epochs=8)
     assert message == (
         f"Resuming with schedules that end at {24 * 72} environment steps (before: {12 * 72}): "
@@ -129,27 +129,27 @@ def test_another_horizon_moves_every_schedule_that_goes_to_the_end(resume):
     assert model.learning_rate == pytest.approx(1e-3 + 9e-3 * (1 + math.cos(math.pi * 5 / 24)) / 2)
 
 
-def test_a_schedule_that_begins_with_another_end_is_said_of_what_has_one(resume):
+def test_new_schedule_with_new_horizon_is_reported(resume):
     changed = {"optimizer": {"anneal": False}, "learning_rate": LINE}
     _, messages = resume("discrete", model=changed, max_epochs=8)
     assert any(": learning_rate; from step" in message for message in messages)
 
 
-def test_another_schedule_of_the_learning_rate_holds_from_where_the_run_is(resume):
+def test_new_learning_rate_schedule_follows_env_steps(resume):
     model, (message,) = resume(TWO, model={"learning_rate": LINE})
     assert message.startswith("Resuming with learning_rate={'kind': 'linear'")
     assert message.endswith(", a function of all environment steps of the run")
     assert model.steps.optimizers[0].param_groups[0]["lr"] == pytest.approx(4e-3 * (1 - 5 / 12))
 
 
-def test_a_number_takes_the_place_of_a_schedule_in_every_group_of_both_optimizers(resume):
+def test_constant_rate_replaces_schedule_in_all_parameter_groups(resume):
     optimizer = merged(SETTINGS[TWO][1]["optimizer"], {"critic": {"learning_rate": 1e-3}})
     model, _ = resume(TWO, model={"learning_rate": 5e-3, "optimizer": optimizer}, stop=5)
     rates = [[group["lr"] for group in x.param_groups] for x in model.steps.all_optimizers]
     assert rates == [pytest.approx([5e-3, 1e-2]), pytest.approx([1e-3, 2e-3])]
 
 
-def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_path):
+def test_new_group_options_keep_stored_state(resume, tmp_path):
     groups = {"*.bias": {"learning_rate_scale": 3.0, "weight_decay": 0.1}}
     optimizer = SETTINGS[TWO][1]["optimizer"] | {"groups": groups}
     model, (message,) = resume(TWO, stop=5, model={"optimizer": optimizer})
@@ -171,14 +171,14 @@ def test_other_options_of_groups_take_effect_on_the_state_they_had(resume, tmp_p
     ],
     ids=["no_groups", "other_groups", "other_class"],
 )
-def test_optimizers_of_other_groups_or_class_begin_anew(changed, resume, tmp_path):
+def test_other_groups_or_critic_class_start_with_new_state(changed, resume, tmp_path):
     _, (message,) = resume(TWO, stop=5, model={"optimizer": SETTINGS[TWO][1]["optimizer"] | changed})
     assert message.endswith("with a new state")
     steps = {float(x["step"]) for x in optimizer_state(tmp_path / "second/after_5.ckpt")["state"].values()}
     assert steps == {4 * 4}
 
 
-def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(resume, tmp_path):
+def test_new_critic_optimizer_resets_all_optimizers(resume, tmp_path):
     changed = {"anneal": True, "critic": {"learning_rate": 1e-3}}
     model, (message,) = resume("discrete", stop=5, model={"optimizer": changed})
     assert (
@@ -190,23 +190,23 @@ def test_an_optimizer_of_the_critics_own_that_is_new_begins_anew_with_the_other(
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_optimizers_begin_anew_where_one_of_the_auxiliary_phase_is_new_or_gone(separate, resume, tmp_path, monkeypatch):
+def test_changed_auxiliary_optimizer_resets_all_optimizers(separate, resume, tmp_path, monkeypatch):
     monkeypatch.setitem(SETTINGS["ppg"][1], "separate_aux_optimizer", not separate)
     model, (message,) = resume("ppg", model={"separate_aux_optimizer": separate})
     was = f"separate_aux_optimizer={separate} (before: {not separate})"
     assert message == f"Resuming with {was}; all optimizers start with a new state"
     assert len(model.steps.all_optimizers) == 1 + separate
     steps = max(float(x["step"]) for x in optimizer_state(tmp_path / "second/after_6.ckpt")["state"].values())
-    assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # of two rollouts, and of the phase after them
+    assert steps == (2 * 8 if separate else 2 * 8 + 2 * 24)  # steps of two rollouts and of the next auxiliary phase
 
 
-def test_another_learning_rate_is_that_of_the_actor_in_both_phases(resume, monkeypatch):
+def test_new_learning_rate_applies_to_actor_in_both_phases(resume, monkeypatch):
     monkeypatch.setitem(SETTINGS["ppg"][1], "optimizer", {"critic": {"learning_rate": 1e-3}})
     model, _ = resume("ppg", stop=5, model={"learning_rate": 1e-2})
     assert [x.param_groups[0]["lr"] for x in model.steps.all_optimizers] == pytest.approx([1e-2, 1e-3, 1e-2, 1e-3])
 
 
-def test_an_adapted_learning_rate_ends_with_its_rule(resume):
+def test_removed_adaptive_rule_resets_learning_rate(resume):
     model, _ = resume("adaptive", stop=5)
     assert model.optimizers().param_groups[0]["lr"] != 3e-4
     model, _ = resume("adaptive", stop=5, model={"optimizer": {"adaptive_learning_rate": None}})
@@ -227,12 +227,12 @@ def test_an_adapted_learning_rate_ends_with_its_rule(resume):
     ids=["seed", "arguments", "wrappers"],
 )
 @pytest.mark.filterwarnings("ignore:.*could not be restored")
-def test_other_settings_of_the_environments_are_said(data, said, resume):
+def test_changed_environment_options_are_reported(data, said, resume):
     _, (message,) = resume("discrete", data=data)
     assert message.startswith(f"Resuming with {said}")
 
 
-def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, tmp_path):
+def test_normalizer_statistics_require_the_same_normalization(resume, tmp_path):
     model, _ = resume("continuous", stop=5, model={"normalization": {"rewards": "return_std", "observations": {}}})
     assert model.policy_version == 5
     for name, other in (("rewards", "reward_std"), ("observations", {"clip": 0.1})):
@@ -243,14 +243,14 @@ def test_moments_go_on_only_in_a_normaliser_that_means_the_same_by_them(resume, 
             fit("continuous", tmp_path / "third", 5, str(tmp_path / "first/after_4.ckpt"), model=changed)
 
 
-def test_a_setting_without_effect_is_said_to_have_none(resume):
+def test_ignored_option_is_reported(resume):
     _, (message,) = resume("continuous", model={"policy": {"initial_log_std": -1.0}})
     assert message.startswith(
         "Resuming with policy.initial_log_std=-1.0 (before: 0.0), ignored: the learned value is kept"
     )
 
 
-def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
+def test_learned_duals_are_kept_and_reported(resume, tmp_path):
     model, messages = resume("vmpo", stop=5, model={"initial_temperature": 9.0, "initial_kl_coef": 7.0})
     assert messages == [
         "Resuming with initial_kl_coef=7.0 (before: 5.0); the current coefficient is kept",
@@ -260,7 +260,7 @@ def test_duals_that_are_learned_are_said_to_go_on(resume, tmp_path):
     assert torch.allclose(model.policy.dual, before, atol=0.5)
 
 
-def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, caplog):
+def test_long_replay_of_recorded_steps_is_announced(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(collector, "_MANY_STEPS", 10)
     fit("continuous", tmp_path / "first", 2)
     with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"):
@@ -269,7 +269,7 @@ def test_many_steps_that_are_played_again_are_announced(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-def test_another_precision_takes_over_weights_statistics_and_episodes(precision, resume):
+def test_new_precision_keeps_weights_statistics_and_episodes(precision, resume):
     model, (message,) = resume("continuous", precision=precision)
     assert message == f"Resuming with precision={precision!r} (before: '32-true')"
     assert model.policy_version == 6
@@ -286,8 +286,8 @@ def test_another_precision_takes_over_weights_statistics_and_episodes(precision,
         ("ppg_off_policy", "64-true", "32-true"),
     ],
 )
-def test_what_is_kept_and_remembered_follows_another_precision(name, before, after, tmp_path):
-    """Up to the next auxiliary phase, or replay, over what both parts of the run collected."""
+def test_replays_and_memory_are_cast_to_new_precision(name, before, after, tmp_path):
+    """Train until an auxiliary phase, or replay, uses rollouts from before and after resuming."""
     fit(name, tmp_path / "first", 4, precision=before)
     model = fit(name, tmp_path / "second", 7, str(tmp_path / "first/after_4.ckpt"), precision=after)
     assert model.policy_version == 7
@@ -303,7 +303,7 @@ def all_tensors(state: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "value", "steps"), [("rollout_length", 12, 36), ("rollouts_per_epoch", 4, 72)])
-def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps, resume, recwarn):
+def test_new_rollout_shape_is_reported_and_episodes_continue(name, value, steps, resume, recwarn):
     model, (message,) = resume("continuous", data={name: value})
     assert message == f"Resuming with {name}={value} (before: {dict(rollout_length=24, rollouts_per_epoch=3)[name]})"
     assert (model.policy_version, model.env_steps) == (6, 4 * 72 + 2 * steps)
@@ -312,9 +312,7 @@ def test_another_shape_of_rollouts_is_said_and_episodes_go_on(name, value, steps
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
 @pytest.mark.parametrize("num_envs", [2, 5])
-def test_with_another_number_of_environments_those_that_there_were_go_on(
-    num_envs, backend, resume, tmp_path, monkeypatch, recwarn
-):
+def test_new_number_of_environments_keeps_existing_ones(num_envs, backend, resume, tmp_path, monkeypatch, recwarn):
     begun = []
     collect = RolloutDataModule.collect
 
@@ -337,7 +335,7 @@ def test_with_another_number_of_environments_those_that_there_were_go_on(
     assert not [w for w in recwarn if "could not be restored" in str(w.message)]
 
 
-def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
+def test_more_ranks_keep_environments_and_drop_replays(tmp_path):
     fit("clear", tmp_path / "first", 4)
     code = (
         "from pathlib import Path; from tests.checkpointing.test_resume import fit\n"
@@ -353,26 +351,26 @@ def test_more_ranks_go_on_with_the_environments_that_there_were(tmp_path):
     before = torch.load(tmp_path / "first/after_4.ckpt", weights_only=True)["RolloutDataModule"]["ranks"]
     assert (episodes[0] >= before[0]["environments"]["episodes"]).all()
     assert len(episodes) == 2
-    # Steps are of all ranks, and the new one has nothing to replay: all of them begin without.
+    # The new rank has nothing to replay, so that all ranks start without replays.
     assert said.count("(unrolls) are dropped: the run now has 2 ranks instead of 1") == 1
     seen = [rank["replays"]["unrolls"]["number"] for rank in state["lightning_rl"]["ranks"]]
     assert seen == [3 * 2] * 2
 
 
-def test_fewer_ranks_go_on_each_with_what_it_kept(tmp_path, recwarn):
+def test_fewer_ranks_keep_their_replays(tmp_path, recwarn):
     fit("clear", tmp_path / "first", 4)
     path = tmp_path / "first/after_4.ckpt"
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["lightning_rl"]["ranks"] *= 2
     torch.save(checkpoint, path)
     model = fit("clear", tmp_path / "second", 5, str(path))
-    assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has ever seen
+    assert model.kept.state_dict()["number"] == 3 * 5  # unrolls that the reservoir has seen in total
     assert not [w for w in recwarn if "are dropped" in str(w.message)]
 
 
 @pytest.mark.parametrize("first", [1, 2])
-def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first, tmp_path):
-    """Ranks that were not there have no metrics to go on from: all of them must begin with the same ones."""
+def test_new_number_of_ranks_with_changed_metrics(first, tmp_path):
+    """New ranks have no stored metrics, so all ranks must start with the same ones."""
     data = {"env": {"on_failure": "restart"}}
     before = {"data": data, "model": {"debug": {"max_skipped_updates": 3}}, "log_every_n_steps": 100}
     after = {
@@ -395,7 +393,7 @@ def test_another_number_of_ranks_goes_on_where_what_is_logged_changes_too(first,
     assert state["env_steps"] == 72 * (4 * first + 2 * (3 - first))
 
 
-def test_checkpoints_of_another_format_are_refused(tmp_path):
+def test_checkpoints_of_another_format_are_rejected(tmp_path):
     fit("discrete", tmp_path / "first", 2)
     path = tmp_path / "first/after_2.ckpt"
     checkpoint = torch.load(path, weights_only=True)
@@ -408,7 +406,7 @@ def test_checkpoints_of_another_format_are_refused(tmp_path):
         PPO.load_from_checkpoint(path)
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+def test_checkpoint_of_another_program_is_rejected(tmp_path):
     fit("discrete", tmp_path / "first", 2)
     path = tmp_path / "first/after_2.ckpt"
     checkpoint = torch.load(path, weights_only=True)
@@ -427,18 +425,18 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         ("clear_with_memory", {"burn_in": 0}, (24, 1, 3, 5), (24, 1, 3, 0), "replay"),
     ],
 )
-def test_what_is_kept_with_states_of_other_steps_is_dropped(name, changed, was, now, what, resume, caplog):
+def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, now, what, resume, caplog):
     memory = SETTINGS[name][1]["policy"]["memory"] | changed
     model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
     assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
     dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
     assert caplog.messages.count(dropped) == 1
-    # One rollout of the phase is gone: three more are a phase. Of the unrolls nine are new.
+    # The dropped rollout is missing from the phase, which needs three more. Nine unrolls are new.
     assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
 
 
-def test_batches_of_another_size_begin_the_phase_anew(resume, caplog):
+def test_new_batch_size_restarts_the_phase(resume, caplog):
     model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
     dropped = "What is kept has shape (1, 32), and what comes now shape (1, 16): the policy phase begins anew"
     assert caplog.messages.count(dropped) == 1

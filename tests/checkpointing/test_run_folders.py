@@ -1,4 +1,4 @@
-"""Folders of runs: numbered, never shared by accident, and found again."""
+"""Run folders are numbered, locked, and found by a restart."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from tests.helpers import flip_a_bit
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "LIGHTNING_RL_RUN_DIR"):
-        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.setenv(name, "")  # restores the variable after the test
         monkeypatch.delenv(name)
 
 
@@ -43,28 +43,28 @@ def write(path, time, **content):
         ("elsewhere/a", "PPO", "CartPole-v1", "elsewhere/a"),
     ],
 )
-def test_a_setting_has_one_folder(given, algorithm, env_id, expected):
+def test_run_root_of_a_setting(given, algorithm, env_id, expected):
     assert str(run_root(given, algorithm, env_id)) == expected
 
 
-def test_runs_are_numbered_and_a_new_one_takes_no_older_folder(tmp_path):
+def test_new_run_dir_takes_the_highest_number(tmp_path):
     assert [new_run_dir(tmp_path).name for _ in range(3)] == ["version_0", "version_1", "version_2"]
     (tmp_path / "version_1").rmdir()
-    assert new_run_dir(tmp_path).name == "version_3"  # not the gap: numbers are in the order of time
+    assert new_run_dir(tmp_path).name == "version_3"  # the gap is not filled: numbers are in the order of time
     (tmp_path / "version_10").mkdir()
     (tmp_path / "version_old").mkdir()
     assert new_run_dir(tmp_path).name == "version_11"
 
 
-def test_two_runs_that_start_at_the_same_moment_get_two_folders(tmp_path, monkeypatch):
+def test_runs_started_at_the_same_moment_get_separate_folders(tmp_path, monkeypatch):
     new_run_dir(tmp_path)
     monkeypatch.setattr(
         "lightning_rl.checkpointing.run_folders._version", lambda path: -1
-    )  # as if the other one were not there yet
+    )  # as if the other run did not exist yet
     assert new_run_dir(tmp_path).name == "version_1"
 
 
-def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monkeypatch):
+def test_local_ranks_share_the_folder_of_the_first(tmp_path, monkeypatch):
     first = new_run_dir(tmp_path)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert new_run_dir(tmp_path) == first
@@ -76,7 +76,7 @@ def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monk
     ("told", "makes_it"),
     [
         ({"RANK": "1", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, False),  # torchrun
-        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3"}, True),  # torchrun in a task of SLURM
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3"}, True),  # torchrun in a SLURM task
         ({"SLURM_PROCID": "1", "SLURM_LOCALID": "0"}, False),
         ({"SLURM_PROCID": "0"}, True),
         ({"NODE_RANK": "1"}, False),  # started by hand on each node
@@ -84,16 +84,16 @@ def test_further_ranks_of_a_machine_share_the_folder_of_the_first(tmp_path, monk
         ({"NODE_RANK": "0"}, True),
     ],
 )
-def test_of_ranks_that_the_trainer_did_not_start_only_the_first_makes_a_folder(tmp_path, monkeypatch, told, makes_it):
+def test_only_first_external_rank_makes_a_folder(tmp_path, monkeypatch, told, makes_it):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     run_dir = new_run_dir(tmp_path)
-    RunLock().acquire(run_dir)  # of a rank that is late it is a guess, and wrong
+    RunLock().acquire(run_dir)  # a late rank guesses a wrong folder
     assert run_dir == tmp_path / "version_0"
     assert [path.name for path in tmp_path.iterdir()] == ["version_0"] * makes_it
 
 
-def test_last_is_the_newest_of_all_checkpoints_and_best_the_newest_best(tmp_path):
+def test_last_is_newest_checkpoint_and_best_newest_best(tmp_path):
     assert find_checkpoint(tmp_path, "last") is None
     write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
     write(tmp_path / "version_0/checkpoints/last.ckpt", 400)
@@ -107,7 +107,7 @@ def test_last_is_the_newest_of_all_checkpoints_and_best_the_newest_best(tmp_path
     assert find_checkpoint(tmp_path, "last") == newer
 
 
-def test_what_holds_weights_only_is_passed_over_by_a_run_that_goes_on(tmp_path):
+def test_weights_only_checkpoints_are_skipped_when_resuming(tmp_path):
     ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}}
     whole = write(tmp_path / "version_0/checkpoints/last.ckpt", 100, optimizer_states=[], **ours)
     weights = write(tmp_path / "version_0/checkpoints/weights.ckpt", 200, **ours)
@@ -117,7 +117,7 @@ def test_what_holds_weights_only_is_passed_over_by_a_run_that_goes_on(tmp_path):
     assert find_checkpoint(tmp_path, "last", resumable=True) == foreign
 
 
-def test_last_falls_back_to_the_newest_intact_checkpoint_of_the_run_and_says_so(tmp_path):
+def test_last_falls_back_to_newest_intact_checkpoint_with_warning(tmp_path):
     ours = {"lightning_rl": {"format": FORMAT, "env_steps": 10}, "optimizer_states": []}
     write(tmp_path / "version_1/checkpoints/last.ckpt", 500, **ours)
     older, newer, half, last = (
@@ -139,23 +139,23 @@ def test_last_falls_back_to_the_newest_intact_checkpoint_of_the_run_and_says_so(
     for path in (older, newer):
         flip_a_bit(path, "data.pkl")
     with pytest.raises(DamagedFileError, match=rf"ckpt_path='{last}' is damaged .*: expected an intact checkpoint"):
-        find_checkpoint(tmp_path, "last")  # not that of another run
+        find_checkpoint(tmp_path, "last")  # the checkpoint of another run is not used
 
 
-def test_a_damaged_best_checkpoint_is_an_error(tmp_path):
+def test_damaged_best_checkpoint_raises(tmp_path):
     write(tmp_path / "version_0/checkpoints/best-step=10.ckpt", 100)
     best = flip_a_bit(write(tmp_path / "version_0/checkpoints/best-step=20.ckpt", 200), "data.pkl")
     with pytest.raises(DamagedFileError, match=f"ckpt_path='{best}' is damaged"):
         find_checkpoint(tmp_path, "best")
 
 
-def test_of_checkpoints_of_the_same_moment_the_one_with_the_name_is_meant(tmp_path):
+def test_name_decides_between_checkpoints_of_equal_time(tmp_path):
     last = write(tmp_path / "version_0/checkpoints/last.ckpt", 100)
     write(tmp_path / "version_0/checkpoints/step=30.ckpt", 100)
     assert find_checkpoint(tmp_path, "last") == last
 
 
-def test_a_run_goes_on_in_its_folder_unless_that_would_overwrite_a_later_state(tmp_path):
+def test_resumed_run_keeps_its_folder_unless_later_checkpoint_exists(tmp_path):
     folder = tmp_path / "version_0/checkpoints"
     best = write(folder / "best.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 10})
     last = write(folder / "last.ckpt", 200, lightning_rl={"format": FORMAT, "env_steps": 50})
@@ -163,12 +163,12 @@ def test_a_run_goes_on_in_its_folder_unless_that_would_overwrite_a_later_state(t
     assert run_dir_of(best, 10) is None
     write(
         folder / "best.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 50}
-    )  # of the same moment as the last one
+    )  # the same environment steps as the last checkpoint
     assert run_dir_of(best, 50) == tmp_path / "version_0"
     assert run_dir_of(write(tmp_path / "my.ckpt", 100), 10) is None
 
 
-def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_path):
+def test_older_checkpoint_beside_damaged_newer_one_starts_new_folder(tmp_path):
     folder = tmp_path / "version_0/checkpoints"
     older = write(folder / "step=10.ckpt", 100, lightning_rl={"format": FORMAT, "env_steps": 10})
     (folder / "last.ckpt").write_bytes(b"half a file")
@@ -189,7 +189,7 @@ def test_an_older_checkpoint_beside_a_damaged_newer_one_starts_a_new_folder(tmp_
         ([1, 2], "was not written by lightning_rl"),
     ],
 )
-def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path, content, message):
+def test_other_files_are_rejected_by_name(tmp_path, content, message):
     path = tmp_path / "x.ckpt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_name(tmp_path, content, mess
         read_checkpoint(path)
 
 
-def test_a_run_that_did_not_begin_takes_the_folders_with_it_that_nothing_else_is_in(tmp_path, monkeypatch):
+def test_remove_empty_removes_only_empty_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given, other = tmp_path / "given", run_root(None, "A2C", "CartPole-v1")
     first, second = new_run_dir(run_root(None, "PPO", "CartPole-v1")), new_run_dir(run_root(None, "PPO", "Taxi-v3"))

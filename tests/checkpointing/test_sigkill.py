@@ -1,4 +1,4 @@
-"""A run that is killed at any moment, and started again by the same line, ends where one that was left alone does."""
+"""A run that is killed at any moment and restarted by the same command ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.programs import Program
 
 
 def line(epochs: int) -> list[str]:
-    """What a job script would start and restart a run by."""
+    """Return the command that a job script would run for each start."""
     more = ["--model.optimizer.anneal=true", "--trainer.enable_progress_bar=false", "--ckpt_path=last"]
     return ["fit", *SMALL, f"--trainer.max_epochs={epochs}", *more]
 
@@ -32,7 +32,7 @@ def start(folder: Path, epochs: int) -> Program:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint to go on from; a process that was killed before its first leaves a folder without one."""
+    """Return the checkpoint to resume from; a process killed before its first save leaves none."""
     found = folder.glob("runs/ppo/CartPole-v1/version_*/checkpoints/last.ckpt")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -49,7 +49,7 @@ def steps_saved(folder: Path) -> int:
 
 
 def whole_run(folder: Path, epochs: int) -> dict[str, Any]:
-    """Seconds until the first checkpoint and until the end of a run that is left alone."""
+    """Return the seconds until the first checkpoint and until the end of an uninterrupted run."""
     begin, process = time.monotonic(), start(folder, epochs)
     wait_for_checkpoint(folder, process)
     first = time.monotonic() - begin
@@ -58,12 +58,12 @@ def whole_run(folder: Path, epochs: int) -> dict[str, Any]:
 
 
 def killed_run(folder: Path, epochs: int, moments: list[tuple[str, float]]) -> list[dict[str, Any]]:
-    """Kill a run again and again, as long as it lasts; then let it end.
+    """Kill a run repeatedly, then let it finish.
 
     Args:
-        folder: Of the run.
-        epochs: Its length.
-        moments: What is waited for, `start` or the first `checkpoint` of the process, and for how many seconds more.
+        folder: Folder of the run.
+        epochs: Length of the run.
+        moments: When to kill: the event (`start`, or the first `checkpoint` of the process) and the seconds after it.
     """
     kills: list[dict[str, Any]] = []
     for after, delay in moments:
@@ -86,14 +86,14 @@ def killed_run(folder: Path, epochs: int, moments: list[tuple[str, float]]) -> l
 
 
 def compare(whole: Path, killed: Path) -> list[str]:
-    """Where the last checkpoints differ."""
+    """Return the differences between the last checkpoints."""
     paths = newest(whole), newest(killed)
     assert paths[0] is not None
     assert paths[1] is not None
     return differences(run_state(paths[0]), run_state(paths[1]))
 
 
-def test_a_killed_run_ends_as_the_whole_one_does(tmp_path, monkeypatch):
+def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path, monkeypatch):
     whole, killed, epochs = tmp_path / "whole", tmp_path / "killed", 20
     whole.mkdir()
     monkeypatch.chdir(whole)
@@ -110,14 +110,14 @@ def test_a_killed_run_ends_as_the_whole_one_does(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_at_random_moments_change_nothing(tmp_path):
+def test_twenty_random_kills_change_nothing(tmp_path):
     epochs, wanted, seed = 300, 22, int(time.time())
     seconds = whole_run(tmp_path / "whole", epochs)
     generator = random.Random(seed)
     kills: list[dict[str, Any]] = []
     runs = 0
     while len(kills) < wanted:
-        # Most while it trains, some while it starts or goes back to where it was.
+        # Most kills hit training, some hit the start or the restoring.
         moments = [
             ("checkpoint", generator.uniform(0, 1))
             if generator.random() < 0.8

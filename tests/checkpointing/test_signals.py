@@ -1,4 +1,4 @@
-"""Signals to whole programs: what they exit with, what they leave on the disk, and that no worker outlives them."""
+"""Signals to whole programs: exit status, checkpoints, and no surviving workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 RUN = Path("runs/ppo/CartPole-v1/version_0")
 LAST = RUN / "checkpoints/last.ckpt"
 PROGRAM = "from lightning_rl.cli.main import main\nmain()\n"
-# One rollout takes more than a second, so that a signal comes while one is collected.
+# A rollout takes more than a second, so that signals arrive during collection.
 SLOW = "import time, gymnasium\nclass Slow(gymnasium.Wrapper):\n    def step(self, action):\n"
 SLOW += "        time.sleep({seconds})\n        return super().step(action)\n"
 
@@ -36,7 +36,7 @@ def in_folder(in_tmp_path):
 
 @contextmanager
 def started(*arguments: str) -> Iterator[Program]:
-    """The command line as the leader of a group of processes, as a shell starts it."""
+    """Start the command line as the leader of a process group, as a shell does."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}"}
     program = Program("program.py", "fit", *SMALL, *arguments, env=environment)
     try:
@@ -55,7 +55,7 @@ def wait_for(condition, seconds: float = 60.0) -> None:
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below one, of which none is a zombie."""
+    """Return the living descendants of a process."""
     found: set[int] = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -91,7 +91,7 @@ WORKERS = [
 
 
 @pytest.mark.parametrize(("signum", "to"), [(signal.SIGINT, "group"), (signal.SIGTERM, "process")])
-def test_the_first_signal_saves_and_a_second_is_not_needed(signum, to):
+def test_first_signal_saves_and_ends_program(signum, to):
     with started(*WORKERS) as process:
         wait_for(LAST.exists)
         before, workers = stored(), descendants(process.pid)
@@ -109,16 +109,16 @@ def test_the_first_signal_saves_and_a_second_is_not_needed(signum, to):
     wait_for(lambda: not alive(workers), 5)
 
 
-def test_a_second_signal_ends_the_program_at_once_with_the_last_good_checkpoint():
+def test_second_signal_ends_program_at_once():
     Path("slow.py").write_text(
         SLOW.format(seconds=3).replace("        time", "        open('stepped', 'w')\n        time")
     )
     with started(*WORKERS) as process:
-        wait_for(Path("stepped").exists)  # the first rollout has begun; it takes a minute
+        wait_for(Path("stepped").exists)  # the first rollout has started; it takes a minute
         workers = descendants(process.pid)
         assert len(workers) >= 2
         os.killpg(process.pid, signal.SIGINT)
-        assert any(line.startswith("SIGINT: stopping") for line in process.stderr)  # as soon as it is said
+        assert any(line.startswith("SIGINT: stopping") for line in process.stderr)  # wait for the message
         time.sleep(0.5)
         assert process.poll() is None
         start = time.monotonic()
@@ -129,7 +129,7 @@ def test_a_second_signal_ends_the_program_at_once_with_the_last_good_checkpoint(
     wait_for(lambda: not alive(workers), 10)
 
 
-def test_a_program_that_forgets_its_workers_ends_with_them():
+def test_program_ends_without_closing_workers():
     code = (
         "from lightning_rl import RolloutDataModule\n"
         "from lightning_rl.environments import make_environments\n"
@@ -142,7 +142,7 @@ def test_a_program_that_forgets_its_workers_ends_with_them():
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 3
 
 
-def test_slurm_sends_its_signal_to_the_workers_too_and_the_requeued_job_goes_on(monkeypatch):
+def test_slurm_signal_to_process_group_requeues_and_job_resumes(monkeypatch):
     values = {"NTASKS": "1", "JOB_NAME": "train", "JOB_ID": "17", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}
     for name, value in values.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -167,12 +167,12 @@ def test_slurm_sends_its_signal_to_the_workers_too_and_the_requeued_job_goes_on(
 
 
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_all_ranks_stop_after_the_same_rollout_and_go_on_exactly(goes_on):
+def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
     ranks = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.limit_val_batches=0", "--max_env_steps=640"]
     with started(*ranks, "--data.env.wrappers=[slow.Slow]") as process:
         wait_for(LAST.exists)
         others = descendants(process.pid)
-        os.kill(process.pid, signal.SIGTERM)  # to the first rank alone
+        os.kill(process.pid, signal.SIGTERM)  # to the first rank only
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
     assert out.splitlines()[-1].startswith("Stopped. Go on with: ")

@@ -1,4 +1,4 @@
-"""A run that begins with parameters of another one takes over what fits and says what does not."""
+"""A warm start loads the parameters that fit and lists the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORMALIZED = {"normalization": {"observations": True, "rewards": True}}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of a trained policy with normalisers."""
+    """Return a checkpoint of a trained policy with normalizers."""
     data = make_data()
     trainer: Trainer = make_trainer()
     trainer.fit(make_model(data, **NORMALIZED), data)
@@ -33,7 +33,7 @@ def stored(path: Path) -> dict[str, torch.Tensor]:
 
 
 def loaded(model: PPO, before: dict[str, torch.Tensor], path: Path) -> set[str]:
-    """Names of the tensors that now are the stored ones; the others must be as they were."""
+    """Return the names of the tensors that equal the stored ones; check that the others are unchanged."""
     names = set()
     for name, x in model.state_dict().items():
         if name in stored(path) and x.shape == stored(path)[name].shape and torch.equal(x, stored(path)[name]):
@@ -47,7 +47,7 @@ def copy(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: x.clone() for name, x in state.items()}
 
 
-def test_everything_is_taken_over_but_optimiser_and_clock(path):
+def test_warm_start_loads_everything_except_optimizer_and_clock(path):
     model = make_model(make_data(), **NORMALIZED)
     result = model.init_from(path)
     assert set(result.loaded) == set(model.state_dict()) == loaded(model, {}, path)
@@ -63,7 +63,7 @@ def test_everything_is_taken_over_but_optimiser_and_clock(path):
         ("normalizers", ("policy.observation_normalizer.", "reward_normalizer.")),
     ],
 )
-def test_only_the_chosen_part_changes(part, prefixes, path):
+def test_warm_start_of_one_part_changes_only_this_part(part, prefixes, path):
     model = make_model(make_data(), **NORMALIZED)
     before = copy(model.state_dict())
     result = model.init_from(path, [part])
@@ -73,8 +73,8 @@ def test_only_the_chosen_part_changes(part, prefixes, path):
     assert changed <= expected <= loaded(model, before, path)
 
 
-def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
-    data = make_data("Acrobot-v1")  # six observations and three actions instead of four and two
+def test_tensors_of_other_shapes_are_listed_and_unchanged(path, caplog):
+    data = make_data("Acrobot-v1")  # with six observations and three actions instead of four and two
     model = make_model(data)
     before = copy(model.state_dict())
     with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_listed_and_left_as_it_was(path, caplog):
         assert name in message
 
 
-def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
+def test_reward_statistics_require_the_same_scale(path):
     model = make_model(make_data(), normalization={"observations": True, "rewards": "reward_std"})
     result = model.init_from(path)
     moments = [name for name in model.state_dict() if name.startswith("reward_normalizer.")]
@@ -101,17 +101,17 @@ def test_moments_of_returns_are_not_taken_for_those_of_rewards(path):
     assert same.reward_normalizer.moments.count > 0
 
 
-def test_a_shared_encoder_leaves_the_critic_of_another_one_unfilled(path):
+def test_warm_start_into_shared_encoder_ignores_critic_encoder(path):
     model = make_model(make_data(), policy={"shared_encoder": True})
     result = model.init_from(path, ["policy", "critic"])
     assert all(name.startswith("policy.critic_encoder.") for name in result.not_here)
     assert result.not_here and not result.not_stored
 
 
-def test_nothing_that_fits_is_an_error(path):
+def test_warm_start_without_fitting_tensors_raises(path):
     model = make_model(make_data("Acrobot-v1"), policy={"hidden_sizes": (5,)})
     with pytest.raises(ConfigurationError, match="nothing of the part 'policy' fits"):
-        model.init_from(path, ["critic", "policy"])  # the bias of the value head is a number in any network
+        model.init_from(path, ["critic", "policy"])  # the bias of the value head has the same shape in all networks
     with pytest.raises(ConfigurationError, match="nothing of the part 'normalizers' fits"):
         model.init_from(path, ["normalizers"])
     with pytest.raises(ConfigurationError, match=r"init_parts='actor' is not valid: expected some of policy, critic"):
@@ -120,7 +120,7 @@ def test_nothing_that_fits_is_an_error(path):
         model.init_from("nowhere.ckpt")
 
 
-def test_the_command_line_begins_a_new_run_with_them_and_a_resumed_one_does_not(in_tmp_path, monkeypatch, capsys):
+def test_init_from_on_command_line_is_ignored_when_resuming(in_tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
     main(["fit", *SMALL, "--max_env_steps=64"])
@@ -131,7 +131,7 @@ def test_the_command_line_begins_a_new_run_with_them_and_a_resumed_one_does_not(
     before = stored(last)
     for name, x in cli.model.state_dict().items():
         assert torch.equal(x, before[name]) == name.startswith(("policy.actor_encoder.", "policy.action_head.")), name
-    # A resumed run: its own parameters count, not those it began with.
+    # A resumed run keeps its own parameters.
     capsys.readouterr()
     resumed = ["--ckpt_path=last", "--resume_changes=allow"]
     cli = main(["fit", *SMALL, "--max_env_steps=64", f"--init_from={last}", *resumed])

@@ -1,4 +1,4 @@
-"""Learning curves: what is read from logs, what belongs together, how seeds are summed up, and the figures of that."""
+"""Learning curves: reading logs, grouping runs, statistics over seeds, and figures."""
 
 import importlib
 import json
@@ -39,21 +39,21 @@ def write_run(folder, values, seed=0, env_id="CartPole-v1", first=10, **settings
     writer.close()
 
 
-def test_the_interquartile_mean_leaves_out_a_quarter_at_either_end():
+def test_interquartile_mean_drops_highest_and_lowest_quarter():
     runs = [series([value, 1.0]) for value in (100, 1, 2, -50, 3, 4, 5, 1000)]
     found = summarize(runs, "iqm")
     assert found.steps.tolist() == [10, 20]
     assert found.center.tolist() == [(2 + 3 + 4 + 5) / 4, 1]
     assert summarize(runs, "mean").center[0] == (100 + 1 + 2 - 50 + 3 + 4 + 5 + 1000) / 8
-    assert summarize(runs[:3], "iqm").center[0] == (100 + 1 + 2) / 3  # of so few it is the mean
+    assert summarize(runs[:3], "iqm").center[0] == (100 + 1 + 2) / 3  # the mean of fewer than four
 
 
-def test_the_interval_is_that_of_runs_drawn_anew():
+def test_interval_is_bootstrap_over_runs():
     one = summarize([series([1, 2])])
     assert one.low is None and one.high is None
     same = summarize([series([1, 2])] * 3)
     assert same.low.tolist() == same.high.tolist() == [1, 2]
-    # Of two runs each pair of draws has chances of a quarter, a half and a quarter.
+    # Resamples of two runs have means 0, 0.5 and 1 with probabilities 1/4, 1/2 and 1/4.
     two = summarize([series([0.0]), series([1.0])], confidence=0.95)
     assert (two.low[0], two.center[0], two.high[0]) == (0, 0.5, 1)
     assert summarize([series([0.0]), series([1.0])], confidence=0.4).low[0] == 0.5
@@ -62,7 +62,7 @@ def test_the_interval_is_that_of_runs_drawn_anew():
     assert (many.high[0] - many.low[0]) / 2 == pytest.approx(1.96 / 20, rel=0.1)
 
 
-def test_runs_that_logged_at_other_steps_are_interpolated_where_all_of_them_are():
+def test_runs_with_different_steps_are_interpolated_on_common_range():
     found = summarize([series([0, 10], [0, 10]), series([2, 6, 8], [5, 7, 20])], "mean")
     assert found.steps.tolist() == [5, 7, 10]
     assert found.center.tolist() == [(5 + 2) / 2, (7 + 6) / 2, (10 + 6 + 2 * 3 / 13) / 2]
@@ -73,7 +73,7 @@ def test_runs_that_logged_at_other_steps_are_interpolated_where_all_of_them_are(
         summarize([series([1])], confidence=1.5)
 
 
-def test_runs_that_differ_by_their_seed_alone_are_one_curve(tmp_path):
+def test_runs_that_differ_only_by_seed_are_one_curve(tmp_path):
     for seed in range(3):
         write_run(tmp_path / f"a/version_{seed}", [seed, seed], seed)
     write_run(tmp_path / "a/version_3", [7], gamma=0.9, hidden={"sizes": [3]})
@@ -88,7 +88,7 @@ def test_runs_that_differ_by_their_seed_alone_are_one_curve(tmp_path):
         find_logs(tmp_path / "c")
 
 
-def test_a_run_whose_data_have_a_class_is_of_its_environment(tmp_path):
+def test_environment_of_run_with_data_class(tmp_path):
     for seed in range(2):
         write_run(tmp_path / f"version_{seed}", [seed])
         data = {"class_path": "lightning_rl.RecordedEpisodes", "init_args": {"env_id": "CartPole-v1", "seed": seed}}
@@ -99,7 +99,7 @@ def test_a_run_whose_data_have_a_class_is_of_its_environment(tmp_path):
     assert [log.environment for log in logs] == ["CartPole-v1"] * 2
 
 
-def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
+def test_last_value_of_repeated_steps_counts(tmp_path):
     write_run(tmp_path, [1, 2, 3])
     write_run(tmp_path, [30, 40], first=30)
     (log,) = find_logs(tmp_path)
@@ -107,9 +107,9 @@ def test_a_run_that_went_on_counts_as_it_was_logged_last(tmp_path):
     assert log.scalars[RETURN].values.tolist()[-1] == 40
 
 
-def test_repeated_steps_of_a_resumed_run_are_read_without_a_message(tmp_path, caplog):
+def test_repeated_steps_of_resumed_run_are_read_without_warning(tmp_path, caplog):
     write_run(tmp_path, [1, 2, 3, 4])
-    next(tmp_path.glob("events*")).rename(tmp_path / "events.out.tfevents.0")  # whatever the clock says, the older one
+    next(tmp_path.glob("events*")).rename(tmp_path / "events.out.tfevents.0")  # sorts before the second file
     writer = SummaryWriter(tmp_path, purge_step=30)
     writer.add_scalar(RETURN, 7, 30)
     writer.close()
@@ -121,21 +121,21 @@ def test_repeated_steps_of_a_resumed_run_are_read_without_a_message(tmp_path, ca
     assert purged.startswith("Detected out of order event.step")
 
 
-def test_values_that_are_not_finite_are_passed_over(tmp_path):
+def test_non_finite_values_are_skipped(tmp_path):
     for seed, values in enumerate(([0, float("nan"), 20], [0, 11, 20], [0, 12, 20], [0, 13, 20])):
         write_run(tmp_path / f"version_{seed}", values, seed)
     found = summarize([log.scalars[RETURN] for log in find_logs(tmp_path)])
-    assert found.center.tolist() == [0, (11 + 12) / 2, 20]  # of 10, which is between 0 and 20, 11, 12 and 13
+    assert found.center.tolist() == [0, (11 + 12) / 2, 20]  # of 10 (interpolated between 0 and 20), 11, 12 and 13
     assert np.isfinite([found.low, found.high]).all()
 
 
-def test_a_table_of_something_else_is_named(tmp_path):
+def test_csv_without_step_column_is_rejected(tmp_path):
     (tmp_path / "metrics.csv").write_text("name,value\na,1\n")
     with pytest.raises(ConfigurationError, match=r"metrics\.csv' has no column 'step': expected the rows of CSVLogger"):
         find_logs(tmp_path)
 
 
-def test_rows_of_a_csv_logger_are_read(tmp_path):
+def test_csv_logger_rows_are_read(tmp_path):
     logger = CSVLogger(tmp_path / "logs", name="mine")
     logger.log_metrics({RETURN: 1.5, "train/loss": 2.0}, step=10)
     logger.log_metrics({"val/episode_return": 3.0}, step=20)
@@ -149,7 +149,7 @@ def test_rows_of_a_csv_logger_are_read(tmp_path):
     assert list(by_experiment([log])) == [str(tmp_path / "logs/mine")]
 
 
-def test_logs_of_one_run_are_one_seed_and_its_last_ones_count(tmp_path):
+def test_logs_of_resumed_run_are_joined_and_last_values_count(tmp_path):
     write_run(tmp_path / "run", [0], gamma=0.9)
     for version, (first, values) in enumerate(((10, [1, 2, 3, 4]), (30, [30, 40, 50]), (10, [7]))):
         folder = tmp_path / f"logs/version_{version}"
@@ -158,7 +158,7 @@ def test_logs_of_one_run_are_one_seed_and_its_last_ones_count(tmp_path):
             logger.log_metrics({RETURN: value}, step=first + 10 * number)
         logger.log_metrics({f"only/{version}": version}, step=first)
         logger.save()
-        if version < 2:  # the third is of a script
+        if version < 2:  # the third log has no run folder
             (folder / RUN_FOLDER).write_text("../../run\n")
     one, other = sorted(joined(reversed(find_logs(tmp_path / "logs"))), key=lambda log: log.run is None)
     assert one.scalars[RETURN].steps.tolist() == [10, 20, 30, 40, 50]
@@ -169,7 +169,7 @@ def test_logs_of_one_run_are_one_seed_and_its_last_ones_count(tmp_path):
     assert other.settings == {} and other.scalars[RETURN].values.tolist() == [7]
 
 
-def test_a_resumed_run_with_a_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsys):
+def test_resumed_run_with_csv_logger_is_one_seed(in_tmp_path, monkeypatch, capsys):
     fit = ["fit", "--model=PPO", "--data.env_id=CartPole-v1", "--data.num_envs=2", "--data.rollout_length=16"]
     fit += ["--data.rollouts_per_epoch=2", "--trainer.accelerator=cpu", "--trainer.limit_val_batches=0"]
     fit += ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs", "--trainer.log_every_n_steps=1"]
@@ -194,7 +194,7 @@ def plot(monkeypatch, *arguments):
     program.run()
 
 
-def test_the_command_warns_of_runs_that_are_no_further_seeds(in_tmp_path, monkeypatch, capsys):
+def test_plot_command_warns_of_repeated_seeds(in_tmp_path, monkeypatch, capsys):
     for version, seed in enumerate((0, 1, 0)):
         write_run(Path(f"runs/version_{version}"), [1, 2], seed)
     write_run(Path("other/version_0"), [1, 2], seed=0, gamma=0.5)
@@ -207,7 +207,7 @@ def test_the_command_warns_of_runs_that_are_no_further_seeds(in_tmp_path, monkey
     assert not capsys.readouterr().err
 
 
-def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch, capsys):
+def test_plot_command_draws_a_panel_per_environment(in_tmp_path, monkeypatch, capsys):
     for seed in range(4):
         write_run(Path(f"runs/ppo/version_{seed}"), [seed, seed + 1], seed)
         write_run(Path(f"other/version_{seed}"), [seed + 2], seed, gamma=0.5)
@@ -241,7 +241,7 @@ def test_the_command_draws_a_panel_for_each_environment(in_tmp_path, monkeypatch
         (["run", "--out=x.gif"], "out='x.gif' is not valid: expected a file that ends in .png, .svg or .pdf, or none"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, arguments, message):
+def test_plot_command_reports_bad_input_in_one_line(in_tmp_path, monkeypatch, capsys, arguments, message):
     write_run(Path("run"), [1, 2])
     with pytest.raises(SystemExit) as exit_:
         plot(monkeypatch, *arguments)
@@ -249,7 +249,7 @@ def test_what_cannot_be_drawn_is_one_message(in_tmp_path, monkeypatch, capsys, a
     assert capsys.readouterr().err.startswith(f"lightning-rl: error: {message}")
 
 
-def test_long_names_take_no_place_from_the_curves(in_tmp_path, monkeypatch, capsys, recwarn):
+def test_long_labels_do_not_shrink_curves(in_tmp_path, monkeypatch, capsys, recwarn):
     for number in range(12):
         write_run(Path(f"runs/{number}"), [1, 2], init_from=f"runs/pretraining/CartPole-v1/{'x' * 150}_{number}.ckpt")
     plot(monkeypatch, "runs", "--out=curves.svg")
@@ -259,7 +259,7 @@ def test_long_names_take_no_place_from_the_curves(in_tmp_path, monkeypatch, caps
     assert sum("xxxx_7.ckpt" in label for label in labels) == 1
 
 
-def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):
+def test_missing_matplotlib_is_reported_when_drawing(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     module = importlib.reload(plots)
     with pytest.raises(ConfigurationError, match=r"pip install 'lightning-rl\[plot\]'"):
@@ -279,7 +279,7 @@ def test_matplotlib_is_needed_for_plots_alone(monkeypatch, tmp_path):
         ("step,x\n1,__import__('os').system('touch pwned')\n", "is not valid: expected a number"),
     ],
 )
-def test_text_among_the_numbers_of_a_log_is_one_short_error(content, message, in_tmp_path, capsys):
+def test_text_in_metrics_csv_is_one_short_error(content, message, in_tmp_path, capsys):
     (in_tmp_path / "metrics.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigurationError, match=message):
         find_logs(in_tmp_path)

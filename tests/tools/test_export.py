@@ -1,4 +1,4 @@
-"""Exported policies act as the policy does, without this package."""
+"""Exported programs act like the policy, without this package."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[spaces.Space[Any], spaces.Space[Any], dict[str, Any]]] = 
 
 
 def traces_gamma() -> bool:
-    """Whether this PyTorch can trace gamma variables, of which samples of beta distributions are made."""
+    """Return whether this PyTorch can trace gamma variables, which beta distributions sample."""
     try:
         torch._standard_gamma(torch.ones(1, device="meta"))
     except NotImplementedError:
@@ -58,7 +58,7 @@ PROGRAMS = {case: ["greedy", "sampled"] for case in CASES}
 if not traces_gamma():
     PROGRAMS["beta"] = ["greedy"]
 
-# Nothing of this package, nor of what it stands on but PyTorch.
+# Needs only PyTorch.
 SCRIPT = """
 import sys, torch
 folder, seed = sys.argv[1:]
@@ -85,7 +85,7 @@ def make(case: str) -> PPO:
 
 
 def observations(model: PPO, rows: int) -> Any:
-    """Of every part, those that only the critic sees too."""
+    """Return observations with all parts, including those that only the critic sees."""
 
     def draw(space: spaces.Space[Any]) -> torch.Tensor:
         space = copy.deepcopy(space)
@@ -108,7 +108,7 @@ def inputs(model: PPO, rows: int) -> tuple[Any, ...]:
 
 @torch.no_grad()
 def act(model: PPO, deterministic: bool, x: Any, memory: Any = None) -> Any:
-    """What an environment would get, and the next memory."""
+    """Return actions for the environment, and the next memory."""
     output = model.policy.act(x, deterministic=deterministic, **({} if memory is None else {"memory": memory}))
     arrays = to_environment(model.action_space, map_leaves(lambda a: a.numpy(), output.environment_action))
     actions = map_leaves(torch.from_numpy, arrays)
@@ -123,14 +123,14 @@ def assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def test_programs_act_as_the_policies_do_in_a_process_without_this_package(tmp_path):
+def test_exported_programs_act_like_policies_without_this_package(tmp_path):
     models = {case: make(case) for case in CASES}
     examples = {case: [inputs(model, rows) for rows in (1, 4, 7)] for case, model in models.items()}
     for case, model in models.items():
         export_policy(model, tmp_path / case, programs=PROGRAMS[case])
     exported = {(case, name): examples[case] for case, names in PROGRAMS.items() for name in names}
     torch.save(exported, tmp_path / "examples.pt")
-    # `-I`: neither PYTHONPATH nor the folder that this runs in.
+    # `-I` ignores PYTHONPATH and the current folder.
     command = [sys.executable, "-I", "-c", SCRIPT, str(tmp_path), "5"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
     found = torch.load(tmp_path / "found.pt")
@@ -144,19 +144,19 @@ def test_programs_act_as_the_policies_do_in_a_process_without_this_package(tmp_p
         assert not torch.equal(greedy, sampled), "a sample is not the mode"
 
 
-def test_masked_actions_are_never_taken():
+def test_exported_program_never_takes_masked_actions():
     model = make("masks")
     program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
     allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.bool).repeat_interleave(200, 0)
     mask = allowed.to(observations(model, 1)["action_mask"].dtype)
-    # In the order of the space: before PyTorch 2.10, programs take dicts in no other.
+    # Before PyTorch 2.10, programs need dicts in the order of the space.
     parts = {"place": torch.randn(400, 3), "action_mask": mask}
     actions = program({key: parts[key] for key in model.observation_space})
     assert allowed[torch.arange(400), actions].all()
     assert set(actions.tolist()) == {0, 1, 2}
 
 
-def test_actions_are_clipped_to_the_bounds_and_begin_at_the_spaces_start():
+def test_exported_actions_respect_bounds_and_discrete_start():
     model = make("normalised_gaussian")
     program = export_program(model.policy, model.observation_space, model.action_space, deterministic=False).module()
     actions = program(torch.randn(500, 3))
@@ -167,7 +167,7 @@ def test_actions_are_clipped_to_the_bounds_and_begin_at_the_spaces_start():
     assert set(program(example)["move"].tolist()) == {-1, 0, 1}
 
 
-def test_the_description_says_what_the_programs_take(tmp_path):
+def test_description_lists_inputs_and_outputs(tmp_path):
     model = make("nested")
     model.env_steps = 1234
     folder = export_policy(model, tmp_path / "deep" / "policy", env_id="Probe/Sensors-v0")
@@ -198,7 +198,7 @@ def test_the_description_says_what_the_programs_take(tmp_path):
     assert json.loads(memory.read_text())["memory"] == {"actor": [state, state]}
 
 
-def test_exporting_changes_neither_the_policy_nor_random_numbers(tmp_path):
+def test_export_does_not_change_policy_or_random_state(tmp_path):
     model = make("squashed")
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     model.train()
@@ -206,11 +206,11 @@ def test_exporting_changes_neither_the_policy_nor_random_numbers(tmp_path):
     assert torch.equal(torch.get_rng_state(), random)
     assert model.policy.training
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    # It can be used, learned from and exported as before.
+    # The policy still has gradients.
     model.policy(torch.zeros(1, 3))[1].sum().backward()
 
 
-def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
+def test_export_replaces_only_earlier_exports(tmp_path):
     model = make("beta")
     for env_steps in (1, 2):
         model.env_steps = env_steps
@@ -222,7 +222,7 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path):
         export_policy(model, tmp_path / "mine")
 
 
-def test_a_policy_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
+def test_policy_that_cannot_be_traced_is_rejected_without_leftovers(tmp_path):
     class Branching(nn.Module):
         out_features = 3
 
@@ -239,7 +239,7 @@ def test_a_policy_that_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path
 
 
 class Session:
-    """A model of ONNX that is called by names, as one does who has the file alone."""
+    """An ONNX model that is called by the names in its metadata."""
 
     def __init__(self, path: Path) -> None:
         self.session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -253,7 +253,7 @@ class Session:
 
 
 @pytest.mark.parametrize("case", ["lstm", "nested"])
-def test_onnx_models_act_as_the_policies_do_by_the_names_that_they_carry(case, tmp_path):
+def test_onnx_models_act_like_policies_by_input_name(case, tmp_path):
     model = make(case)
     folder = export_policy(model, tmp_path / case, "Probe-v0", format="onnx", programs=["greedy"], score={"mean": 7.0})
     assert sorted(path.name for path in folder.iterdir()) == ["greedy.onnx", "policy.json"]
@@ -271,7 +271,7 @@ def test_onnx_models_act_as_the_policies_do_by_the_names_that_they_carry(case, t
             assert (str(found[part["name"]].dtype), list(own.shape)) == (part["dtype"], [rows, *part["shape"]])
 
 
-def test_samples_of_onnx_models_obey_masks(tmp_path):
+def test_onnx_samples_respect_action_masks(tmp_path):
     folder = export_policy(make("masks"), tmp_path / "masks", format="onnx", programs=["sampled"])
     onnxruntime.set_seed(0)
     allowed = torch.tensor([[1, 0, 1], [0, 1, 0]], dtype=torch.int8).repeat_interleave(200, 0)
@@ -280,7 +280,7 @@ def test_samples_of_onnx_models_obey_masks(tmp_path):
     assert set(actions.tolist()) == {0, 1, 2}
 
 
-def test_what_onnx_has_no_operator_for_is_named(tmp_path):
+def test_missing_onnx_operator_is_named(tmp_path):
     traced = r"no counterpart of aten\._standard_gamma \(in the actions of BetaHead"
     with pytest.raises(ConfigurationError, match=traced if traces_gamma() else r"can trace; .*aten\._standard_gamma"):
         export_policy(make("beta"), tmp_path / "beta", format="onnx", programs=["sampled"])
@@ -290,8 +290,8 @@ def test_what_onnx_has_no_operator_for_is_named(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_program_that_acts_otherwise_on_what_was_seen_is_not_written(tmp_path, monkeypatch):
-    """The two policies differ by what they make of the last number that they see."""
+def test_program_that_differs_on_given_observations_is_not_written(tmp_path, monkeypatch):
+    """The two policies differ only in the weight of the last observed number."""
     model, other = make("normalised_gaussian"), make("normalised_gaussian")
     model.policy.observation_normalizer = other.policy.observation_normalizer = None
     with torch.no_grad():
@@ -305,7 +305,7 @@ def test_a_program_that_acts_otherwise_on_what_was_seen_is_not_written(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
-def test_options_of_an_export_are_looked_at_first(tmp_path, monkeypatch):
+def test_export_options_are_checked_first(tmp_path, monkeypatch):
     for options, message in (
         ({"format": "tflite"}, "format='tflite' is not valid: expected one of torch_export, onnx"),
         ({"programs": []}, "programs=.* expected a list of greedy, sampled"),

@@ -1,4 +1,4 @@
-"""What a checkpoint is good for: its algorithm, its environments, its score, the Hub."""
+"""Loading algorithms and environments from checkpoints, scores, and the Hub."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SCORE = Score(mean=123.456, std=7.0, episodes=4, deterministic=True)
 
 
 class OwnData(RolloutDataModule):
-    """Data with an option of their own."""
+    """A data module with another option."""
 
     def __init__(self, own: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -34,7 +34,7 @@ class OwnData(RolloutDataModule):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run folder with a checkpoint of a policy with a memory."""
+    """Return a run folder with a checkpoint of a recurrent policy."""
     folder = tmp_path_factory.mktemp("run")
     data = make_data(env={"wrappers": [PARTIAL]})
     model = make_model(data, policy={"memory": "gru"})
@@ -56,7 +56,7 @@ def with_config(run: Path, **data: object) -> Path:
     return path
 
 
-def test_a_checkpoint_knows_its_class_and_its_environments(checkpoint):
+def test_algorithm_and_environments_are_loaded_from_checkpoint(checkpoint):
     model = load_algorithm(checkpoint)
     assert type(model) is PPO
     assert model.env_steps == 32
@@ -72,8 +72,8 @@ def test_a_checkpoint_knows_its_class_and_its_environments(checkpoint):
     assert play_episodes(model, data, 3, seed=1)[1][0].tolist() != observations[0].tolist()
 
 
-def test_last_and_best_are_the_newest_under_runs_or_of_a_configuration(checkpoint, in_tmp_path):
-    """Of the same form as those that `fit` finds; a file is itself, be it there or not."""
+def test_last_and_best_find_newest_checkpoints(checkpoint, in_tmp_path):
+    """Paths are returned unchanged, whether or not they exist."""
     assert find_trained("some.ckpt") == Path("some.ckpt")
     for word, where in (("last", {}), ("best", {"config": "ppo/acrobot"})):
         with pytest.raises(ConfigurationError, match=f"ckpt_path='{word}': expected a checkpoint under runs.*is none"):
@@ -97,7 +97,7 @@ def test_last_and_best_are_the_newest_under_runs_or_of_a_configuration(checkpoin
         find_trained("last", "own.yaml")
 
 
-def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
+def test_run_configuration_has_precedence_over_checkpoint(run, checkpoint, tmp_path):
     path = with_config(run, evaluation={"deterministic": False}, env={"atari": {"frame_skip": 4}})
     try:
         assert config_of(checkpoint) == path
@@ -117,7 +117,7 @@ def test_the_configuration_of_the_run_comes_first(run, checkpoint, tmp_path):
         load_data(checkpoint, "nowhere.yaml")
 
 
-def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, checkpoint, tmp_path):
+def test_recorded_episodes_are_not_needed_to_play(run, checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     content["RecordedEpisodes"] = content.pop("RolloutDataModule")
     torch.save(content, tmp_path / "cloned.ckpt")
@@ -140,7 +140,7 @@ def test_environments_of_recorded_episodes_are_played_without_the_episodes(run, 
         load_data(checkpoint, config)
 
 
-def test_an_algorithm_or_environment_that_nothing_says_is_asked_for(checkpoint, tmp_path):
+def test_unknown_algorithm_or_environment_is_reported(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     content["lightning_rl"]["algorithm"] = "Mine"
     del content["RolloutDataModule"]
@@ -151,7 +151,7 @@ def test_an_algorithm_or_environment_that_nothing_says_is_asked_for(checkpoint, 
         load_data(tmp_path / "mine.ckpt")
 
 
-def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(run, checkpoint, tmp_path):
+def test_hub_folder_has_checkpoint_configuration_score_and_card(run, checkpoint, tmp_path):
     config = with_config(run)
     try:
         folder = make_hub_folder(tmp_path / "hub", checkpoint, SCORE, "CartPole-v1", repo_id="me/cart")
@@ -182,7 +182,7 @@ def test_a_repository_is_the_checkpoint_the_configuration_the_score_and_a_card(r
     assert "lightning-rl test" not in (bare / "README.md").read_text()
 
 
-def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp_path, monkeypatch, capsys):
+def test_push_uploads_and_pull_downloads_repository(checkpoint, tmp_path, monkeypatch, capsys):
     sent = {}
 
     def create_repo(self, repo_id, **options):
@@ -217,7 +217,7 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
     assert str(folder / "model.ckpt") in printed
     assert load_algorithm(folder / "model.ckpt").env_steps == 32
 
-    # As the guide has it.
+    # The script in the documentation.
     monkeypatch.chdir(tmp_path)
     Path("cartpole.ckpt").write_bytes(checkpoint.read_bytes())
     namespace: dict = {}
@@ -243,7 +243,7 @@ def test_push_plays_and_sends_the_folder_and_pull_brings_it_back(checkpoint, tmp
         pull_from_hub("cart")
 
 
-def test_errors_of_commands_are_one_message(capsys, monkeypatch, in_tmp_path):
+def test_command_errors_are_one_line(capsys, monkeypatch, in_tmp_path):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
     for command in (["push", "me/cart"], ["export"]):
         with pytest.raises(SystemExit) as ended:
@@ -260,7 +260,7 @@ def test_errors_of_commands_are_one_message(capsys, monkeypatch, in_tmp_path):
         "--episods: did you mean --episodes?",
         "All options: lightning-rl export --help",
     ]
-    for command in (["push", "me/cart"], ["export", "--ckpt_path=last"]):  # `last` is the default, and is none here
+    for command in (["push", "me/cart"], ["export", "--ckpt_path=last"]):  # `last` is the default
         with pytest.raises(SystemExit):
             run_command([*command, "--config=ppo/cartpole"])
         assert "expected a checkpoint under runs/ppo/CartPole-v1, there is none" in capsys.readouterr().err
@@ -268,14 +268,14 @@ def test_errors_of_commands_are_one_message(capsys, monkeypatch, in_tmp_path):
     assert not run_command([])
 
 
-def test_where_an_export_cannot_go_is_found_out_before_episodes_are_played(capsys, monkeypatch, in_tmp_path):
+def test_export_folder_is_checked_before_playing_episodes(capsys, monkeypatch, in_tmp_path):
     data = make_data()
     trainer = make_trainer(max_epochs=1)
     trainer.fit(make_model(data), data)
     trainer.save_checkpoint("some.ckpt")
     export = ["export", "--ckpt_path=some.ckpt", "--episodes=1"]
     assert run_command([*export, "--format=torch_export", "--output=mine/policy"])
-    assert run_command([*export, "--format=torch_export", "--output=mine/policy"])  # the same anew
+    assert run_command([*export, "--format=torch_export", "--output=mine/policy"])  # replaces the first export
     (in_tmp_path / "file").touch()
     (in_tmp_path / "other").mkdir()
     monkeypatch.setattr("lightning_rl.tools.trained.play_episodes", None)

@@ -41,14 +41,7 @@ def check_packages() -> None:
 def save_onnx(
     program: ExportedProgram, deployed: DeployedPolicy, example: tuple[Nested, ...], description: str, path: Path
 ) -> Callable[..., Nested]:
-    """Write a program as an ONNX model; return the model in onnxruntime, to be called like `deployed`.
-
-    Args:
-        program: The program of `deployed`.
-        deployed: The policy.
-        example: Inputs of the policy.
-        description: Text for the model's metadata.
-        path: The file.
+    """Write the program of a policy as an ONNX model; return the model in onnxruntime, to be called like `deployed`.
 
     Raises:
         ConfigurationError: ONNX has no counterpart of an operator, or onnxruntime rejects the model.

@@ -193,16 +193,10 @@ def _compare(
     action_space: spaces.Space[Any],
     same_random_numbers: bool,
 ) -> None:
-    """Raise a `RoundTripError` unless a program acts like the policy on consecutive steps.
+    """Raise a `RoundTripError` unless a program acts like the policy on the observations of consecutive steps.
 
-    Args:
-        name: Name of the program for errors.
-        program: The exported program.
-        deployed: The policy.
-        observations: Observations of the steps, each `[B, *shape]`. All rows are compared, then the first one alone.
-        action_space: Action space of one environment.
-        same_random_numbers: Whether a seeded program draws the same samples as the policy. If not, its samples only
-            have to be in the action space.
+    All rows are compared, and the first one alone. Samples only have to be in the action space, unless a seeded program
+    draws the same ones as the policy (`same_random_numbers`).
     """
     recurrent = as_recurrent(deployed.policy)
     for num_rows in {len(first_leaf(observations[0])), 1}:

@@ -80,13 +80,7 @@ def export_program(
     """Return a policy as a `torch.export` program for any number of rows on the CPU.
 
     `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
-    PyTorch.
-
-    Args:
-        policy: The policy, which is not changed.
-        observation_space: Observation space of one environment.
-        action_space: Action space of one environment.
-        deterministic: Take the mode instead of a sample.
+    PyTorch. The spaces are those of one environment, and `policy` is not changed.
 
     Raises:
         ConfigurationError: PyTorch cannot export the policy.
@@ -130,13 +124,7 @@ def _names(x: Nested, name: str) -> Nested:
 def describe(
     model: LightningModule, env_id: str | None = None, score: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a description of an exported policy for a JSON file.
-
-    Args:
-        model: An algorithm of this package.
-        env_id: Environment that it was trained on.
-        score: Fields of a `lightning_rl.tools.trained.Score`.
-    """
+    """Return a description of an exported policy for a JSON file."""
     algorithm: Any = model
     policy = copy_to_cpu(algorithm.policy)
     inputs = example_inputs(policy, algorithm.observation_space)
