@@ -22,12 +22,9 @@ class SeededGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     games keep memory over a reset. Therefore each game starts from the same emulator state, and the repeats are drawn
     here for each frame (Machado et al. 2018, section 5.1).
 
-    The observation space is that of frames, although the game returns its RAM: the preprocessing reads only the frames
-    that it needs from the emulator. Color frames at every step would take a fifth of the time of a game.
-
-    Args:
-        env: A game with `frameskip` 1 and `repeat_action_probability` 0.
-        repeat_action_probability: Probability of repeating the action of the previous frame.
+    The game has `frameskip` 1 and `repeat_action_probability` 0, and returns its RAM. The observation space has frames,
+    which the preprocessing reads from the emulator when it needs them: color frames at every step would take a fifth of
+    the time of a game.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], repeat_action_probability: float) -> None:
@@ -160,9 +157,7 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
     The resets between lives (no-op, FIRE, new frame stack) are the same as in training. Rewards are the increments of
     the score, including points of these resets.
 
-    Args:
-        env: A game with `EpisodicLife`.
-        game: The wrapper that keeps its score.
+    `env` contains `EpisodicLife` and `game`, which keeps the score.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], game: GameScore) -> None:
@@ -207,7 +202,7 @@ class VectorGameScore(VectorWrapper):
         self._resets_next = np.zeros(env.num_envs, bool)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Begin games in all environments, or in those of `options["reset_mask"]`."""
+        """Begin games in all environments, or in the environments of `options["reset_mask"]`."""
         observations, infos = self.env.reset(seed=seed, options=options)
         which = (options or {}).get("reset_mask", slice(None))
         self._scores[which], self._lengths[which], self._resets_next[which] = 0.0, 0, False
@@ -294,15 +289,11 @@ class AtariPreprocessing:
     def wrap(
         self, env: gymnasium.Env[Any, Any], default_stickiness: float, evaluation: bool = False
     ) -> gymnasium.Env[Any, Any]:
-        """Apply the preprocessing to one game.
+        """Apply the preprocessing to one game that was made with `make_kwargs`.
 
         Evaluation joins the lives of a game and returns raw rewards. Everything else is as in training, since an agent
-        that never had to press FIRE after a lost life may not have learned it.
-
-        Args:
-            env: A game made with `make_kwargs`.
-            default_stickiness: Used if `repeat_action_probability` is None.
-            evaluation: Whether this is an evaluation environment.
+        that never had to press FIRE after a lost life may not have learned it. `default_stickiness` replaces a
+        `repeat_action_probability` of None.
         """
         stickiness = self.repeat_action_probability
         env = wrappers.AtariPreprocessing(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import TransformReward
 
@@ -29,9 +28,8 @@ from lightning_rl.environments.contract import (
 )
 from lightning_rl.environments.seeding import EpisodeTracker, role_prefix
 from lightning_rl.environments.workers import ChooseAhead, WorkerPool
-from lightning_rl.environments.wrappers.action_repeat import RepeatCounter
 from lightning_rl.environments.wrappers.history import VectorHistory
-from lightning_rl.nested import Nested, map_leaves, map_space, nested_paths
+from lightning_rl.nested import Nested, map_leaves, nested_paths, space_leaves
 from lightning_rl.validation import ConfigurationError
 
 Array = np.ndarray[Any, Any]
@@ -60,7 +58,7 @@ class NativeCartPole(VectorWrapper):
 
 
 def recorded(env: Any, tracker: EpisodeTracker) -> list[dict[str, Any]]:  # noqa: ANN401 - a LocalVectorEnv or WorkerPool
-    """Return the record of every environment, see `SeededEpisodes.recorded`."""
+    """Return `SeededEpisodes.recorded` of every environment."""
     records = []
     for index, record in enumerate(env.call("recorded")):
         # The next step replaces a worker that was lost since the last one.
@@ -173,11 +171,11 @@ class EnvironmentBatch:
     * `DISABLED`: this step returns the final observation, and `EnvironmentBatch` resets the environment.
 
     Args:
-        env: A `gymnasium.vector.VectorEnv`.
+        env: The environments.
         seeds: Seed of each environment's stream of episodes.
         reset_seed: Seed for `env.reset`: the list of all seeds for environments with `SeededEpisodes`, an array or a
             number for native environments, None for EnvPool, which gets its seeds in the constructor.
-        repeats: Reads the number of action repeats; None if actions are not repeated.
+        read_repeats: Returns simulation steps and action repeats, see `action_repeat.read_repeats`; None: no repeats.
         evaluation: Whether these are evaluation environments.
 
     Attributes:
@@ -192,11 +190,11 @@ class EnvironmentBatch:
         env: VectorEnv[Any, Any, Any],
         seeds: list[int],
         reset_seed: list[int] | Array | int | None,
-        repeats: RepeatCounter | None = None,
+        read_repeats: Callable[[dict[str, Any], Array], tuple[int, Array | None]] | None = None,
         evaluation: bool = False,
     ) -> None:
         self.env = env
-        self._repeats = repeats
+        self._read_repeats = read_repeats
         self.num_envs = env.num_envs
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -204,12 +202,15 @@ class EnvironmentBatch:
         self._role = role_prefix(evaluation)
         self._reset_seed = reset_seed
         self.mode = autoreset_mode(env)
-        space = self.single_observation_space
-        self._is_float = map_space(
-            lambda leaf: isinstance(leaf, spaces.Box) and np.issubdtype(leaf.dtype, np.floating), space
-        )
-        # The names of leaves in errors.
-        self._names = map_leaves(lambda path: f"observation {path}".rstrip(), nested_paths(space))
+        leaf_spaces = space_leaves(self.single_observation_space)
+
+        def float_name(path: str) -> str | None:
+            dtype = leaf_spaces[path].dtype
+            is_float = dtype is not None and np.issubdtype(dtype, np.floating)
+            return f"observation {path}".rstrip() if is_float else None
+
+        # Names in errors; None for leaves that are always finite.
+        self._float_names = map_leaves(float_name, nested_paths(self.single_observation_space))
         self._failures: list[str] = []
         if isinstance(env.unwrapped, WorkerPool):
             env.unwrapped.tracker = self._tracker
@@ -274,8 +275,8 @@ class EnvironmentBatch:
                 rewards = np.where(valid, rewards, 0)
             self._resets_next = ended if any_ended else None
         repeats: tuple[int | None, Array | None] = (None, None)
-        if self._repeats is not None:
-            repeats = self._repeats.read(infos, np.ones(self.num_envs, bool) if valid is None else valid)
+        if self._read_repeats is not None:
+            repeats = self._read_repeats(infos, np.ones(self.num_envs, bool) if valid is None else valid)
         finals: list[tuple[int, Nested]] = []
         if any_ended:
             at_ends = np.flatnonzero(ended).tolist()
@@ -438,18 +439,15 @@ class EnvironmentBatch:
         if isinstance(batch, np.ndarray):
             if batch.dtype != object and batch.ndim > 1:  # the usual case of a flat space
                 return batch[index].copy()
-            return map_leaves(lambda _, x: np.array(x), self._names, batch[index])
-        return map_leaves(lambda _, x: np.array(x[index]), self._names, batch)
+            return map_leaves(lambda _, x: np.array(x), self._float_names, batch[index])
+        return map_leaves(lambda _, x: np.array(x[index]), self._float_names, batch)
 
     def _check_observations(self, observations: Nested, first: int = 0) -> None:
-        def check_leaf(is_float: bool, name: str, rows: Array) -> None:
-            if is_float and not surely_finite(rows):
+        def check_leaf(name: str | None, rows: Array) -> None:
+            if name is not None and not surely_finite(rows):
                 self._check_rows(name, rows, first)
 
-        if isinstance(self._is_float, bool):  # a flat space, for which `map_leaves` takes longer than the check
-            check_leaf(self._is_float, self._names, observations)
-        else:
-            map_leaves(check_leaf, self._is_float, self._names, observations)
+        map_leaves(check_leaf, self._float_names, observations)
 
     def _check_rows(self, name: str, rows: Array, first: int = 0) -> None:
         """Raise if a row has an entry that is not finite in float32; row 0 belongs to environment `first`."""

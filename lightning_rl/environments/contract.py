@@ -22,7 +22,7 @@ FAILURE, LOST, EPISODE = "lightning_rl/failure", "lightning_rl/lost", "lightning
 """Keys of the `info` of a replaced environment: a list with a message for each restart; whether the failed step has no
 outcome; the episode of the stream that has begun."""
 OWN_STATE = "own"
-"""Key of a record: the state that the environment itself returned, stored as it is."""
+"""Key of a record: the state that the environment itself returned, stored without conversion."""
 IDLE = "lightning_rl/idle"
 """Key of the `info` of a step: rows that ignored their action because they wait for other rows, `[B]`."""
 LIFE_LOST = "lightning_rl/life_lost"

@@ -168,10 +168,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
     `state_dict()` and `load_state_dict(state)` is restored through these instead, if its only wrappers are time limits
     and masks; its state must consist of tensors and plain Python values.
 
-    Args:
-        env: The environment.
-        index: Index among the environments of this process.
-        evaluation: Whether this is an evaluation environment.
+    Messages name the environment by its `index` in this process, and by `evaluation`.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`, with index, episode, seed and step: the environment raised, has the
@@ -385,10 +382,7 @@ class RestartingEpisodes(SeededEpisodes):
     NaN, infinity and every failure of `SeededEpisodes` count. A failed step returns the first observation of the new
     episode, a reward of 0 and no end of an episode; its `info` has `FAILURE`, `LOST` and `EPISODE`.
 
-    Args:
-        make: Makes the environment.
-        index: Index among the environments of this process.
-        evaluation: Whether this is an evaluation environment.
+    `make` makes the environment, now and for each restart.
 
     Raises:
         EnvironmentFailure: In `reset` and `step`: the environment failed again after `MAX_RESTARTS_IN_A_ROW` restarts

@@ -39,8 +39,8 @@ from lightning_rl.environments.workers import Description, Factory, LocalVectorE
 from lightning_rl.environments.wrappers.action_repeat import (
     ActionRepeat,
     LearnedActionRepeat,
-    RepeatCounter,
     learned_repeat,
+    read_repeats,
 )
 from lightning_rl.environments.wrappers.rewards import RewardTransform
 from lightning_rl.validation import ClassSpec, ConfigurationError, check, import_class, instantiate
@@ -99,7 +99,7 @@ def make_environments(
         except WorkerFailure as error:
             raise EnvironmentFailure(f"{role_prefix(spec.evaluation)}{error}, before its first step") from error
     env = _wrap_vector(spec.wrap_vector(env, _clips(atari)), vector_wrappers)
-    return EnvironmentBatch(env, seeds, seeds, _repeat_counter(spec, atari), spec.evaluation)
+    return EnvironmentBatch(env, seeds, seeds, _repeat_reader(spec, atari), spec.evaluation)
 
 
 def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> EnvironmentBatch | TensorEnvironments:
@@ -112,7 +112,7 @@ def _make_vectorized(spec: EnvironmentSpec, num_envs: int, seeds: list[int]) -> 
             return TensorEnvironments(spec.wrap_tensors(env), seeds[0])
         env = AsArrays(env)
     env = spec.wrap_vector(spec.wrap_rewards(env), _clips(atari))
-    return EnvironmentBatch(env, seeds, reset_seed, _repeat_counter(spec, atari), spec.evaluation)
+    return EnvironmentBatch(env, seeds, reset_seed, _repeat_reader(spec, atari), spec.evaluation)
 
 
 def make_native(
@@ -264,13 +264,7 @@ def _find_single(spec: EnvironmentSpec) -> EnvSpec:
 def make_single(
     spec: EnvironmentSpec, gym_spec: EnvSpec, env_wrappers: tuple[ClassSpec, ...], index: int = 0
 ) -> SeededEpisodes:
-    """Make one environment with its wrappers.
-
-    Args:
-        spec: The environment and its options.
-        gym_spec: The registered spec; the id may not be registered in a new process.
-        env_wrappers: The wrappers of `spec` for single environments.
-        index: Index among the environments of this process.
+    """Make one environment with its wrappers, possibly in a new process, where the id may not be registered.
 
     Raises:
         ConfigurationError: A package is missing, or the environment or a wrapper rejects its arguments.
@@ -314,10 +308,7 @@ def _make_wrapped(
 
 
 def check_filmable(spec: EnvironmentSpec) -> None:
-    """Render one frame of an environment.
-
-    Args:
-        spec: The result of `EnvironmentSpec.for_filming`.
+    """Render one frame of an environment of `EnvironmentSpec.for_filming`.
 
     Raises:
         ConfigurationError: The environment cannot be rendered, or not on this machine.
@@ -342,13 +333,13 @@ def _frames_per_step(spec: EnvironmentSpec, atari: AtariPreprocessing | None) ->
     return spec.env.action_repeat if atari is None else atari.frame_skip
 
 
-def _repeat_counter(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> RepeatCounter | None:
-    counter = RepeatCounter(_frames_per_step(spec, atari), spec.env.learned_action_repeat is not None)
-    return counter if counter.learned or counter.frames_per_step > 1 else None
+def _repeat_reader(spec: EnvironmentSpec, atari: AtariPreprocessing | None) -> Any:  # noqa: ANN401 - a function
+    frames, learned = _frames_per_step(spec, atari), spec.env.learned_action_repeat is not None
+    return functools.partial(read_repeats, frames, learned) if learned or frames > 1 else None
 
 
 def _split_wrappers(spec: EnvironmentSpec) -> tuple[tuple[ClassSpec, ...], tuple[ClassSpec, ...]]:
-    """Return the user's wrappers of single environments, and those of vector environments."""
+    """Return the user's wrappers of single environments, and of vector environments."""
     single: list[ClassSpec] = []
     vector: list[ClassSpec] = []
     for wrapper in spec.wrappers:

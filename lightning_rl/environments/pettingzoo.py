@@ -1,4 +1,4 @@
-"""Environments of several agents that share the policy's parameters, in the way of PettingZoo's parallel API."""
+"""Multi-agent environments with PettingZoo's parallel API, whose agents share the policy."""
 
 from __future__ import annotations
 
@@ -20,53 +20,50 @@ Array = np.ndarray[Any, Any]
 
 # No type arguments: VectorEnv takes none before Gymnasium 1.1.
 class ParallelEnvVector(VectorEnv):
-    """Copies of a parallel environment, one row for each agent of each copy.
+    """Copies of a parallel environment, with one row for each agent of each copy.
 
-    To the learner a row is an environment: its episode ends when its agent does. An agent that ends before the others
-    of its copy is idle until all have ended: its rows are not `valid`, so nothing is learned from them. With the last
-    end the copy is reset, in the same step.
+    The episode of a row ends with its agent. Then the row is idle, and not `valid`, until all agents of the copy have
+    ended; the last of these steps resets the copy.
 
-    Register a function that returns one as `vector_entry_point`, and use `backend="native"`.
+    Register a function that returns a `ParallelEnvVector` as `vector_entry_point`, and use `backend="native"`.
 
     Args:
-        make: Makes one parallel environment.
-        num_envs: Number of rows, a multiple of the number of possible agents. 1 is enough to ask for the spaces.
+        make: Makes one copy.
+        num_envs: Number of rows, a multiple of the number of possible agents; 1 if only the spaces are needed.
 
     Raises:
-        ConfigurationError: Agents have different spaces, or the number of rows does not fit that of agents.
+        ConfigurationError: Agents have different spaces, or `num_envs` is no multiple of their number.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as Gymnasium has it
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012 - as in Gymnasium
 
     def __init__(self, make: Callable[[], Any], num_envs: int) -> None:
         first = make()
         self.agents = list(first.possible_agents)
         num_agents = len(self.agents)
-        self._asks_for_spaces = num_envs == 1 < num_agents
-        expected = (
-            f"a multiple of the {num_agents} agents of {first}, each of which is a row; so is evaluation.num_envs"
-        )
-        check(num_envs % num_agents == 0 or self._asks_for_spaces, "num_envs", num_envs, expected)
-        self.single_observation_space = self._common(first.observation_space, "observation", "pad_observations_v0")
-        self.single_action_space = self._common(first.action_space, "action", "pad_action_space_v0")
+        self._has_only_spaces = num_envs == 1 < num_agents
+        expected = f"a multiple of the {num_agents} agents of {first}, as evaluation.num_envs must be"
+        check(num_envs % num_agents == 0 or self._has_only_spaces, "num_envs", num_envs, expected)
+        self.single_observation_space = self._common_space(first.observation_space, "observation", "observations")
+        self.single_action_space = self._common_space(first.action_space, "action", "action_space")
         self.num_envs = num_envs
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.copies = [first, *(make() for _ in range(num_envs // num_agents - 1))]
-        self._nothing = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), self.single_observation_space)
+        self._zeros = map_space(lambda leaf: np.zeros(leaf.shape or (), leaf.dtype), self.single_observation_space)
         self._observations: Any = create_empty_array(self.single_observation_space, num_envs)
-        self._rows: list[Nested] = [self._nothing] * num_envs
+        self._rows: list[Nested] = [self._zeros] * num_envs
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in every copy; a seed is the root of those of all."""
-        check(not self._asks_for_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
+        """Begin an episode in every copy, with seeds derived from `seed`."""
+        check(not self._has_only_spaces, "num_envs", 1, f"a multiple of the {len(self.agents)} agents")
         infos: list[dict[str, Any]] = [{}] * self.num_envs
         for index in range(len(self.copies)):
             self._start(index, infos, None if seed is None else derive_seed(seed, index), options)
-        return self._join(), batch_infos(infos)
+        return self._concatenated(), batch_infos(infos)
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:  # noqa: ANN401
-        """Step every copy, and reset those whose agents have all ended."""
+        """Step every copy, and reset the copies whose agents have all ended."""
         taken = list(iterate(self.action_space, actions))
         rewards = np.zeros(self.num_envs)
         terminated, truncated, idle = (np.zeros(self.num_envs, bool) for _ in range(3))
@@ -82,7 +79,7 @@ class ParallelEnvVector(VectorEnv):
                 ended = terminated[row] or truncated[row]
                 if ended:
                     finals[row] = copy.deepcopy(observation)
-                self._rows[row] = self._nothing if ended else observation
+                self._rows[row] = self._zeros if ended else observation
                 (final_infos if ended else infos)[row] = info or {}
             if not env.agents:
                 self._start(index, infos)
@@ -92,7 +89,7 @@ class ParallelEnvVector(VectorEnv):
             batched |= {"final_obs": finals, "_final_obs": ended_rows, "final_info": batch_infos(final_infos)}
         if idle.any():
             batched[IDLE] = idle
-        return self._join(), rewards, terminated, truncated, batched
+        return self._concatenated(), rewards, terminated, truncated, batched
 
     def close_extras(self, **kwargs: Any) -> None:  # noqa: ANN401
         """Close every copy."""
@@ -102,23 +99,24 @@ class ParallelEnvVector(VectorEnv):
     def _start(
         self, index: int, infos: list[dict[str, Any]], seed: int | None = None, options: dict[str, Any] | None = None
     ) -> None:
-        observations, of_agents = self.copies[index].reset(seed=seed, options=options)
+        """Reset a copy, and write the observations and `info` of its agents to their rows."""
+        observations, agent_infos = self.copies[index].reset(seed=seed, options=options)
         for row, agent in self._places(index):
-            self._rows[row] = observations.get(agent, self._nothing)
-            infos[row] = of_agents.get(agent, {})
+            self._rows[row] = observations.get(agent, self._zeros)
+            infos[row] = agent_infos.get(agent, {})
 
     def _places(self, index: int) -> list[tuple[int, Any]]:
-        """Return the rows of a copy, with their agents."""
+        """Return the rows of a copy, each with its agent."""
         return list(enumerate(self.agents, index * len(self.agents)))
 
-    def _join(self) -> Any:  # noqa: ANN401
+    def _concatenated(self) -> Any:  # noqa: ANN401
         self._observations = concatenate(self.single_observation_space, self._rows, self._observations)
         return self._observations
 
-    def _common(self, space_of: Callable[[Any], Any], what: str, padding: str) -> Any:  # noqa: ANN401
-        """Return the space that all agents have."""
+    def _common_space(self, space_of: Callable[[Any], Any], what: str, padding: str) -> Any:  # noqa: ANN401
+        """Return the space of all agents, which must be the same."""
         spaces = {agent: space_of(agent) for agent in self.agents}
         space = spaces[self.agents[0]]
         same = all(other == space for other in spaces.values())
-        check(same, f"{what}_space", spaces, f"the same one for all agents, as supersuit.{padding} makes it")
+        check(same, f"{what}_space", spaces, f"the same space for all agents, see supersuit.pad_{padding}_v0")
         return space

@@ -1,4 +1,4 @@
-"""Looking environments up, and saying what is missing where they cannot be found."""
+"""Looks environments up in Gymnasium's registry, with errors that name near ids and missing packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_rl.validation import ConfigurationError, how_to_install
 # Packages that register environments when they are imported, with the extra that installs them.
 _PLUGINS = {"ale_py": "atari", "minigrid": "minigrid"}
 _EXTRA_BY_PREFIX = {"ALE/": "atari", "MiniGrid-": "minigrid", "BabyAI-": "minigrid"}
-_EXTRA_BY_SUFFIX = {"NoFrameskip-v4": "atari", "NoFrameskip-v0": "atari"}
+_ATARI_SUFFIXES = ("NoFrameskip-v4", "NoFrameskip-v0")
 _ROBOTICS = ("gymnasium_robotics", "shimmy")
 _PACKAGE_BY_PREFIX = {
     **dict.fromkeys(("Fetch", "Hand", "Adroit", "PointMaze", "AntMaze", "Franka"), "gymnasium_robotics"),
@@ -32,13 +32,13 @@ _EXTRA_BY_ENTRY_POINT = {
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """Look an id up in Gymnasium's registry, importing the packages that register more where installed.
+    """Return the registered spec of an environment; imports the packages that register more environments.
 
     Args:
-        env_id: As `gymnasium.make` takes it; `module:id` imports `module` first.
+        env_id: As in `gymnasium.make`; `module:id` imports `module` first.
 
     Raises:
-        ConfigurationError: The id is unknown (with the nearest names), or its package is not installed.
+        ConfigurationError: The id is unknown, or its package is not installed.
     """
     module, _, name = env_id.rpartition(":")
     if module:
@@ -48,24 +48,19 @@ def find_spec(env_id: str) -> EnvSpec:
             gymnasium.register_envs(importlib.import_module(package))
     if name in gymnasium.registry:
         return gymnasium.spec(name)
-    extra = next((extra for prefix, extra in _EXTRA_BY_PREFIX.items() if name.startswith(prefix)), None)
-    extra = next((extra for suffix, extra in _EXTRA_BY_SUFFIX.items() if name.endswith(suffix)), extra)
+    extra = "atari" if name.endswith(_ATARI_SUFFIXES) else _by_prefix(_EXTRA_BY_PREFIX, name)
     for package, its_extra in _PLUGINS.items():
         if its_extra == extra and not importlib.util.find_spec(package):
             raise _needs(f"env_id={env_id!r}", extra, f"{package} is not installed")
-    home = next((home for prefix, home in _PACKAGE_BY_PREFIX.items() if name.startswith(prefix)), None)
+    home = _by_prefix(_PACKAGE_BY_PREFIX, name)
     if home is not None and not module:
         raise ConfigurationError(f"env_id={env_id!r} is unknown: expected {home}:{name}, which imports its package")
     imports = f"; a package that registers it is imported by package:{name}, or by --data.env.imports [package]"
-    raise unknown_id(env_id, _worth_naming(gymnasium.registry), "" if module else imports)
+    raise unknown_id(env_id, _current_ids(gymnasium.registry), "" if module else imports)
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules that register environments.
-
-    Raises:
-        ConfigurationError: One cannot be imported.
-    """
+    """Import the modules of `env.imports`; raise a `ConfigurationError` if this fails."""
     for name in names:
         _import(name, "env.imports")
 
@@ -76,17 +71,20 @@ def _import(module: str, field: str) -> None:
     except BaseException as error:
         if not is_failure(error):
             raise
-        what = summary(error)
         if module in _ROBOTICS and not importlib.util.find_spec(module):
             raise _needs(field, "robotics", f"{module} is not installed") from error
         raise ConfigurationError(
-            f"{field}: module {module!r} cannot be imported ({what}): expected a module in the current folder, on "
-            "PYTHONPATH or installed"
+            f"{field}: module {module!r} cannot be imported ({summary(error)}): expected a module in the current "
+            "folder, on PYTHONPATH or installed"
         ) from error
 
 
-def _worth_naming(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
-    """Yield the ids but for older versions of an environment, and those of Gymnasium that need JAX."""
+def _by_prefix(values: Mapping[str, str], name: str) -> str | None:
+    return next((value for prefix, value in values.items() if name.startswith(prefix)), None)
+
+
+def _current_ids(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
+    """Yield the ids without older versions of the same environment and without Gymnasium's JAX environments."""
     newest: dict[tuple[str | None, str], int] = {}
     for spec in registry.values():
         newest[spec.namespace, spec.name] = max(newest.get((spec.namespace, spec.name), 0), spec.version or 0)
@@ -96,23 +94,12 @@ def _worth_naming(registry: Mapping[str, EnvSpec]) -> Iterator[str]:
 
 
 def is_atari(spec: EnvSpec, obs_type: str | None = None) -> bool:
-    """Whether an environment is an ALE game that returns frames.
-
-    Args:
-        spec: Of the environment.
-        obs_type: Where the user asked for another type of observation than the spec's.
-    """
+    """Whether an environment is an ALE game that returns frames; `obs_type` overrides the spec's."""
     return str(spec.entry_point).startswith("ale_py") and (obs_type or spec.kwargs.get("obs_type", "rgb")) != "ram"
 
 
 def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> ConfigurationError:
-    """Return the error for an id that is not among the known ones: it names the nearest.
-
-    Args:
-        env_id: What is unknown.
-        known: The known ids.
-        otherwise: End of the message where no known id is near.
-    """
+    """Return the error for an unknown id: it names the nearest known ids, or ends with `otherwise`."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(env_id.rpartition(":")[2].lower(), by_lower, n=3, cutoff=0.75)
     hint = f"; did you mean {', '.join(by_lower[name] for name in near)}?" if near else otherwise
@@ -121,17 +108,11 @@ def unknown_id(env_id: str, known: Iterable[str], otherwise: str = "") -> Config
 
 def missing_package(spec: EnvSpec, error: object) -> ConfigurationError:
     """Return the error for a registered environment whose package is not installed: it names the extra."""
-    entry_point = str(spec.entry_point)
-    extra = next((e for prefix, e in _EXTRA_BY_ENTRY_POINT.items() if entry_point.startswith(prefix)), None)
-    return _needs(f"env_id={spec.id!r}", extra, str(error))
+    return _needs(f"env_id={spec.id!r}", _by_prefix(_EXTRA_BY_ENTRY_POINT, str(spec.entry_point)), str(error))
 
 
 def working_versions(error: BaseException) -> str:
-    """Return which versions work together, to end a message with, where the simulation of another package failed.
-
-    Args:
-        error: What the environment raised.
-    """
+    """Return the end of a message that names compatible versions, if a robotics package raised the error."""
     modules = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
     if not modules & {"gymnasium_robotics", "dm_control"}:
         return ""
@@ -139,11 +120,7 @@ def working_versions(error: BaseException) -> str:
 
 
 def check_envpool() -> None:
-    """Raise unless EnvPool is installed.
-
-    Raises:
-        ConfigurationError: It is not; names the extra.
-    """
+    """Raise a `ConfigurationError` unless EnvPool is installed."""
     if not importlib.util.find_spec("envpool"):
         raise _needs("backend='envpool'", "envpool", "envpool is not installed")
 

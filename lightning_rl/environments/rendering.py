@@ -1,4 +1,4 @@
-"""Environments that show what happens in them, also on machines without a display."""
+"""Records frames of episodes, also on machines without a display."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import EnvSpec
 
-from lightning_rl.environments.contract import is_failure
+from lightning_rl.environments.contract import is_failure, summary
 from lightning_rl.validation import ConfigurationError, how_to_install
 
 _MAX_FPS = 30
@@ -24,34 +24,22 @@ _MUJOCO_HINT = (
 )
 
 
-class Film(Protocol):
-    """Takes the frames of one episode."""
-
-    def append(self, frame: np.ndarray[Any, Any]) -> None:
-        """Take in the next frame."""
-
-    def discard(self) -> None:
-        """Forget all of them."""
-
-
 class FilmMaker(Protocol):
-    """Begins and finishes the film of each episode, by its number."""
+    """Opens and finishes the video of each episode, by its number."""
 
-    def open(self, number: int, fps: float) -> Any:  # noqa: ANN401 - a Film, whatever else it is
-        """Return what takes the frames."""
+    def open(self, number: int, fps: float) -> Any:  # noqa: ANN401 - an object with `append(frame)` and `discard()`
+        """Return a video, with methods `append(frame)` and `discard()`."""
 
-    def finished(self, number: int, video: Any) -> None:  # noqa: ANN401 - what `open` returned
-        """The episode is over."""
+    def finished(self, number: int, video: Any) -> None:  # noqa: ANN401 - the result of `open`
+        """Take the video of a finished episode."""
 
 
 class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Film the episodes that it is told to, from the first observation to the last.
-
-    Where more than about 30 steps are a second, some of the frames in between are left out.
+    """Records chosen episodes, at most about 30 frames per second.
 
     Args:
-        env: Made with `render_mode="rgb_array"`.
-        steps_per_second: Of the simulation, at the speed that it is meant to be seen at.
+        env: An environment made with `render_mode="rgb_array"`.
+        steps_per_second: Steps per second of simulated time.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], steps_per_second: float) -> None:
@@ -64,11 +52,11 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._step = 0
 
     def begin(self, maker: FilmMaker, numbers: Iterable[int]) -> None:
-        """Film the next episodes, which have these numbers, and none after them."""
+        """Record the next episodes, which have these numbers."""
         self._maker, self._numbers = maker, deque(numbers)
 
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - those of `Env.reset`
-        """Begin an episode, and its film."""
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - the arguments of `Env.reset`
+        """Begin an episode, and its video."""
         result = self.env.reset(**kwargs)
         self._discard()
         if self._maker is not None and self._numbers:
@@ -77,7 +65,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step; the last frame of an episode is in its film in any case."""
+        """Step; the video always contains the last frame of an episode."""
         result = self.env.step(action)
         if self._film is not None:
             self._step += 1
@@ -91,7 +79,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         return result
 
     def close(self) -> None:
-        """Close the environment; a film that has no end is not kept."""
+        """Close the environment, and discard the video of an unfinished episode."""
         self._discard()
         super().close()
 
@@ -101,7 +89,7 @@ class Camera(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._film = None
 
 
-def cameras(env: Any) -> Iterator[Camera]:  # noqa: ANN401 - a SyncVectorEnv and what is around it
+def cameras(env: Any) -> Iterator[Camera]:  # noqa: ANN401 - a SyncVectorEnv with its wrappers
     """Yield the camera of each environment."""
     for single in env.unwrapped.envs:
         while not isinstance(single, Camera):
@@ -110,25 +98,21 @@ def cameras(env: Any) -> Iterator[Camera]:  # noqa: ANN401 - a SyncVectorEnv and
 
 
 def steps_per_second(env: gymnasium.Env[Any, Any], is_atari: bool, frames_per_step: int) -> float:
-    """Return how many steps of the policy are a second of the simulation; 30 where nobody says so."""
+    """Return the number of steps per second of simulated time, which is 30 unless the environment defines it."""
     frames = _ATARI_FPS if is_atari else env.metadata.get("render_fps") or _MAX_FPS
     return float(frames) / frames_per_step
 
 
 def prepare_rendering() -> None:
-    """Have MuJoCo and pygame draw without a display where there is none, unless the user has chosen a way to draw."""
-    shown = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
-    if sys.platform == "linux" and not shown:
+    """Let MuJoCo and pygame render without a display if there is none; settings of the user take precedence."""
+    has_display = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+    if sys.platform == "linux" and not has_display:
         os.environ.setdefault("MUJOCO_GL", "egl")
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
 
 
 def check_renders(spec: EnvSpec, env: gymnasium.Env[Any, Any]) -> None:
-    """Take one picture.
-
-    Raises:
-        ConfigurationError: The environment has none, or this machine cannot draw it; says what is missing.
-    """
+    """Render one frame; raise a `ConfigurationError` that names the missing render mode or package if this fails."""
     modes = env.metadata.get("render_modes") or []
     if "rgb_array" not in modes:
         raise ConfigurationError(
@@ -141,7 +125,7 @@ def check_renders(spec: EnvSpec, env: gymnasium.Env[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def explained_rendering(spec: EnvSpec) -> Iterator[None]:
-    """Turn what the making of a picture raises into an error that says what to install or to set."""
+    """Turn an exception of a renderer into a `ConfigurationError` that says what to install or to set."""
     try:
         yield
     except ConfigurationError:
@@ -153,15 +137,14 @@ def explained_rendering(spec: EnvSpec) -> Iterator[None]:
             raise ConfigurationError(
                 f"{spec.id} is drawn by pygame, which is not installed: {how_to_install('video')}"
             ) from error
-        what = f"{spec.id} cannot be drawn on this machine ({type(error).__name__}: {error})"
+        what = f"{spec.id} cannot be drawn on this machine ({summary(error)})"
         if "mujoco" in str(spec.entry_point).lower():
-            chosen = os.environ.get("MUJOCO_GL")
-            raise ConfigurationError(f"{what} with MUJOCO_GL={chosen!r}: expected {_MUJOCO_HINT}") from error
+            what += f" with MUJOCO_GL={os.environ.get('MUJOCO_GL')!r}: expected {_MUJOCO_HINT}"
         raise ConfigurationError(what) from error
 
 
 def take_picture(env: gymnasium.Env[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what the environment looks like now, `[height, width, 3]` of `uint8`."""
+    """Return the current frame of an environment, `uint8` `[height, width, 3]`."""
     frame = np.asarray(env.render())
     if frame.ndim != 3 or frame.shape[2] != 3 or frame.dtype != np.uint8 or not frame.size:
         raise ConfigurationError(

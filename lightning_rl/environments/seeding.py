@@ -32,11 +32,7 @@ def describe(index: int, episode: int, seed: int, step: int, evaluation: bool = 
 class EpisodeTracker:
     """Tracks the episode, seed and step of `B` environments, for error messages and checkpoints.
 
-    Args:
-        seeds: Seed of each environment's stream of episodes.
-        reset_seed: The seed that the vector environment is reset with: a list if each environment derives the seeds of
-            its episodes, an array or a number for native environments, None for EnvPool.
-        evaluation: Whether these are evaluation environments.
+    The arguments are those of `EnvironmentBatch`.
 
     Attributes:
         clock: Steps since the first reset.

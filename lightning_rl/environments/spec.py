@@ -38,7 +38,7 @@ from lightning_rl.validation import (
 )
 
 WRAPPERS = (gymnasium.Wrapper, VectorWrapper)
-"""What wrappers are subclasses of."""
+"""Base classes of wrappers."""
 Backend = Literal["sync", "async", "native", "torch", "envpool"]
 OnEnvFailure = Literal["raise", "restart"]
 _OF_OBSERVATIONS = ("frame_stack", "flatten_observations", "previous_action", "previous_reward", "action_mask")
@@ -48,45 +48,38 @@ _OF_OBSERVATIONS = ("frame_stack", "flatten_observations", "previous_action", "p
 class EnvConfig:
     """Options of the environments.
 
-    They are applied from the environment outwards: time limit, repeated actions, the user's wrappers; then learned
-    repeats, rewards, stacked frames, flat observations, the previous action and reward, masks of invalid actions.
+    They are applied in this order: time limit, repeated actions, wrappers; then learned repeats, rewards, stacked
+    frames, flat observations, previous action and reward, action masks.
 
     Args:
         kwargs: Arguments of the environment's constructor.
         wrappers: `gymnasium.Wrapper` classes (`gymnasium.vector.VectorWrapper` for `native`, `torch` and `envpool`) as
-            class paths or `{"class_path": ..., "init_args": ...}`, applied in this order in training and evaluation.
-        training_wrappers: More wrappers, in training only: those that change rewards or end episodes early.
-        atari: Options of the preprocessing of Atari games; other environments refuse any but the default.
-        step_timeout: Seconds a worker process may take for one step or reset before it counts as hung (`async` only);
-            None: 120.
-        on_failure: What becomes of a run in which an environment raises, returns NaN, infinity, a wrong shape or a
-            reward that is not a number, or whose worker process dies or hangs: `raise` ends it with an error that names
-            environment, episode, seed and step; `restart` (`sync` and `async` only) replaces the environment by a new
-            one, which begins with the next episode. The episode that was cut off counts as truncated, the step that
-            failed is not learned from, `rollout/env_restarts` counts. Four failures without a step in between end the
-            run.
-        imports: Modules to import before the id is looked up, in worker processes too: those that register
-            environments.
-        max_episode_steps: Truncate episodes after this many steps of the environment, in the place of the limit that it
-            is registered with.
-        action_repeat: Steps of the environment for each action: rewards are added up, and the end of an episode ends
-            the repetition (`sync` and `async` only; Atari games have `env.atari.frame_skip`).
-        learned_action_repeat: Let the policy choose for each action how often it is taken, up to this many times:
-            actions become a `Dict` of `action` and `repeat`, rewards are added up, and what follows is discounted by γ
-            for each time (`sync` and `async` only). `{"max": n, "gamma": γ}` discounts rewards within a step by γ too,
-            in training. None takes each action once.
-        reward_scale: Factor of the rewards that are learned from; evaluation has raw ones.
-        reward_clip: What bounds them after that: `abs_one` to [-1, 1], a number c to [-c, c], `soft_asymmetric` with
-            5 · tanh(r / 5), times 0.3 where r is negative.
-        frame_stack: Observations are those of this many steps, oldest first, an episode beginning with copies of its
-            first: along a new first dimension, images along their channels. None does not stack.
-        flatten_observations: Make one vector of each observation, nested or not; what is discrete becomes one-hot.
+            class paths or `{"class_path": ..., "init_args": ...}`, innermost first.
+        training_wrappers: More wrappers, for training only: wrappers that change rewards or truncate episodes.
+        atari: Options of the preprocessing of Atari games; an error for other environments.
+        step_timeout: Maximum seconds of a worker process for one step or reset (`async` only); None: 120.
+        on_failure: `raise` ends the run when an environment fails: it raises, returns NaN, infinity, a wrong shape or a
+            reward that is not a number, or its worker process dies or hangs. `restart` (`sync` and `async` only)
+            replaces the environment and begins its next episode: the interrupted episode counts as truncated, and the
+            failed step is not learned from. Four failures without a completed step in between end the run.
+        imports: Modules that register environments, imported also in worker processes.
+        max_episode_steps: Truncate episodes after this many steps of the environment; replaces the registered limit.
+        action_repeat: Number of environment steps per action, with the sum of their rewards (`sync` and `async` only;
+            Atari games have `env.atari.frame_skip`).
+        learned_action_repeat: Maximum number of repeats that the policy chooses for each action (`sync` and `async`
+            only). Actions become a `Dict` of `action` and `repeat`, rewards are summed, and γ counts once per repeat.
+            `{"max": n, "gamma": γ}` discounts also the rewards within a step, in training. None: no repeats.
+        reward_scale: Factor of training rewards.
+        reward_clip: Bounds of scaled training rewards: `abs_one` is [-1, 1], a number c is [-c, c], `soft_asymmetric`
+            is 5 · tanh(r / 5), times 0.3 for negative r.
+        frame_stack: Number of steps in an observation, oldest first, along a new first dimension or the channels of
+            images; an episode begins with copies of its first observation. None does not stack.
+        flatten_observations: Make one vector of each observation; discrete parts become one-hot.
         previous_action: Add the previous action to observations, which become a `Dict` (`observation`,
-            `previous_action`) where they are none; what is discrete is one-hot; zeros where an episode begins.
-        previous_reward: Add the previous reward, as it is learned from, in evaluation too.
-        action_mask: Where the environment says which actions are valid: `info.<key>`, `observation.<path>` or
-            `method.<name>` (without arguments); None: all are. Masks become a part of the observation, which the policy
-            draws its actions by, in training and evaluation. See the guide for their shapes.
+            `previous_action`) unless they are one; discrete actions are one-hot; zeros at the start of an episode.
+        previous_reward: Add the previous reward, scaled and clipped as in training, also in evaluation.
+        action_mask: Source of the masks of valid actions: `info.<key>`, `observation.<path>` or `method.<name>`
+            (called without arguments). Masks become part of the observation. None: all actions are valid.
     """
 
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -108,14 +101,7 @@ class EnvConfig:
     action_mask: str | None = None
 
     def check(self, backend: Backend) -> None:
-        """Raise where an option is out of range or does not go with another one.
-
-        Args:
-            backend: Of the environments.
-
-        Raises:
-            ConfigurationError: Names the option as `env.frame_stack`.
-        """
+        """Raise a `ConfigurationError` that names the option, as `env.frame_stack`, if one is invalid."""
         check_keywords("env.kwargs", self.kwargs)
         check_names("env.imports", self.imports, "a list of modules")
         self.atari.check()
@@ -124,7 +110,7 @@ class EnvConfig:
             if getattr(self, name) is not None:
                 check_positive_int(f"env.{name}", getattr(self, name))
         given = self.max_episode_steps is not None and "max_episode_steps" in self.kwargs
-        check(not given, "env.max_episode_steps", self.max_episode_steps, "None beside that in env.kwargs")
+        check(not given, "env.max_episode_steps", self.max_episode_steps, "None, since there is a limit in env.kwargs")
         for name in ("flatten_observations", "previous_action", "previous_reward"):
             check_bool(f"env.{name}", getattr(self, name))
         check_reward_options(self.reward_scale, self.reward_clip, "env.")
@@ -132,10 +118,10 @@ class EnvConfig:
             self._check_mask()
 
     def _check_backend(self, backend: Backend) -> None:
-        """Check the options that need single environments or processes."""
+        """Check the options that require single environments or worker processes."""
         if self.step_timeout is not None:
             check(backend == "async", "env.step_timeout", self.step_timeout, "None unless backend is 'async'")
-            # The system call that waits counts milliseconds in 32 bits.
+            # The system call `poll` takes milliseconds in 32 bits.
             check_number("env.step_timeout", self.step_timeout, above=0, at_most=1e6)
         known = is_one_of(self.on_failure, get_args(OnEnvFailure))
         check(known, "env.on_failure", self.on_failure, "raise or restart")
@@ -151,7 +137,7 @@ class EnvConfig:
             check(value == off or backend in ("sync", "async"), f"env.{name}", value, expected)
 
     def _check_mask(self) -> None:
-        """Check the source of masks, which are found after frames are stacked and observations are flat."""
+        """Check the source of masks; stacked or flat observations have no masks inside."""
         check_source(self.action_mask)
         if not str(self.action_mask).startswith("observation."):
             return
@@ -163,24 +149,24 @@ class EnvConfig:
 
 if TYPE_CHECKING:
     EnvOptions = EnvConfig | Mapping[str, Any]
-else:  # the command line knows the fields of the class alone
+else:  # the command line takes the fields of the class only
     EnvOptions = EnvConfig
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """Everything needed to make an environment.
+    """The complete description of the environments of a run.
 
     Args:
         env_id: Gymnasium id (`module:id` imports `module` first), or EnvPool task.
-        env: Its options.
-        backend: `sync` (in this process), `async` (a worker process each), `native` (the environment's own
-            vectorised version), `torch` (one that speaks tensors) or `envpool`.
-        evaluation: Leave the environment's own rewards and episodes alone, and `env.training_wrappers` out.
-        filmed: Put a `Camera` around each environment (`sync` only).
+        env: Options of the environments.
+        backend: `sync` (in this process), `async` (one worker process per environment), `native` (the environment's
+            own vectorized version), `torch` (a vectorized version with tensors) or `envpool`.
+        evaluation: Use raw rewards and whole episodes, without `env.training_wrappers`.
+        filmed: Add a `Camera` to each environment (`sync` only).
 
     Raises:
-        ConfigurationError: An option is out of range, does not go with another one, or names what is not trusted.
+        ConfigurationError: An option is invalid, or loaded data names a module that is not trusted.
     """
 
     env_id: str
@@ -190,50 +176,42 @@ class EnvironmentSpec:
     filmed: bool = False
 
     def __post_init__(self) -> None:
-        """Check what can be checked without making an environment."""
+        """Check all options that can be checked without making an environment."""
         choices = get_args(Backend)
         check(is_one_of(self.backend, choices), "backend", self.backend, f"one of {', '.join(choices)}")
         self.env.check(self.backend)
         applied = self.wrappers
-        if is_loading():
-            self._check_trusted(applied)
-
-    def _check_trusted(self, applied: Sequence[ClassSpec]) -> None:
-        """Check what loaded data names: environments are made later, when nobody knows where the spec came from."""
-        for name in self.env.imports:
-            check_module("env.imports", name, name)
-        if module := self.env_id.rpartition(":")[0]:
-            check_module("env_id", self.env_id, module)
-        for wrapper in applied:
-            import_class("env.wrappers", wrapper["class_path"], WRAPPERS)
+        if is_loading():  # now, since the environments are made later, outside of `loading`
+            for name in self.env.imports:
+                check_module("env.imports", name, name)
+            if module := self.env_id.rpartition(":")[0]:
+                check_module("env_id", self.env_id, module)
+            for wrapper in applied:
+                import_class("env.wrappers", wrapper["class_path"], WRAPPERS)
 
     @property
     def wrappers(self) -> list[ClassSpec]:
-        """The user's wrappers, in the order in which they are applied: those of training alone come last."""
+        """The user's wrappers, innermost first; `env.training_wrappers` are the outermost."""
         always = to_class_specs("env.wrappers", self.env.wrappers)
         return always if self.evaluation else always + self.training_wrappers
 
     @property
     def training_wrappers(self) -> list[ClassSpec]:
-        """Those of the user's wrappers that evaluation leaves out."""
+        """The user's wrappers for training only."""
         return to_class_specs("env.training_wrappers", self.env.training_wrappers)
 
     @property
     def reward_transform(self) -> RewardTransform | None:
-        """What becomes of rewards in training; None if nothing does."""
+        """The function that scales and clips training rewards; None without such options."""
         return make_reward_transform(self.env.reward_scale, self.env.reward_clip)
 
     @property
     def changes_observations(self) -> bool:
-        """Whether vector wrappers change what single environments observe."""
+        """Whether `wrap_vector` changes observations."""
         return any(getattr(self.env, name) for name in _OF_OBSERVATIONS)
 
     def wrap(self, env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-        """Apply what belongs into the process of one environment: options of rewards, and the reading of masks.
-
-        Args:
-            env: The environment, with the user's own wrappers.
-        """
+        """Apply the options of rewards, and `ReadMasks`, to one environment that has the user's wrappers."""
         if self.reward_transform is not None and not self.evaluation:
             env = wrappers.TransformReward(env, self.reward_transform)
         return env if self.env.action_mask is None else ReadMasks(env, self.env.action_mask)
@@ -241,13 +219,12 @@ class EnvironmentSpec:
     def wrap_vector(
         self, env: VectorEnv[Any, Any, Any], clips: RewardTransform | None = None
     ) -> VectorEnv[Any, Any, Any]:
-        """Apply the options of observations to the environments of any backend.
-
-        What observations say of the previous reward is the same in evaluation as in training.
+        """Apply the options of observations to environments of any backend.
 
         Args:
             env: The environments.
-            clips: What else becomes of rewards in training and not in evaluation.
+            clips: The function by which the Atari preprocessing clips training rewards. In evaluation it applies to the
+                previous reward in observations.
         """
         given = self.env
         if given.frame_stack is not None:
@@ -255,24 +232,20 @@ class EnvironmentSpec:
         if given.flatten_observations:
             env = FlatObservations(env)
         if given.previous_action or given.previous_reward:
-            # Learned repeats say themselves what clipped rewards would have earned.
+            # Learned repeats clip the rewards themselves, before they sum them.
             clips = clips if given.learned_action_repeat is None else None
             shown = (self.reward_transform or clips) if self.evaluation else None
             env = PreviousStep(env, given.previous_action, given.previous_reward, shown)
         return env if given.action_mask is None else MaskedActions(env, given.action_mask)
 
     def wrap_rewards(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """Apply the options of rewards to environments that come vectorised."""
+        """Apply the options of rewards to native environments."""
         transform = None if self.evaluation else self.reward_transform
         return env if transform is None else vector_wrappers.TransformReward(env, transform)
 
     def wrap_tensors(self, env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-        """Apply what can be applied to training environments that speak tensors: the options of rewards.
-
-        Raises:
-            ConfigurationError: Another option is set.
-        """
-        expected = "its default for environments that speak tensors, which can do it themselves"
+        """Apply the options of rewards to tensor environments; raise if an option of observations is set."""
+        expected = "its default for environments with tensors, which can do this themselves"
         for name in _OF_OBSERVATIONS:
             value = getattr(self.env, name)
             check(not value, f"env.{name}", value, expected)
@@ -283,26 +256,26 @@ class EnvironmentSpec:
         return replace(self, evaluation=True)
 
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
-        """Return the spec of the same environments one by one in this process, each with a camera.
+        """Return the spec of the same environments with cameras, in this process.
 
         Args:
-            env_kwargs: More arguments of the constructor: the size of the picture, a camera of the simulation.
+            env_kwargs: More arguments of the constructor, such as the size of the picture.
 
         Raises:
             ConfigurationError: The backend has no single environments.
         """
-        expected = "sync, async, or native where the id has single environments too; EnvPool and tensors cannot render"
+        expected = "sync, async, or native with an id that has single environments too; others cannot be rendered"
         check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
         kwargs = self.env.kwargs | (env_kwargs or {}) | {"render_mode": "rgb_array"}
-        # One that failed and was replaced would have lost the frames before.
+        # A replaced environment would lose its frames.
         env = replace(self.env, kwargs=kwargs, step_timeout=None, on_failure="raise")
         return replace(self, env=env, backend="sync", filmed=True)
 
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
-        """Return the preprocessing to apply, None where the environment is no Atari game.
+        """Return the preprocessing of an Atari game, None for other environments.
 
         Raises:
-            ConfigurationError: Options were given for an environment that is none; or frames would be stacked, actions
+            ConfigurationError: `env.atari` has options for another environment; or frames would be stacked, actions
                 repeated or rewards clipped twice.
         """
         env, atari = self.env, self.env.atari

@@ -1,11 +1,11 @@
-"""Vector environments that speak tensors: their rewards, flags and observations stay on their device."""
+"""Vector environments whose observations, rewards and flags are tensors on their own device."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +22,16 @@ from lightning_rl.validation import check
 class TensorEnvironments:
     """A vector environment of tensors whose steps mean the same in every autoreset mode.
 
-    While stepping, only whether any episode was cut off is read from the device, and in `DISABLED` mode whether any has
-    ended. That everything is finite is seen once per rollout, by `check_finite`.
+    A step copies to the host only whether any episode was truncated, and in `DISABLED` mode whether any has ended.
+    `check_finite` checks all values once per rollout.
 
     Args:
-        env: A `gymnasium.vector.VectorEnv` whose observations, rewards and flags are tensors, and which takes such. In
-            `SAME_STEP` mode `info["final_obs"]`, if it is there, has the observations `[B, ...]` before resets.
-        seed: Of its one random generator.
+        env: A `gymnasium.vector.VectorEnv` with tensors. In `SAME_STEP` mode `info["final_obs"]`, if present, has the
+            observations `[B, ...]` before resets.
+        seed: Seed of its random generator.
 
     Raises:
-        ConfigurationError: It does not say in `metadata["autoreset_mode"]` how it resets.
+        ConfigurationError: `env.metadata["autoreset_mode"]` is missing.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], seed: int) -> None:
@@ -42,27 +42,27 @@ class TensorEnvironments:
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
         self.observations: Nested = None
-        """The last ones, which are on the device of all its tensors; None before the first reset."""
+        """The last observations; None before the first reset."""
         self._resets_next: Tensor | None = None
         self._not_finite: Tensor | None = None
         self._steps = 0
         self._advance = _advance
 
     def compile(self) -> None:
-        """Compile the environment's `step`, with the checks after it, by `torch.compile`.
+        """Compile the environment's `step` and the checks after it with `torch.compile`.
 
-        Code that PyTorch cannot trace, such as random numbers from the environment's own `torch.Generator`, runs as it
-        is between compiled parts.
+        Code that PyTorch cannot trace, such as random numbers from a `torch.Generator` of the environment, runs
+        uncompiled.
         """
         if self._advance is _advance:
             rank_zero_info("compiling the step of the environments, once, about 10 s (cached for the next run)")
             self._advance = torch.compile(_advance)
 
     def reset(self) -> Nested:
-        """Begin again with the seed, and return the first observations `[B, ...]`.
+        """Reset with the seed, and return the first observations `[B, ...]`.
 
         Raises:
-            ConfigurationError: They are no tensors.
+            ConfigurationError: The observations are no tensors.
             EnvironmentFailure: The environments raised.
         """
         self._steps = 0
@@ -74,11 +74,7 @@ class TensorEnvironments:
         return self.observations
 
     def step(self, actions: Nested) -> Step:
-        """Step every environment once.
-
-        Raises:
-            EnvironmentFailure: The environments raised.
-        """
+        """Step every environment once; raises as `reset`."""
         self._steps += 1
         with self._named("step"):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(
@@ -87,9 +83,9 @@ class TensorEnvironments:
         if self.mode is AutoresetMode.NEXT_STEP:
             self._resets_next = ended
         reached = infos.get("final_obs") if self.mode is AutoresetMode.SAME_STEP else observations
-        finals = self._cut_off(cut, reached, bad) if bool(cut.any()) else []
+        finals = self._finals(cut, reached, bad) if bool(cut.any()) else []
         if self.mode is AutoresetMode.DISABLED and bool(ended.any()):
-            # The environment's reset may clear its own tensors.
+            # These may be the environment's own tensors, which its reset clears.
             rewards, terminated, truncated = rewards.clone(), terminated.clone(), truncated.clone()
             with self._named("reset"):
                 observations, _ = self.env.reset(options={"reset_mask": ended})
@@ -99,22 +95,18 @@ class TensorEnvironments:
         self._not_finite = bad if self._not_finite is None else self._not_finite | bad
         return Step(observations, rewards, terminated, truncated, valid, finals, infos)
 
-    def _cut_off(self, cut: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
-        """Return what episodes reached that were `cut` off, `[B]`, and mark in `bad`, `[B]`, what is not finite."""
+    def _finals(self, cut: Tensor, reached: Nested | None, bad: Tensor) -> list[tuple[int, Nested | None]]:
+        """Return the final observations of truncated episodes, `cut`, and mark rows that are not finite in `bad`."""
         indices = cut.nonzero().flatten()
         if reached is None:
             return [(index, None) for index in indices.tolist()]
-        rows = map_leaves(itemgetter(indices), reached)  # copies: the environments may write over theirs
+        rows = map_leaves(itemgetter(indices), reached)  # copies, since environments may overwrite their tensors
         for leaf in leaves(rows):
             bad[indices] |= _rows_not_finite(leaf)
         return [(index, map_leaves(itemgetter(k), rows)) for k, index in enumerate(indices.tolist())]
 
     def check_finite(self) -> None:
-        """Raise if an observation or reward since the last call was not finite; reads from the device.
-
-        Raises:
-            EnvironmentFailure: Names the environments.
-        """
+        """Raise an `EnvironmentFailure` if an observation or reward since the last call was not finite."""
         bad, self._not_finite = self._not_finite, None
         if bad is not None and bool(bad.any()):
             indices = bad.nonzero().flatten().tolist()
@@ -122,7 +114,7 @@ class TensorEnvironments:
             raise EnvironmentFailure(f"environment {shown} returned an observation or reward that is NaN or infinite")
 
     def info_values(self, step: Step, key: str) -> list[float]:
-        """Return every number that a real step, not a reset, reported under `info[key]`: one, or one for each."""
+        """Return the numbers under `info[key]`: one, or one for each valid row."""
         if key not in step.infos:
             return []
         numbers = torch.as_tensor(step.infos[key]).to("cpu", torch.float64)
@@ -135,7 +127,7 @@ class TensorEnvironments:
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return where the environments are, if they can tell: `state_dict()` of the environment itself."""
+        """Return the environment's own `state_dict()` and the observations; None if the environment has none."""
         own: Any = self.env.unwrapped
         if self.env is not own or not hasattr(own, "state_dict") or not hasattr(own, "load_state_dict"):
             return None
@@ -145,7 +137,7 @@ class TensorEnvironments:
         return {"kind": "tensors", "environments": own.state_dict(), **kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Nested] | None:
-        """Go to where the environments were; see `EnvironmentBatch.load_state_dict`: all of them, or None."""
+        """Restore all environments; returns None if this is impossible, see `EnvironmentBatch.load_state_dict`."""
         own: Any = self.env.unwrapped
         if state["kind"] != "tensors" or self.env is not own or not hasattr(own, "load_state_dict"):
             return None
@@ -163,11 +155,11 @@ class TensorEnvironments:
             try:
                 self.env.close()
             finally:
-                self.env.closed = True  # or Gymnasium would try again when it is collected
+                self.env.closed = True  # or the destructor of the environment would close it again
 
     @contextlib.contextmanager
     def _named(self, where: str) -> Iterator[None]:
-        """Raise an error that names the place, whatever the environments raise."""
+        """Raise failures of the environments with step and seed."""
         try:
             yield
         except BaseException as error:
@@ -178,44 +170,19 @@ class TensorEnvironments:
 
 
 def _check_tensors(env: VectorEnv[Any, Any, Any], observations: Nested) -> None:
-    """Raise unless an environment's first observations are tensors.
-
-    Raises:
-        ConfigurationError: They are none.
-    """
+    """Raise a `ConfigurationError` unless the first observations of an environment are tensors."""
     first = first_leaf(observations)
     expected = f"'native', since {env} returns {type(first).__name__}, no tensors"
     check(isinstance(first, Tensor), "backend", "torch", expected)
 
 
-class _Advance(NamedTuple):
-    """One step of all environments; every tensor `[B, ...]`.
+def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> tuple[Any, ...]:
+    """Step all environments, and reset those in the mask `resets`.
 
-    Attributes:
-        observations: Observations that `env.step` returned.
-        rewards: Rewards; 0 where the step was a reset.
-        terminated: Whether the step ended its episode in a terminal state.
-        truncated: Whether the step cut its episode off.
-        infos: Additional values of the environments.
-        valid: False where the step was a reset; None if no step was.
-        ended: Whether the episode ended.
-        cut: Whether the episode was truncated without being terminated.
-        bad: Whether the reward or the observation is NaN or infinite.
+    Returns:
+        The values of `env.step`, with rewards of 0 where the step was a reset; `valid`, False there; whether the
+        episode ended; whether it was truncated only; and whether a reward or observation is NaN or infinite.
     """
-
-    observations: Nested
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    infos: dict[str, Any]
-    valid: Tensor | None
-    ended: Tensor
-    cut: Tensor
-    bad: Tensor
-
-
-def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | None) -> _Advance:
-    """Step all environments; `resets`, `[B]`, is where the step is a reset."""
     observations, rewards, terminated, truncated, infos = env.step(actions)
     terminated, truncated = terminated.bool(), truncated.bool()
     valid = None if resets is None else ~resets
@@ -225,7 +192,7 @@ def _advance(env: VectorEnv[Any, Any, Any], actions: Nested, resets: Tensor | No
     for leaf in leaves(observations):
         bad = bad | _rows_not_finite(leaf)
     ended, cut = terminated | truncated, truncated & ~terminated
-    return _Advance(observations, rewards, terminated, truncated, infos, valid, ended, cut, bad)
+    return observations, rewards, terminated, truncated, infos, valid, ended, cut, bad
 
 
 def _rows_not_finite(x: Tensor) -> Tensor | bool:
@@ -235,15 +202,15 @@ def _rows_not_finite(x: Tensor) -> Tensor | bool:
 
 # No type arguments: VectorWrapper takes none before Gymnasium 1.4.
 class AsArrays(VectorWrapper):
-    """A vector environment of tensors seen as one of arrays, for evaluation, where every step is looked at.
+    """Converts the tensors of a vector environment to arrays, for evaluation.
 
-    Where the environments do not tell what an episode reached, that is the observation before its last step.
+    In `SAME_STEP` mode without `info["final_obs"]`, the observation before the last step counts as the final one.
     """
 
     _observations: Nested
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Reset; a mask in `options` becomes a tensor."""
+        """Reset; a mask in `options` is converted to a tensor."""
         if options and "reset_mask" in options:
             options = {**options, "reset_mask": self._to_tensor(np.asarray(options["reset_mask"]))}
         self._observations, infos = self.env.reset(seed=seed, options=options)
@@ -251,11 +218,11 @@ class AsArrays(VectorWrapper):
         return map_leaves(to_array, self._observations), infos
 
     def step(self, actions: Any) -> Any:  # noqa: ANN401
-        """Step with arrays, nested as the action space is."""
+        """Step with actions in arrays, nested as the action space."""
         before = self._observations
         same_step = autoreset_mode(self.env) is AutoresetMode.SAME_STEP
         if same_step:
-            before = map_leaves(to_array, map_leaves(torch.clone, before))  # the environments may write over theirs
+            before = map_leaves(to_array, map_leaves(torch.clone, before))  # may be overwritten
         observations, rewards, terminated, truncated, infos = self.env.step(map_leaves(self._to_tensor, actions))
         self._observations = observations
         if same_step:
@@ -264,7 +231,6 @@ class AsArrays(VectorWrapper):
         return map_leaves(to_array, observations), *flags, infos
 
     def _to_tensor(self, x: np.ndarray[Any, Any]) -> Tensor:
-        """Return a tensor on the device of the environments."""
         return torch.from_numpy(x).to(first_leaf(self._observations).device)
 
 

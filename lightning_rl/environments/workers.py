@@ -80,14 +80,13 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
     `SAME_STEP` mode.
 
     Args:
-        factories: One per environment.
+        factories: Make the environments, one per worker.
         autoreset_mode: When the workers reset their environments.
         timeout: Maximum seconds to make an environment, and for each step, reset or call.
         described: The spaces of each environment; this process makes no environment.
         replaces_workers: Whether a new process replaces a worker that died or hung.
 
     Attributes:
-        processes: The worker processes.
         pipes: The parent's ends of the pipes to the workers.
         tracker: Tracks the episode and step of every environment, also of lost workers.
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,

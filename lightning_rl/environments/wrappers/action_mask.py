@@ -1,8 +1,8 @@
-"""Action masks in observations."""
+"""Adds the masks of valid actions to observations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -27,36 +27,32 @@ from lightning_rl.nested import (
 from lightning_rl.validation import ConfigurationError, check
 
 MASK, OBSERVATION = "action_mask", "observation"
-"""Where masks, and observations that are no `Dict`, are in the observations that have masks beside them."""
+"""Keys of the masks, and of observations that are no `Dict`, in the new observations."""
 MASKS = "lightning_rl/masks"
-"""Key of the `info` of an environment with `ReadMasks`: its masks; and of its metadata: their space."""
+"""Key of the masks in the `info` of an environment with `ReadMasks`, and of their space in its metadata."""
 
 
 def check_source(source: object) -> None:
-    """Raise unless `source` says where masks come from.
-
-    Raises:
-        ConfigurationError: It is of another form.
-    """
+    """Raise a `ConfigurationError` unless `source` is `info.<key>`, `observation.<path>` or `method.<name>`."""
     kind, _, name = source.partition(".") if isinstance(source, str) else ("", "", "")
     expected = "'info.<key>', 'observation.<path>', 'method.<name>' or None"
     check(kind in ("info", "observation", "method") and bool(name), "env.action_mask", source, expected)
 
 
 class MaskSource:
-    """Where masks come from, and the spaces that follow from it.
+    """The source of masks, and the spaces of masks and observations.
 
     Args:
         source: `info.<key>`, `observation.<path>` or `method.<name>`.
-        observation_space: Of one environment, as it is.
-        action_space: Of one environment.
+        observation_space: Observation space of one environment without masks.
+        action_space: Action space of one environment.
 
     Attributes:
         kind: The first part of `source`.
         name: The second part.
-        mask_space: Of the masks.
-        space: Of observations with masks.
-        layout: What masks say of each component.
+        mask_space: Space of the masks.
+        space: Space of the observations with masks.
+        layout: Assigns the masks to the components of actions.
     """
 
     def __init__(self, source: str, observation_space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
@@ -69,35 +65,51 @@ class MaskSource:
         self.space = observation_space
         self._is_dict = isinstance(observation_space, spaces.Dict)
         if self.kind == "observation":
-            self._retype()
+            self._find_in_observations()
         elif self._is_dict:
             expected = f"'observation.{MASK}', since observations have a part of that name already"
             taken = MASK in observation_space.spaces  # type: ignore[attr-defined]
             check(not taken, "env.action_mask", source, expected)
 
-    def learn(self, masks: Any) -> None:  # noqa: ANN401 - whatever an environment gives
-        """Take the space of masks from those of a first step.
+    def learn(self, env: Any, find: Callable[[dict[str, Any]], Any]) -> None:  # noqa: ANN401 - single or vectorized
+        """Reset an environment once, and set the space of masks from the masks that `find` returns for its `info`.
 
         Raises:
-            ConfigurationError: They do not fit the action space.
+            EnvironmentFailure: The reset failed.
+            ConfigurationError: There are no masks, or they do not fit the action space.
         """
+        try:
+            info = env.reset()[1]
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise EnvironmentFailure(
+                f"an environment raised in the reset that shows its action masks: {summary(error)}"
+            ) from error
+        try:
+            masks = find(info)
+        except (LookupError, AttributeError) as error:
+            known = ", ".join(info) or "nothing"
+            raise ConfigurationError(
+                f"env.action_mask={self.source!r} is not valid: {summary(error)}; the info of a reset has {known}"
+            ) from error
         self.take_space(self._space_of(self.by_name(masks)))
 
     def take_space(self, mask_space: spaces.Space[Any]) -> None:
-        """Take the space of masks that are put beside observations."""
+        """Set the space of masks, and add the masks to the observation space."""
         self._set_space(mask_space)
         beside = dict(self.space.spaces) if isinstance(self.space, spaces.Dict) else {OBSERVATION: self.space}
         self.space = spaces.Dict({**beside, MASK: self.mask_space})
 
     def by_name(self, masks: Any, leading: int = 0, path: str = "") -> Any:  # noqa: ANN401
-        """Return what an environment gives as dicts, without what is None; entries of tuples are called by their place.
+        """Return masks as dicts without entries that are None; the keys for entries of tuples are their indices.
 
-        Masks of all components of a leaf, none of which depends on another, become one.
+        Masks of all components of a leaf are concatenated unless one depends on another component.
 
         Args:
             masks: Arrays, lists, and dicts and tuples of these.
-            leading: Number of dimensions before those of a mask; names with an underscore are then Gymnasium's own.
-            path: Where they are.
+            leading: Number of batch dimensions. With batches, names with an underscore are Gymnasium's own.
+            path: Path of these masks.
         """
         if isinstance(masks, tuple) and any(np.ndim(entry) or entry is None for entry in masks):
             masks = {str(place): entry for place, entry in enumerate(masks)}
@@ -114,10 +126,10 @@ class MaskSource:
         return parts
 
     def read(self, masks: Nested) -> Nested:
-        """Return masks as arrays `[..., *shape]`, nested as their space is.
+        """Return masks as arrays `[..., *shape]`, nested as their space.
 
         Raises:
-            ValueError: A mask has another shape, or an entry is neither 0 nor 1, as of masks that are added to logits.
+            ValueError: A mask has another shape, or an entry is neither 0 nor 1.
         """
         return map_leaves(self._to_bits, self._paths, masks)
 
@@ -133,20 +145,20 @@ class MaskSource:
         return bits
 
     def everything(self, *leading: int) -> Nested:
-        """Return masks `[*leading, *shape]` that allow everything."""
+        """Return masks `[*leading, *shape]` that allow every choice."""
         return map_space(lambda leaf: np.ones((*leading, *(leaf.shape or ())), np.int8), self.mask_space)
 
     def observed(self, observation: Nested) -> tuple[Nested, Nested]:
-        """Return the masks that are in an observation, and the observation with them as numbers of their type."""
+        """Return the masks in an observation, and the observation with these masks as integers."""
         masks = self.read(part_at(observation, self.name))
-        return masks, _put(observation, self.name, masks)
+        return masks, _replaced(observation, self.name, masks)
 
     def beside(self, observation: Nested, masks: Nested) -> Nested:
-        """Return an observation with masks put beside it."""
+        """Return an observation with masks added."""
         return {**observation, MASK: masks} if self._is_dict else {OBSERVATION: observation, MASK: masks}
 
     def complaint(self, component: str) -> str:
-        """Say that masks allow nothing to a component."""
+        """Return the message for a component of the action that has no valid choice."""
         what = f"component {component!r} of the action" if component else "the action"
         return f"the action mask ({self.source}) allows nothing to {what}: expected at least one choice"
 
@@ -156,8 +168,8 @@ class MaskSource:
         self._paths = nested_paths(mask_space)
         self._shapes = {path: leaf.shape or () for path, leaf in space_leaves(mask_space).items()}
 
-    def _retype(self) -> None:
-        """Find masks among what is observed, and make their spaces known as such."""
+    def _find_in_observations(self) -> None:
+        """Replace the spaces of observed masks by `ActionMask`."""
         try:
             found = part_at(self.space, self.name)
         except (LookupError, TypeError, ValueError):
@@ -181,66 +193,61 @@ class MaskSource:
         return spaces.Dict({key: self._space_of(part, join(path, key)) for key, part in masks.items()})
 
     def _leaf(self, path: str, shape: tuple[int, ...]) -> ActionMask:
-        """Return the space of the masks of a part; with two dimensions a component depends on the one before it."""
+        """Return the space of a mask; with two dimensions it depends on the previous component."""
         check(bool(shape) and all(shape), f"{MASK}.{path}".rstrip("."), shape, "an array with an entry for each choice")
         place = self._components.index(path) if path in self._components else 0
         return ActionMask(shape, self._components[place - 1] if place and len(shape) == 2 else None)
 
 
-def _put(observation: Nested, path: str, part: Nested) -> Nested:
+def _replaced(observation: Nested, path: str, part: Nested) -> Nested:
     """Return nested dicts with another part at `path`."""
     key, _, rest = path.partition(".")
-    return {**observation, key: _put(observation[key], rest, part) if rest else part}
+    return {**observation, key: _replaced(observation[key], rest, part) if rest else part}
 
 
-def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array of one object, or None, for each environment
+def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array with one object, or None, per environment
     like = np.asarray(next(row for row in rows if row is not None))
     return np.stack([np.ones_like(like) if row is None else np.asarray(row) for row in rows])
 
 
 class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Reads the masks of one environment in its process, checks them, and puts them into its `info`.
+    """Reads and checks the masks of one environment in its process, and puts them into its `info`.
 
     Args:
-        env: The environment; it is reset once, to see its masks.
-        source: `info.<key>`, `observation.<path>` or `method.<name>`; observed masks stay where they are.
+        env: The environment; it is reset once to read the first masks.
+        source: `info.<key>`, `observation.<path>` or `method.<name>`; observed masks are not put into `info`.
 
     Raises:
-        ConfigurationError: No masks are found, or such as do not fit the action space.
-        ValueError: In `reset` and `step`: a mask allows nothing, and the episode goes on.
+        ConfigurationError: See `MaskSource.learn`.
+        ValueError: In `reset` and `step`: a mask allows nothing although the episode continues.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], source: str) -> None:
         super().__init__(env)
         self._source = MaskSource(source, env.observation_space, env.action_space)
         self.masks: Nested = None
-        """Those of the present observation."""
+        """The masks of the current observation."""
         if self._source.kind != "observation":
-            info = first_info(env)
-            try:
-                masks = self._find(info)
-            except (LookupError, AttributeError) as error:
-                raise not_found(source, error, info) from error
-            self._source.learn(masks)
+            self._source.learn(env, self._find)
             self.metadata = {**env.metadata, MASKS: self._source.mask_space}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset."""
+        """Reset, and read the masks."""
         observation, info = self.env.reset(seed=seed, options=options)
         return observation, self._with_masks(observation, info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Step."""
+        """Step, and read the masks unless the episode has ended: environments may return none then."""
         observation, reward, terminated, truncated, info = self.env.step(action)
-        if not (terminated or truncated):  # nothing is done there, and an environment need not say what could be
+        if not (terminated or truncated):
             info = self._with_masks(observation, info)
         return observation, reward, terminated, truncated, info
 
     def last_masks(self) -> Nested:
-        """Return the masks of the present observation."""
+        """Return the masks of the current observation."""
         return self.masks
 
-    def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
+    def _find(self, info: dict[str, Any]) -> Any:  # noqa: ANN401
         name = self._source.name
         return info[name] if self._source.kind == "info" else self.env.get_wrapper_attr(name)()
 
@@ -255,40 +262,17 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
         return info if is_observed else {**info, MASKS: self.masks}
 
 
-def first_info(env: Any) -> dict[str, Any]:  # noqa: ANN401 - of either kind
-    """Return the `info` of a reset, before anything counts.
-
-    Raises:
-        EnvironmentFailure: The environment raised.
-    """
-    try:
-        return env.reset()[1]  # type: ignore[no-any-return]
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        what = summary(error)
-        raise EnvironmentFailure(f"an environment raised in the reset that shows its action masks: {what}") from error
-
-
-def not_found(source: str, error: Exception, info: Mapping[str, Any]) -> ConfigurationError:
-    """Return the error for an environment that does not say its masks."""
-    known = ", ".join(info) or "nothing"
-    return ConfigurationError(
-        f"env.action_mask={source!r} is not valid: {type(error).__name__}: {error}; the info of a reset has {known}"
-    )
-
-
 class MaskedActions(VectorHistory):
-    """Observations with the masks that environments say in `info`, by a method, or in the observation already.
+    """Adds masks from `info`, from a method or from observations to the observations.
 
     Args:
-        env: A vector environment, or EnvPool's; unless `ReadMasks` is around each of its environments, it is reset
-            once, to see its masks: arrays `[B, ...]`, or one object for each.
+        env: A vector environment. Unless its environments have `ReadMasks`, it is reset once to read the first masks:
+            arrays `[B, ...]`, or an array of objects.
         source: `info.<key>`, `observation.<path>` or `method.<name>`.
 
     Raises:
-        ConfigurationError: No masks are found, or such as do not fit the action space.
-        WorkerFailure: In `reset` and `step`: a mask allows nothing, and the episode goes on.
+        ConfigurationError: See `MaskSource.learn`.
+        WorkerFailure: In `reset` and `step`: a mask allows nothing although the episode continues.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], source: str) -> None:
@@ -297,12 +281,8 @@ class MaskedActions(VectorHistory):
         if self._are_read:
             self._source.take_space(env.metadata[MASKS])
         elif self._source.kind != "observation":
-            infos = first_info(env)
-            try:
-                masks = infos[self._source.name] if self._source.kind == "info" else getattr(env, self._source.name)()
-            except (LookupError, AttributeError) as error:
-                raise not_found(source, error, infos) from error
-            self._source.learn(_first(masks))
+            name, in_info = self._source.name, self._source.kind == "info"
+            self._source.learn(env, lambda infos: _first(infos[name] if in_info else getattr(env, name)()))
         super().__init__(env, self._source.space)
         self.memory = self._source.everything(self.num_envs)
 
@@ -313,7 +293,7 @@ class MaskedActions(VectorHistory):
     def advance(
         self, observations: Nested, actions: Nested, rewards: Array, ended: Array, infos: dict[str, Any]
     ) -> None:
-        """Read the masks of the observations; where an episode is over, nothing is done and everything is allowed."""
+        """Read the masks; masks of final observations allow every choice."""
 
         def allow(masks: Array) -> None:
             masks[ended] = 1
@@ -325,11 +305,11 @@ class MaskedActions(VectorHistory):
         """Return the observations with their masks."""
         if self._source.kind == "observation":
             return self._source.observed(observations)[1]
-        # A copy: what is shown may be kept as what an episode reached.
+        # A copy, since final observations are kept.
         return self._source.beside(observations, map_leaves(np.copy, self.memory))
 
     def _take(self, which: Array, observations: Nested, infos: dict[str, Any]) -> None:
-        """Read the masks of some environments, a mask `[B]`."""
+        """Read the masks of the environments in the mask `which`, `[B]`."""
         source = self._source
         if not which.any():
             return
@@ -343,12 +323,12 @@ class MaskedActions(VectorHistory):
 
         map_leaves(put, self.memory, masks)
         if (found := source.layout.nothing_allowed(self.memory)) is not None:
-            raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot go on: {source.complaint(found[0])}")
+            raise WorkerFailure(np.flatnonzero(found[1]).tolist(), f"cannot continue: {source.complaint(found[0])}")
 
-    def _find(self, which: Array, infos: dict[str, Any]) -> Any:  # noqa: ANN401 - whatever an environment gives
+    def _find(self, which: Array, infos: dict[str, Any]) -> Any:  # noqa: ANN401
         source = self._source
-        if self._are_read and MASKS not in infos:  # episodes that were begun when a run was resumed
-            everything = source.everything()  # of a worker that is lost
+        if self._are_read and MASKS not in infos:  # a resumed run has begun new episodes
+            everything = source.everything()  # for lost workers
             pool: Any = self.env.unwrapped
             return map_stacked(np.stack, [everything if x is None else x for x in pool.call("last_masks")])
         name = MASKS if self._are_read else source.name
@@ -356,7 +336,7 @@ class MaskedActions(VectorHistory):
             return getattr(self.env, name)()
         if (present := infos.get(f"_{name}")) is not None:
             for index in np.flatnonzero(which & ~present).tolist():
-                raise WorkerFailure([index], f"returned no info {name!r}, where its action mask should be")
+                raise WorkerFailure([index], f"returned no info {name!r}: expected its action mask")
         return infos[name]
 
     def _read(self, masks: Any) -> Nested:  # noqa: ANN401
@@ -367,8 +347,8 @@ class MaskedActions(VectorHistory):
         return map_stacked(np.stack, rows)
 
 
-def _first(masks: Any) -> Any:  # noqa: ANN401 - whatever a vector environment gives
-    """Return those of the first environment; Gymnasium marks with an underscore who said something."""
+def _first(masks: Any) -> Any:  # noqa: ANN401
+    """Return the masks of the first environment; keys with an underscore are Gymnasium's own."""
     if isinstance(masks, dict):
         return {key: _first(part) for key, part in masks.items() if not str(key).startswith("_")}
     return masks[0]

@@ -1,8 +1,7 @@
-"""Actions that are held for some steps of an environment."""
+"""Wrappers that repeat actions, a fixed number of times or as often as the policy chooses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
@@ -15,46 +14,37 @@ from lightning_rl.validation import check, check_number, check_positive_int, is_
 
 Array = np.ndarray[Any, Any]
 REPEATED = "lightning_rl/repeated"
-"""Key of the `info` of a step that repeated its action. The value is written and read in this file alone: a dict of
-`frames`, the steps of the environment; if the policy chose the number, `repeats`, the times the action was taken, which
-is how often γ counts; and in evaluation `earned`, the reward that the step would have had in training."""
+"""Key of the `info` of a step that repeated its action, used only in this file. The value is a dict: `frames`, the
+number of environment steps; `repeats`, how often the action was taken, if the policy chose this; and in evaluation
+`earned`, the reward that training would have given."""
 
 
 class ActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Repeat each action, and give the sum of the rewards and the last observation.
-
-    The end of an episode ends the repetition; `info` is that of the last step, and says how many there were.
-
-    Args:
-        env: The environment.
-        times: How often an action is taken.
-    """
+    """Takes each action `times` times, or until the episode ends; returns the sum of rewards, and the last values."""
 
     def __init__(self, env: gymnasium.Env[Any, Any], times: int) -> None:
         super().__init__(env)
-        check_positive_int("env.action_repeat", times)
         self.times = times
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Take the action until it was repeated or the episode is over."""
+        """Take the action repeatedly."""
         (observation, rewards, *ends), infos = _repeat(self.env, action, self.times)
         return observation, sum(rewards), *ends, infos[-1] | {REPEATED: {"frames": len(infos)}}
 
 
 class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Let the policy choose how often each action is taken: its actions are `{"action": ..., "repeat": 1 to max}`.
+    """Takes each action as often as the policy chooses: actions are `{"action": ..., "repeat": 1 to max_repeats}`.
 
-    A step gives the sum of the rewards, each discounted by its place, and the last observation. The end of an episode,
-    and in evaluation that of a life, which was one in training, ends the repetition; `info` is that of the last step,
-    and says how many there were.
+    A step returns the discounted sum of rewards and the last observation and `info`. The end of an episode ends the
+    repetition; so does a lost life in evaluation, since lives are episodes in training.
 
     Args:
         env: The environment.
-        max_repeats: How often an action may be taken.
-        gamma: Discount factor within a step; 1 adds raw rewards up.
-        frames_per_step: Steps of the simulation in a step of `env`, where its `info` does not say how many.
-        evaluation: Add raw rewards up, and say in `info` what they would have earned in training.
-        clips: What becomes of the rewards of `env` in training and not in evaluation.
+        max_repeats: Maximum number of repeats.
+        gamma: Discount factor within a step.
+        frames_per_step: Simulation steps per step of `env`, unless its `info` has the number.
+        evaluation: Return the undiscounted sum of rewards, and put the training reward into `info`.
+        clips: Function that is applied to the rewards of `env` in training but not in evaluation.
     """
 
     def __init__(
@@ -75,50 +65,39 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.action_space = spaces.Dict({"action": env.action_space, "repeat": repeat})
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
-        """Take the action as often as it says, or until the episode is over."""
+        """Take the action repeatedly."""
         (observation, rewards, *ends), infos = _repeat(self.env, action["action"], int(action["repeat"]))
         clipped = rewards if self._clips is None else [float(self._clips(reward)) for reward in rewards]
         earned = sum(self.gamma**place * reward for place, reward in enumerate(clipped))
         frames = sum(info[REPEATED]["frames"] if REPEATED in info else self.frames_per_step for info in infos)
-        told = {"frames": frames, "repeats": len(infos)} | ({"earned": earned} if self.evaluation else {})
-        return observation, sum(rewards) if self.evaluation else earned, *ends, infos[-1] | {REPEATED: told}
+        counts = {"frames": frames, "repeats": len(infos)} | ({"earned": earned} if self.evaluation else {})
+        return observation, sum(rewards) if self.evaluation else earned, *ends, infos[-1] | {REPEATED: counts}
 
 
-@dataclass(frozen=True)
-class RepeatCounter:
-    """Reads how often the steps of a batch of environments took their actions.
+def read_repeats(frames_per_step: int, learned: bool, infos: dict[str, Any], valid: Array) -> tuple[int, Array | None]:
+    """Return the number of simulation steps in one step of a batch, and the repeats of each environment.
 
     Args:
-        frames_per_step: Steps of the simulation in a step, where `info` does not say how many.
-        learned: Whether the policy chooses how often its actions are taken.
+        frames_per_step: Simulation steps per step, unless `info` has the number.
+        learned: Whether the policy chooses the number of repeats.
+        infos: Vector `info` of the step.
+        valid: Environments that took an action, `[B]`.
+
+    Returns:
+        The number of simulation steps in valid rows; and the repeats `[B]`, None unless the policy chooses them.
     """
-
-    frames_per_step: int
-    learned: bool
-
-    def read(self, infos: dict[str, Any], real: Array) -> tuple[int, Array | None]:
-        """Return the steps of the simulation, and how often each environment took its action.
-
-        Args:
-            infos: Of one step of the batch, as Gymnasium joins them.
-            real: Environments that took a step, `[B]`.
-
-        Returns:
-            The sum over all environments; and integers `[B]`, 1 where no action was taken, None unless the policy
-            chooses them.
-        """
-        frames = _read(infos, "frames", np.full(len(real), self.frames_per_step))
-        repeats = _read(infos, "repeats", np.ones(len(real), np.int64)) if self.learned else None
-        return int(frames.sum(where=real)), repeats
+    frames = _read(infos, "frames", np.full(len(valid), frames_per_step))
+    repeats = _read(infos, "repeats", np.ones(len(valid), np.int64)) if learned else None
+    return int(frames.sum(where=valid)), repeats
 
 
 def as_earned_in_training(infos: dict[str, Any], rewards: Array) -> Array:
-    """Return the rewards `[B]` that steps of evaluation would have had in training with their repeated actions."""
+    """Return the rewards `[B]` that evaluation steps with repeated actions would have had in training."""
     return _read(infos, "earned", rewards)
 
 
 def _read(infos: dict[str, Any], name: str, default: Array) -> Array:
-    """Return numbers that wrappers wrote under a name, `[B]`; the default for environments without one."""
+    """Return an entry of `REPEATED`, `[B]`; the default for environments without it."""
     for part in (infos, infos.get("final_info", {})):
         written = part.get(REPEATED, {})
         if name in written:
@@ -131,7 +110,7 @@ def _repeat(
     action: Any,  # noqa: ANN401
     times: int,
 ) -> tuple[tuple[Any, list[float], bool, bool], list[dict[str, Any]]]:
-    """Take an action until it was repeated or the episode is over; return what that gives, and every `info`."""
+    """Take an action repeatedly; return observation, rewards, terminated and truncated, and every `info`."""
     rewards: list[float] = []
     infos: list[dict[str, Any]] = []
     over = False
@@ -144,16 +123,16 @@ def _repeat(
 
 
 def learned_repeat(option: int | dict[str, float] | None) -> tuple[int, float] | None:
-    """Return the most repeats, and the discount factor within a step, of the option `env.learned_action_repeat`.
+    """Return the maximum of repeats and the discount factor within a step of `env.learned_action_repeat`.
 
     Raises:
-        ConfigurationError: It is neither a number above 1 nor a dict with `max` and, if needed, `gamma`.
+        ConfigurationError: The option is neither an integer above 1 nor a dict with `max` and possibly `gamma`.
     """
     if option is None:
         return None
     name, given = "env.learned_action_repeat", option if isinstance(option, dict) else {"max": option}
     fits = "max" in given and {*given} <= {"max", "gamma"} and is_int(given["max"]) and given["max"] > 1
-    check(fits, name, option, "an integer above 1, or a dict with that as max and a gamma")
+    check(fits, name, option, "an integer above 1, or a dict with such an integer as max and a gamma")
     check_positive_int(f"{name}: max", given["max"])
     gamma = given.get("gamma", 1.0)
     check_number(f"{name}: gamma", gamma, above=0, at_most=1)

@@ -56,7 +56,7 @@ class VectorHistory(VectorWrapper, ABC):
         """Return observations `[B, ...]` with their history."""
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401
-        """Begin episodes in all environments, or in those of `options["reset_mask"]`."""
+        """Begin episodes in all environments, or in the environments of `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask")  # before environments remove it
         observations, infos = self.env.reset(seed=seed, options=options)
         which = np.ones(self.num_envs, bool) if mask is None else np.asarray(mask, bool)
@@ -65,7 +65,7 @@ class VectorHistory(VectorWrapper, ABC):
         return self.show(observations), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # noqa: ANN401
-        """Step, and return each observation with the history of its own episode."""
+        """Step, and return each observation with the history of its episode."""
         observations, rewards, terminated, truncated, infos = self.env.step(actions)
         ended = terminated | truncated
         begins = self._resets_next

@@ -1,4 +1,4 @@
-"""Wrappers that change what an environment reveals: hidden entries, terminations as truncations."""
+"""Wrappers that hide entries of observations, or report terminations as truncations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_rl.validation import check, is_int
 
 
 class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
-    """Show some entries of a vector, and hide the others.
+    """Shows some entries of a vector, and hides the others.
 
     Args:
-        env: Observes a `Box` of one dimension.
-        indices: Of the entries that are shown: `[0, 2]` leaves position and angle of CartPole, without velocities.
+        env: An environment whose observations are a `Box` with one dimension.
+        indices: Indices of the visible entries: `[0, 2]` shows position and angle of CartPole without velocities.
 
     Raises:
-        ConfigurationError: Observations are no vectors, or an entry is none of theirs.
+        ConfigurationError: Observations are no vectors, or have no such entry.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any], indices: Sequence[int]) -> None:
@@ -36,18 +36,19 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
         self.observation_space = spaces.Box(low, high, dtype=space.dtype)
 
     def observation(self, observation: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the entries that are shown."""
-        shown: np.ndarray[Any, Any] = observation[self._indices]
-        return shown
+        """Return the visible entries."""
+        visible: np.ndarray[Any, Any] = observation[self._indices]
+        return visible
 
 
 class TerminationAsTruncation(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Report the end of an episode as a cut, so that values bootstrap from where it led to (DI-engine's `ignore_done`).
+    """Reports terminations as truncations, so that values bootstrap from the final observation.
 
-    For environments that terminate where only time is up, such as old versions of Pendulum or HalfCheetah.
+    For environments that terminate at a time limit, such as old versions of Pendulum or HalfCheetah; DI-engine calls
+    this `ignore_done`.
     """
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401 - the environment's
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:  # noqa: ANN401
         """Take a step that never terminates."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, False, terminated or truncated, info

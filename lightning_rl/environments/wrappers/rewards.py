@@ -1,4 +1,4 @@
-"""What the learner gets in the place of an environment's rewards."""
+"""Scaled and clipped rewards for training."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ from lightning_rl.validation import check, check_number
 
 RewardClip = Literal["abs_one", "soft_asymmetric"] | float
 RewardTransform = Callable[[Any], Any]
-"""From rewards, one or `[B]`, to what is learned from."""
+"""A function of one reward, or of rewards `[B]`."""
 _NAMED = get_args(get_args(RewardClip)[0])
 
 
 def check_reward_options(scale: float, clip: RewardClip | None, prefix: str = "") -> None:
-    """Raise unless both options can be applied.
-
-    Args:
-        scale: Factor of rewards.
-        clip: Bounds of rewards after that.
-        prefix: Of the options' names: `env.`.
-
-    Raises:
-        ConfigurationError: The factor is not positive, or the bound is neither that nor a name.
-    """
+    """Raise a `ConfigurationError` unless both options are valid; `prefix` precedes their names: `env.`."""
     check_number(f"{prefix}reward_scale", scale, above=0)
     if isinstance(clip, str):
         check(clip in _NAMED, f"{prefix}reward_clip", clip, f"{', '.join(_NAMED)}, a positive number or None")
@@ -37,11 +28,9 @@ def check_reward_options(scale: float, clip: RewardClip | None, prefix: str = ""
 
 
 def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) -> RewardTransform | None:
-    """Return what multiplies rewards by `scale` and then bounds them; None if that leaves them as they are.
+    """Return a function that multiplies rewards by `scale` and then clips them; None if both have no effect.
 
-    * `abs_one`: to [-1, 1].
-    * `soft_asymmetric`: 5 · tanh(r / 5), and 0.3 times that where r is negative: losses count for less than gains.
-    * a number c: to [-c, c].
+    `abs_one` clips to [-1, 1], a number c to [-c, c]. `soft_asymmetric` is 5 · tanh(r / 5), times 0.3 for negative r.
     """
     if scale == 1 and clip is None:
         return None
@@ -50,7 +39,7 @@ def make_reward_transform(scale: float = 1.0, clip: RewardClip | None = None) ->
 
 def _transform(scale: float, clip: RewardClip | None, rewards: Any) -> Any:  # noqa: ANN401
     bound = 1.0 if clip == "abs_one" else clip
-    if type(rewards) is float and not isinstance(bound, str):  # at each step, where NumPy takes ten times as long
+    if type(rewards) is float and not isinstance(bound, str):  # in every step, where NumPy takes ten times as long
         return rewards * scale if bound is None else float(min(max(rewards * scale, -bound), bound))
     is_tensor = isinstance(rewards, Tensor)
     library: Any = torch if is_tensor else np

@@ -177,7 +177,7 @@ def test_the_component_to_which_nothing_is_allowed_is_named(name, part):
 @pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
 def test_masks_are_zeros_and_ones(mask):
     source = MaskSource("info.action_mask", spaces.Box(-1, 1), spaces.Discrete(2))
-    source.learn(np.array([True, False]))
+    source.take_space(ActionMask(2))
     np.testing.assert_array_equal(source.read(np.array([1.0, 0.0])), [1, 0])
     with pytest.raises(ValueError, match=r"^action mask \(info.action_mask\) has the entry .*: expected 1 for valid"):
         source.read(np.array(mask))
