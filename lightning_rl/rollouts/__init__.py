@@ -1,1 +1,1 @@
-"""What algorithms learn from: rollouts, batches, sequences, episodes and replay memories."""
+"""Training data: rollouts, batches, sequences, episodes and replay memories."""

@@ -1,4 +1,4 @@
-"""Rows of a rollout that a loss is computed from."""
+"""`Batch`: rows of a rollout for a loss."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lightning_rl.nested import Nested, first_leaf, leaves, map_leaves
 from lightning_rl.rollouts.sequences import Sequences
 from lightning_rl.validation import ConfigurationError
 
-# Of which no second copy is made: bytes of the rows of a rollout.
+# Rows of more bytes are not copied as a whole.
 _LARGE = 2**24
 
 
 class Batch:
-    """Rows of a rollout, in any order: tensors of equal length by name, nested or not, read as attributes.
+    """Rows of a rollout: tensors of equal length by name, nested or not, read as attributes.
 
     Attributes:
-        sequences: For a policy with memory, which of the rows follow one another; None: each stands for itself.
-        weight: What each row counts for in a mean. Losses are `weight · Σ` over rows; with several ranks the weights
-            are such that the average over ranks, which DDP takes, is the mean over all ranks' rows.
-        weights: Where it is there, `[N]`: rows count for `weight · weights` instead.
-        counts_all_rows: Whether means divide by the number of rows, whatever they weigh.
+        sequences: For a recurrent policy, which rows follow one another; else None.
+        weight: Weight of each row: means are `weight · Σ` over rows. With several ranks the average over ranks, which
+            DDP computes, is then the mean over the rows of all ranks.
+        weights: Weights of single rows, `[N]`, if this field exists: means are `weight · Σ weights · x`.
+        counts_all_rows: Whether means divide by the number of rows even if there are `weights`.
         is_normalized: Whether `advantages` are normalized already.
-        source: The rollout, and which of its steps these are, `[T, B]`; None where that is not known.
+        source: The rollout, and which of its steps are the rows, `[T, B]`; None if unknown.
     """
 
     observations: Nested
@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """One over the total weight of the rows, 0 where that is 0, unless it was set."""
+        """Weight of each row: the assigned one, or one over the total weight of the rows, 0 if the total is 0."""
         if self._given_weight is not None:
             return self._given_weight
         if self._own_weight is None:
@@ -66,7 +66,7 @@ class Batch:
 
     @property
     def total_weight(self) -> Tensor | int:
-        """Sum of the rows' weights: their number, where they have none, or where all of them count."""
+        """Sum of `weights`, or the number of rows."""
         if "weights" in self.fields and not self.counts_all_rows:
             return self.weights.sum()
         return len(self)
@@ -78,12 +78,12 @@ class Batch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its rows count alike and belong to no sequences."""
+        """Whether all rows have the same weight and no sequences."""
         return self.sequences is None and "weights" not in self.fields
 
     @property
     def num_items(self) -> int:
-        """Number of things that `ordered` puts in order: rows, or sequences where rows belong to such."""
+        """Number of rows, or of sequences if there are any: the items that `ordered` orders."""
         return len(self) if self.sequences is None else len(self.sequences)
 
     def __getattr__(self, name: str) -> Nested:
@@ -96,14 +96,11 @@ class Batch:
         return len(first_leaf(self.fields))
 
     def counted(self, x: Tensor) -> Tensor:
-        """Return the entries of `x`, one per row, of rows that count; with memory others are there too."""
+        """Return the entries of `x`, `[N]`, of the rows with a weight other than 0."""
         return x[self.weights != 0] if "weights" in self.fields else x
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of `x`, one number per row, over the rows of all ranks (see `weight`).
-
-        Rows of weight 0 take no part, not even by a NaN in `x`.
-        """
+        """Return the mean of `x`, `[N]`, over the rows of all ranks (see `weight`); rows of weight 0 may be NaN."""
         if "weights" in self.fields:
             x = torch.where(self.weights != 0, x, 0) * self.weights.to(x.dtype)
         elif self._given_weight is None and len(x):
@@ -111,11 +108,11 @@ class Batch:
         return x.sum() * self.weight
 
     def shuffled(self, generator: torch.Generator | None = None) -> Batch:
-        """Return the rows in a fresh random order; where there are sequences, these are what is put into it."""
+        """Return the rows, or sequences, in random order."""
         return self.ordered(torch.randperm(self.num_items, generator=generator))
 
     def ordered(self, order: Tensor) -> Batch:
-        """Return the rows, or sequences, with the indices `order`, which may leave some out or repeat them."""
+        """Return the rows, or sequences, with the indices `order`, which may omit or repeat some."""
         weight = self._given_weight if len(order) == self.num_items else None
         if self.sequences is not None:
             rows, sequences = self.sequences.select(order)
@@ -125,10 +122,7 @@ class Batch:
         return self._with(map_leaves(lambda x: x.index_select(0, order), self.fields), weight)
 
     def split(self, num_minibatches: int) -> Iterator[Batch]:
-        """Cut the rows, in their order, into `num_minibatches` parts whose sizes differ by one at the most.
-
-        Sequences stay whole: it is their numbers that differ by one at the most.
-        """
+        """Cut the rows, or sequences, in their order into `num_minibatches` parts of almost equal numbers."""
         if self.sequences is not None:
             for rows, sequences in self.sequences.split(num_minibatches):
                 yield self._with(map_leaves(itemgetter(rows), self.fields), sequences=sequences)
@@ -139,19 +133,15 @@ class Batch:
             yield self._with(map_leaves(itemgetter(index), parts))
 
     def minibatches(self, order: Tensor, num_minibatches: int) -> Iterator[Batch]:
-        """Yield what `ordered(order).split(num_minibatches)` yields.
-
-        Where that would put a large copy of the rows beside them, as of images, each minibatch is gathered by itself.
-        """
-        large = self.sequences is None and self.num_bytes > _LARGE
-        if not large:
+        """Yield the parts of `ordered(order).split(num_minibatches)`, without a second copy of large rows."""
+        if self.sequences is not None or self.num_bytes <= _LARGE:
             yield from self.ordered(order).split(num_minibatches)
             return
         for part in torch.tensor_split(order.to(first_leaf(self.fields).device), num_minibatches):
             yield self._with(map_leaves(lambda x, part=part: x.index_select(0, part), self.fields))
 
     def replace(self, **fields: Nested) -> Batch:
-        """Return a batch with some fields replaced or added; new advantages are not normalized yet."""
+        """Return a batch with fields replaced or added; new advantages count as not normalized."""
         made = self._with({**self.fields, **fields}, self._given_weight, self.sequences)
         made.is_normalized = self.is_normalized and "advantages" not in fields
         made.source = self.source
@@ -160,16 +150,15 @@ class Batch:
     def _with(
         self, fields: dict[str, Nested], weight: float | None = None, sequences: Sequences | None = None
     ) -> Batch:
-        """Return a batch of other rows that are like these."""
         made = Batch(fields, weight, sequences)
         made.counts_all_rows, made.is_normalized = self.counts_all_rows, self.is_normalized
         return made
 
 
 def set_global_weights(parts: Sequence[Batch]) -> None:
-    """Set what each row of some minibatches counts for, so that `Batch.mean` is over the rows of all ranks.
+    """Set the weight of each minibatch so that `Batch.mean` is over the rows of all ranks; a collective call.
 
-    That is 0 where no rank has a row that counts; with one rank it is what they have anyway. A collective call.
+    The weight is 0 if no rank has a row that counts.
     """
     if (ranks := world_size()) > 1:
         for part, total in zip(parts, _totals(parts, [part.total_weight for part in parts]), strict=True):
@@ -177,9 +166,9 @@ def set_global_weights(parts: Sequence[Batch]) -> None:
 
 
 def set_common_weight(parts: Sequence[Batch]) -> None:
-    """Set what each row of some batches counts for, so that their `mean`s add up to one over all of them.
+    """Set one weight for several batches so that the sum of their `mean`s is the mean over all of them.
 
-    That is 0 where no rank has a row that counts. A collective call.
+    The weight is 0 if no rank has a row that counts. A collective call.
     """
     (total,) = _totals(parts, [sum(float(part.total_weight) for part in parts)])
     for part in parts:
@@ -187,14 +176,14 @@ def set_common_weight(parts: Sequence[Batch]) -> None:
 
 
 def _totals(parts: Sequence[Batch], own: Sequence[Tensor | float]) -> list[float]:
-    """Return sums over ranks of numbers that this rank has."""
+    """Return the sums of this rank's numbers over all ranks."""
     device = first_leaf(parts[0].fields).device
     totals = torch.tensor([float(x) for x in own], dtype=exact_dtype(device), device=device)
     return all_reduce(totals).tolist()
 
 
 def on_grid(rows: Tensor, indices: Tensor, elsewhere: Tensor) -> Tensor:
-    """Return a copy of `elsewhere`, `[T, B, ...]`, that has `rows`, `[N, ...]`, at the places t · B + b, `[N]`."""
+    """Return a copy of `elsewhere`, `[T, B, ...]`, with `rows`, `[N, ...]`, at the indices t · B + b, `[N]`."""
     grid = elsewhere.clone(memory_format=torch.contiguous_format)
     grid.view(-1, *grid.shape[2:])[indices] = rows.to(grid.dtype)
     return grid
@@ -205,11 +194,11 @@ def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | 
 
     Args:
         num_rows: Steps of a rollout.
-        num_minibatches: Parts.
-        num_sequences: Of which each part has to have whole ones; None: of steps.
+        num_minibatches: Number of minibatches.
+        num_sequences: Sequences of a rollout with a recurrent policy, which minibatches do not cut.
 
     Raises:
-        ConfigurationError: `num_minibatches` does not divide that.
+        ConfigurationError: `num_minibatches` does not divide the number of steps or sequences.
     """
     if num_sequences is not None and num_sequences % num_minibatches:
         raise ConfigurationError(

@@ -1,13 +1,9 @@
-"""The one batch type: what environments and policy did over `T` steps of `B` environments.
-
-Plain classes rather than dataclasses: Lightning leaves them as they are where it would otherwise cast every field, the
-rewards and log-probabilities too, to the precision of the network.
-"""
+"""`Rollout`: the steps that a policy collected."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -25,46 +21,54 @@ _FIELDS = (
 )
 
 
-class Rollout:
-    """`T` steps of `B` environments, time-major, as one version of a policy collected them.
+@dataclass
+class EpisodeSummary:
+    """Undiscounted returns and lengths of finished episodes."""
 
-    The collector reuses the storage of a rollout for the next one: keep `rollout.clone()`.
+    returns: list[float]
+    lengths: list[int]
+
+
+class Rollout:
+    """`T` steps of `B` environments, time-major, collected with one version of a policy.
+
+    The collector reuses the storage for the next rollout; to keep a rollout, keep `rollout.clone()`. (The class is no
+    dataclass because Lightning would cast each tensor of a dataclass to the precision of the network.)
 
     Attributes:
-        observations: What the policy saw, `[T + 1, B, ...]`; the last row is where the next rollout begins. For `Dict`
-            and `Tuple` spaces a dict or tuple of such tensors; integers, and so images, have the type they came with.
-        actions: What it did, `[T, B, ...]`, nested as the action space is: in the policy's own form, before it is
-            squashed into or clipped to the environment's bounds.
+        observations: Observations that the policy acted on, `[T + 1, B, ...]`; the next rollout begins with the last
+            row. A dict or tuple of tensors for `Dict` and `Tuple` spaces. Integers, and so images, keep their dtype.
+        actions: Actions, `[T, B, ...]`, nested as the action space, before they are squashed into or clipped to the
+            bounds of the space.
         rewards: Raw rewards, `[T, B]`.
-        terminated: The episode ended in a terminal state with this step, `[T, B]`.
-        truncated: The episode was cut off (a time limit) with this step, `[T, B]`.
-        valid: False where an environment was only being reset, failed and was replaced, or waited for other agents,
-            `[T, B]`; None if every entry is a real step.
-        log_probs: Log-probability of each action under the policy that took it, `[T, B]`.
-        values: Its value estimate of each observation, `[T, B]`.
-        next_values: Its value estimate of the observation each step really reached, `[T, B]`: where an episode was
-            truncated that of the final observation, not of the one after the reset; 0 at a terminal state.
+        terminated: Whether the step ended the episode in a terminal state, `[T, B]`.
+        truncated: Whether the step ended the episode by truncation, as at a time limit, `[T, B]`.
+        valid: False where an environment was only reset, failed and was replaced, or waited for other agents, `[T, B]`;
+            None if every step is real.
+        log_probs: Log-probabilities of the actions under the policy that acted, `[T, B]`.
+        values: Its values of the observations, `[T, B]`.
+        next_values: Its values of the observations that the steps reached, `[T, B]`: 0 at terminal states, values of
+            the final observations at truncated steps.
         final_indices: Time and environment of each truncated step, `[K, 2]`.
-        final_observations: The observations those steps reached, `[K, ...]`, nested likewise.
-        starts: Whether an observation is the first one of an episode, `[T, B]`, on the CPU; None where nobody asks.
-        memory: Of a policy that has one: for each sequence to learn from the state that it is unrolled from,
-            `[sequences of an environment, B, ...]`, nested as that of the policy; None of others.
-        burn_in: How many steps before the sequence that is, as far as the rollout has them.
-        repeats: How often the environment took each action, where the policy chooses that, `[T, B]`; None elsewhere.
-        policy_version: Number of updates the policy had seen.
+        final_observations: Observations that these steps reached, `[K, ...]`, nested as the space.
+        starts: Whether an observation is the first of an episode, `[T, B]`, on the CPU; None if unknown.
+        memory: For a recurrent policy, its state at the begin of each of `K` sequences in time, `[K, B, ...]`.
+        burn_in: Number of steps between the states in `memory` and the sequences, fewer at the begin of the rollout.
+        repeats: Number of times that the environment took each action, `[T, B]`, if the policy chooses it.
+        policy_version: Number of updates of the policy that acted.
         episodes: Returns and lengths of the episodes that ended in this rollout.
-        infos: For every requested key of `info`, the values seen.
-        info_names: Where there are such, keys of `info` in steps that ended episodes, or without one in the last.
-        failures: What happened to each environment that was replaced; None where a failure ends the run instead.
-        frames: Steps of the simulation, where actions are repeated; None: as many as real steps.
-        actor: Which asynchronous actor collected it, of those of its rank; None: the learner itself.
-        log_rhos: Where an algorithm has put its own log-probabilities in the place of those of an earlier policy, by
-            how much they are larger, `[T, B]`; None elsewhere.
-        dropped: How many rollouts before it were too old to learn from, with asynchronous actors.
-        actors_lost: How many asynchronous actors were lost, and are replaced, since the rollout before it; None where
-            that ends the run instead.
-        seconds: Wall time of collecting, with asynchronous actors that of waiting for it.
-        parts_of_seconds: What of it went where: `env`, `policy` and `transfer` between their devices.
+        infos: Values of each requested key of `info`.
+        info_names: If keys were requested, all keys of `info` at the ends of episodes, or in the last step.
+        failures: Message for each environment that was replaced; None if failures end the run.
+        frames: Number of simulator steps if actions are repeated; None: one for each real step.
+        actor: Asynchronous actor that collected the rollout; None: the learner.
+        log_rhos: Log-probabilities of the actions under the learner minus `log_probs`, `[T, B]`, if an algorithm that
+            corrects for older policies has replaced `log_probs`; else None.
+        dropped: Number of rollouts that were dropped before this one because their policy was too old.
+        actors_lost: Number of asynchronous actors that were lost before this rollout; None if they are not replaced.
+        seconds: Time to collect the rollout, or to wait for it.
+        parts_of_seconds: Parts of it: `env`, `policy`, `transfer`.
+        num_steps: Number of real steps.
     """
 
     def __init__(
@@ -87,8 +91,6 @@ class Rollout:
         repeats: Tensor | None = None,
         policy_version: int = 0,
         episodes: EpisodeSummary | None = None,
-        infos: Mapping[str, list[float]] | None = None,
-        seconds: float = 0.0,
     ) -> None:
         self.observations = observations
         self.actions = actions
@@ -107,7 +109,7 @@ class Rollout:
         self.repeats = repeats
         self.policy_version = policy_version
         self.episodes = episodes or EpisodeSummary([], [])
-        self.infos = dict(infos or {})
+        self.infos: dict[str, list[float]] = {}
         self.info_names: list[str] = []
         self.failures: list[str] | None = None
         self.frames: int | None = None
@@ -115,10 +117,9 @@ class Rollout:
         self.log_rhos: Tensor | None = None
         self.dropped = 0
         self.actors_lost: int | None = None
-        self.seconds = seconds
+        self.seconds = 0.0
         self.parts_of_seconds: dict[str, float] = {}
         self.num_steps = rewards.numel() if valid is None else int(valid.sum())
-        """Number of real environment steps."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -127,21 +128,21 @@ class Rollout:
 
     @property
     def dones(self) -> Tensor:
-        """Whether the episode ended with the step, in whichever way, `[T, B]`."""
+        """Whether the step ended the episode, by termination or truncation, `[T, B]`."""
         return self.terminated | self.truncated
 
     def to(self, device: torch.device | str) -> Rollout:
-        """Move every tensor to `device`, in place, and return the rollout.
+        """Move the tensors to `device`, in place, and return the rollout.
 
-        `starts` stays, as what cuts sequences does. `final_indices` and `final_observations` do not follow to XLA,
-        which would compile for each number of them.
+        `starts` stays on the CPU, where sequences are cut. `final_indices` and `final_observations` are not moved to
+        XLA, which would compile for each number of truncated steps.
         """
         if self.rewards.device == torch.device(device):
             return self
-        of_finals = ("final_indices", "final_observations") if torch.device(device).type == "xla" else ()
-        stays = ("starts", *of_finals)
+        is_xla = torch.device(device).type == "xla"
+        stay = {"starts", "final_indices", "final_observations"} if is_xla else {"starts"}
         for name, value in self.tensors().items():
-            if name not in stays:
+            if name not in stay:
                 setattr(self, name, map_leaves(lambda x: x.to(device, non_blocking=True), value))
         return self
 
@@ -151,48 +152,43 @@ class Rollout:
         for name, value in vars(self).items():
             if name in (*_FIELDS, "log_rhos") and value is not None:
                 setattr(copied, name, map_leaves(torch.clone, value))
-            elif isinstance(value, list | dict | EpisodeSummary):
+            else:
                 setattr(copied, name, copy.deepcopy(value))
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the tensors on the CPU and the version, which make another rollout."""
+        """Return copies of the tensors on the CPU and plain values; `Rollout(**state)` makes an equal rollout."""
         copies = map_leaves(lambda x: x.detach().to("cpu", copy=True), self.tensors())
         of_memory = {"burn_in": self.burn_in} if self.memory is not None else {}
         return {"valid": None, **copies, **of_memory, "policy_version": self.policy_version}
 
     def tensors(self) -> dict[str, Nested]:
-        """Return every field of tensors that it has, by name."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        return {name: x for name, x in fields.items() if x is not None}
+        """Return the fields of tensors that are not None, by name."""
+        return {name: x for name in _FIELDS if (x := getattr(self, name)) is not None}
 
     def discounts(self, gamma: float, on_truncation: OnTruncation = "bootstrap") -> Tensor:
-        """Return what the value of the next observation is multiplied by, `[T, B]`: gamma, or 0 at a terminal state.
-
-        Where actions were repeated as the policy chose, gamma counts as often as they were taken.
+        """Return the discount of the next value, `[T, B]`: gamma (to the power of `repeats`), or 0 at terminal states.
 
         Args:
             gamma: Discount factor.
-            on_truncation: `bootstrap` goes on from the value of the observation that was reached, `terminal` treats a
-                time limit as a terminal state (wrong, but some published scores were made so).
+            on_truncation: `bootstrap` uses the value of the final observation. `terminal` treats truncation as a
+                terminal state, which is wrong, but some published scores were made with it.
         """
         stop = self.terminated if on_truncation == "bootstrap" else self.dones
-        goes_on = (~stop).to(self.rewards.dtype)
-        return gamma * goes_on if self.repeats is None else gamma ** self.repeats.to(goes_on.dtype) * goes_on
+        continues = (~stop).to(self.rewards.dtype)
+        return gamma * continues if self.repeats is None else gamma ** self.repeats.to(continues.dtype) * continues
 
     def traces(self, lambda_: float) -> Tensor:
-        """Return how much of the next step's estimate is used, `[T, B]`: λ, or 0 at any end of an episode."""
+        """Return the weight of the next step's estimate, `[T, B]`: λ, or 0 at the end of an episode."""
         return lambda_ * (~self.dones).to(self.rewards.dtype)
 
     def flatten(self, rows: Tensor | None = None, /, **per_step: Nested) -> Batch:
-        """Return steps as one batch of rows.
-
-        Those of a policy with memory are in the order of sequences, and within each of time.
+        """Return steps as rows of a batch; with a recurrent policy, in the order of sequences.
 
         Args:
-            rows: Which steps, `[T, B]`; None: the real ones. What a policy remembers goes through all real steps, so
-                with memory it is these in any case.
-            **per_step: More tensors `[T, B, ...]`, nested or not, that the rows are to have.
+            rows: Steps to return, `[T, B]`. None: all real steps. A recurrent policy always returns all real steps,
+                since its state passes through them.
+            **per_step: More fields, `[T, B, ...]`, nested or not.
         """
         length, num_envs = self.shape
         fields: dict[str, Nested] = {
@@ -211,18 +207,5 @@ class Rollout:
         together = map_leaves(lambda x: x.reshape(length * num_envs, *x.shape[2:]), fields)
         if rows is None:
             return Batch(together)
-        chosen = rows.reshape(-1).nonzero().squeeze(1)  # once for all fields
+        chosen = rows.reshape(-1).nonzero().squeeze(1)
         return Batch(map_leaves(lambda x: x.index_select(0, chosen), together))
-
-
-class EpisodeSummary:
-    """Undiscounted returns and lengths of finished episodes.
-
-    Attributes:
-        returns: Sum of raw rewards of each episode.
-        lengths: Number of steps of each episode.
-    """
-
-    def __init__(self, returns: list[float], lengths: list[int]) -> None:
-        self.returns = returns
-        self.lengths = lengths

@@ -430,7 +430,7 @@ def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, no
     model, (message,) = resume(name, stop=7, model={"policy": {"memory": memory}})
     assert message.startswith("Resuming with policy.memory=")
     layouts = [f"shape {x[:2]} with {x[2]} stored states and a burn-in of {x[3]}" for x in (was, now)]
-    dropped = f"What is kept has {layouts[0]}, and what comes now {layouts[1]}: {what} begins anew"
+    dropped = f"The kept rollouts have {layouts[0]}, new ones {layouts[1]}: {what} restarts without them"
     assert caplog.messages.count(dropped) == 1
     # The dropped rollout is missing from the phase, which needs three more. Nine unrolls are new.
     assert len(model.kept) == (0 if name == "ppg_sequences" else 9)
@@ -438,6 +438,6 @@ def test_replays_with_another_sequence_layout_are_dropped(name, changed, was, no
 
 def test_new_batch_size_restarts_the_phase(resume, caplog):
     model, _ = resume("ppg_off_policy", stop=5, model={"batch_size": 16})
-    dropped = "What is kept has shape (1, 32), and what comes now shape (1, 16): the policy phase begins anew"
+    dropped = "The kept rollouts have shape (1, 32), new ones shape (1, 16): the policy phase restarts without them"
     assert caplog.messages.count(dropped) == 1
     assert (len(model.kept), model.kept.shape) == (2, (1, 16))

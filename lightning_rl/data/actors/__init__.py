@@ -1,4 +1,4 @@
-"""Asynchronous actors: rollouts that are collected while the learner learns, with policies of a little before."""
+"""Asynchronous actors: they collect rollouts while the learner trains, with slightly older policies."""
 
 from __future__ import annotations
 

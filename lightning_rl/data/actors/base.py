@@ -1,4 +1,4 @@
-"""Asynchronous actors: options, the rollout source they implement, and bounded policy lag."""
+"""Options of asynchronous actors, the interface that collects them, and bounded policy lag."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import torch
 from gymnasium import spaces
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch import nn
 
 from lightning_rl.data.collector import Sampler
@@ -36,21 +37,20 @@ class ActorConfig:
     """Options of asynchronous actors.
 
     Args:
-        count: Asynchronous actors on each rank: processes with `num_envs` environments and a copy of the policy each,
-            which collect while the learner learns, so that rollouts are of earlier versions of the policy. For
-            algorithms that correct for that. 0: none, everything is collected in step and can be reproduced.
-        prefetch: Rollouts that each of them may have ready or under way before the learner takes them; None: 2 of
-            several processes, so that none waits while the learner is at a rollout of another's, and 1 of others.
-        start_method: How their processes are started: `fork`, `spawn` or `forkserver`; None: as Python does.
+        count: Asynchronous actors on each rank: processes that have `num_envs` environments and a copy of the policy
+            each, and collect while the learner trains. Rollouts are then of earlier versions of the policy, for which
+            the algorithm must correct. 0: the learner collects, and runs are reproducible.
+        prefetch: Rollouts that each actor may have ready or in progress. None: 2 with several processes, so that none
+            waits while the learner trains on the rollout of another one, else 1.
+        start_method: How processes are started: `fork`, `spawn` or `forkserver`. None: Python's default.
         timeout: Seconds that an actor may take for a rollout, its start included, before it counts as hung.
-        max_policy_lag: Versions of the policy that a rollout may be behind the learner's; older ones are dropped, and
-            counted as `rollout/dropped`. None: any number.
-        backend: What actors are: `processes` of this machine, or `ray`: actors of Ray, on any machine of its cluster,
-            which join when there is room for them and are replaced when they die (counted as `rollout/actors_lost`).
-        resources: What Ray sets aside for each of them, by its names: `{CPU: 1}`, which None is too. Networks have as
-            many threads as CPUs.
-        ray_address: Of Ray's cluster, as `ray.init` has it; None joins the one that it finds, or starts one on this
-            machine. A session that is connected already is used as it is.
+        max_policy_lag: Number of updates that a rollout's policy may be older than the learner's; older rollouts are
+            dropped and counted as `rollout/dropped`. None: no limit.
+        backend: `processes` of this machine, or `ray`: actors on any machine of a Ray cluster, which join when there is
+            room for them and are replaced when they die (counted as `rollout/actors_lost`).
+        resources: Resources of Ray for each actor. None: `{CPU: 1}`. Networks use as many threads as CPUs.
+        ray_address: Address of the Ray cluster, as in `ray.init`. None joins the cluster that Ray finds, or starts one
+            on this machine. An existing session is used.
     """
 
     count: int = 0
@@ -63,23 +63,22 @@ class ActorConfig:
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        """Raise where an option is out of range or does not go with another one.
+        """Raise if an option is out of range or does not fit another one.
 
         Args:
             environments: Backend of the environments.
 
         Raises:
-            ConfigurationError: Names the option as `actors.count`; or the environments have worker processes of their
-                own, or live on the learner's device.
+            ConfigurationError: Names the option as `actors.count`; or `environments` cannot run in an actor.
         """
-        count, methods = self.count, get_args(StartMethod)
+        count, lag, methods = self.count, self.max_policy_lag, get_args(StartMethod)
         check(is_int(count) and count >= 0, "actors.count", count, "an integer of at least 0")
         if self.prefetch is not None:
             check_positive_int("actors.prefetch", self.prefetch)
         known = self.start_method is None or is_one_of(self.start_method, methods)
         check(known, "actors.start_method", self.start_method, f"None or one of {', '.join(methods)}")
         check_number("actors.timeout", self.timeout, above=0)
-        lag, expected = self.max_policy_lag, "None, or an integer of at least 0"
+        expected = "None, or an integer of at least 0"
         check(lag is None or (is_int(lag) and lag >= 0), "actors.max_policy_lag", lag, expected)
         backends = get_args(ActorBackend)
         check(is_one_of(self.backend, backends), "actors.backend", self.backend, f"one of {', '.join(backends)}")
@@ -94,7 +93,6 @@ class ActorConfig:
         check(environments not in ("async", "torch"), "backend", environments, expected)
 
     def _check_ray(self) -> None:
-        """Raise where what is Ray's is asked of processes, or the other way round."""
         if self.backend != "ray":
             for name in ("resources", "ray_address"):
                 value = getattr(self, name)
@@ -104,51 +102,42 @@ class ActorConfig:
         check(installed, "actors.backend", "ray", f"the package ray to be installed: {how_to_install('ray')}")
         expected = "None with actors.backend='ray', which starts processes in its own way"
         check(self.start_method is None, "actors.start_method", self.start_method, expected)
-        address = self.ray_address
+        address, resources = self.ray_address, self.resources
         check(address is None or isinstance(address, str), "actors.ray_address", address, "an address, or None")
-        if self.resources is not None:
-            names = isinstance(self.resources, Mapping) and all(isinstance(name, str) for name in self.resources)
-            expected = "names with amounts, {CPU: 1}"
-            check(names and len(self.resources) > 0, "actors.resources", self.resources, expected)
-            for name, amount in self.resources.items():
+        if resources is not None:
+            named = isinstance(resources, Mapping) and all(isinstance(name, str) for name in resources)
+            check(named and len(resources) > 0, "actors.resources", resources, "names with amounts, {CPU: 1}")
+            for name, amount in resources.items():
                 check_number(f"actors.resources[{name!r}]", amount, at_least=0)
 
     @property
     def rollouts_ahead(self) -> int:
-        """How many rollouts each actor may have ready or under way before the learner takes them.
-
-        Of several, one that is done waits for the learner, which is at a rollout of another's, unless it may go on.
-        Not so with Ray, which gives an actor its weights when it is asked: they would be older by one rollout more.
-        """
+        """`prefetch` or its default; 1 with Ray, where a second request would fix the weights one rollout earlier."""
         return self.prefetch or (2 if self.count > 1 and self.backend == "processes" else 1)
 
 
 if TYPE_CHECKING:
     ActorOptions = ActorConfig | Mapping[str, Any]
-else:  # the command line knows the fields of the class alone
+else:  # the command line only accepts fields of the class
     ActorOptions = ActorConfig
 
 
 class RolloutSource(Protocol):
-    """Where rollouts come from that were collected elsewhere, with policies that were published before.
-
-    What stands behind it, processes of this machine or of others, is its own affair: a learner publishes each version
-    of its policy, and takes rollouts in the order in which they come.
-    """
+    """Asynchronous actors: the learner sends them policies, and receives rollouts as soon as they are ready."""
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Make a policy the one to collect with from now on.
+        """Send a policy to the actors, which collect their next rollouts with it.
 
         Raises:
-            EnvironmentFailure: Nobody is there to act any more.
+            EnvironmentFailure: An actor has ended.
         """
         ...
 
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        """Wait for a rollout that nobody has taken yet; `actor` and `policy_version` say whose it is.
+        """Wait for the next rollout, with `actor` and `policy_version` set.
 
         Args:
-            while_waiting: Called about twice a second until a rollout arrives; what it raises ends the wait.
+            while_waiting: Called about twice a second until a rollout arrives; an exception ends the wait.
 
         Raises:
             EnvironmentFailure: An actor failed, died or hung, and was not replaced.
@@ -156,17 +145,17 @@ class RolloutSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End what collects; may be called twice."""
+        """End the actors; may be called twice."""
         ...
 
 
 class BoundedLag:
-    """A source of rollouts that leaves out those of policies too far behind.
+    """Drops rollouts of policies that are too old.
 
     Args:
-        source: Whose rollouts.
-        max_policy_lag: Versions of the policy that a rollout may be behind; None: any number.
-        version: Of the policy that was published.
+        source: The actors.
+        max_policy_lag: See `ActorConfig`.
+        version: Version of the policy that the actors were started with.
     """
 
     def __init__(self, source: RolloutSource, max_policy_lag: int | None, version: int) -> None:
@@ -175,13 +164,13 @@ class BoundedLag:
         self._version = version
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Make a policy the one to collect with from now on, unless it is that already."""
+        """Send a policy to the actors unless they have this version."""
         if version != self._version:
             self.source.publish(policy, version)
             self._version = version
 
     def next_rollout(self, while_waiting: Callable[[], None] = lambda: None) -> Rollout:
-        """Wait for a rollout that is young enough; what happened to environments in those before it is in it too."""
+        """Wait for a rollout that is recent enough; it includes the failures and losses of those that were dropped."""
         begin, dropped, lost, failures = time.perf_counter(), 0, 0, list[str]()
         while True:
             rollout = self.source.next_rollout(while_waiting)
@@ -197,23 +186,23 @@ class BoundedLag:
         return rollout
 
     def close(self) -> None:
-        """End what collects; may be called twice."""
+        """End the actors; may be called twice."""
         self.source.close()
 
 
 @dataclass(frozen=True)
 class ActorSetup:
-    """What actors are told when they are started, as plain data but for the spaces.
+    """Environments and seeds of actors.
 
     Attributes:
-        spec: Of one environment.
-        num_envs: How many each actor has.
-        rollout_length: Steps of each in a rollout.
-        info_keys: Keys of `info` whose values are wanted.
+        spec: Describes one environment.
+        num_envs: Environments of each actor.
+        rollout_length: Steps of each environment in a rollout.
+        info_keys: Keys of `info` whose values are collected.
         spaces: Observation and action space of one environment.
-        seed: Root of all seeds.
-        rank: Of the learner.
-        start: How often this run has started actors or environments before, in the runs that it goes on from too.
+        seed: Seed of the run.
+        rank: Rank of the learner.
+        start: See `Sampler.starts`.
     """
 
     spec: EnvironmentSpec
@@ -226,29 +215,19 @@ class ActorSetup:
     start: int
 
     def seed_of(self, actor: int, first: int = 0) -> int:
-        """Return the root of the seeds of one actor: of its environments, and of the actions it draws.
-
-        Args:
-            actor: Which one.
-            first: Of the rollouts that were asked of it the one it begins with: not 0 where it takes another's place.
-        """
+        """Return the seed of an actor; `first`, the number of its first rollout, is not 0 if it replaces another."""
         path = (self.seed, ACTORS, self.rank, actor, self.start)
         return derive_seed(*path, first) if first else derive_seed(*path)
 
     def describe(self, actor: int) -> str:
-        """Say which actor this is, and what its environments are."""
+        """Return the actor's name and environments for error messages."""
         seed = self.seed_of(actor)
         return f"actor {actor}, with {self.num_envs} environments {self.spec.env_id} (seeds from {seed}),"
 
     def start_sampler(self, policy: nn.Module, seed: int) -> Sampler:
-        """Make the environments of an actor in this process, which from now on computes in the policy's precision.
-
-        Args:
-            policy: On the CPU.
-            seed: As `seed_of` returned it.
-        """
+        """Make the environments in this process; the policy's dtype becomes PyTorch's default dtype."""
         dtype = next(policy.parameters()).dtype
-        torch.set_default_dtype(dtype)  # as the Trainer's precision has it
+        torch.set_default_dtype(dtype)  # as the Trainer's precision plugin does
         sampler = Sampler(self.spec, self.num_envs, self.rollout_length, self.info_keys)
         try:
             sampler.start(self.spaces, seed, 0, torch.device("cpu"), dtype)
@@ -258,15 +237,21 @@ class ActorSetup:
         return sampler
 
 
+def silence_other_actors(actor: int) -> None:
+    """Let only actor 0 log and warn, since all actors would log the same."""
+    if actor > 0:
+        rank_zero_only.rank = actor  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True)
 class Failure:
-    """What ended an actor, in words, since not every exception can be sent.
+    """Description of an actor's exception; not every exception can be pickled.
 
     Attributes:
-        actor: Which one.
-        kind: Class to raise it as.
-        message: What happened; an environment's failure names environment, episode, seed and step.
-        trace: Where, in the process of the actor.
+        actor: The actor.
+        kind: Class of the exception that the learner raises.
+        message: Message of the exception; names environment, episode, seed and step if an environment failed.
+        trace: Traceback in the actor.
     """
 
     actor: int
@@ -276,14 +261,15 @@ class Failure:
 
     @classmethod
     def of(cls, actor: int, error: Exception) -> Failure:
-        """Describe an error, in the process of the actor."""
-        known = (EnvironmentFailure, ConfigurationError)
-        kind = next((kind for kind in known if isinstance(error, kind)), RuntimeError)
-        what = str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}"
-        return cls(actor, kind, what, "".join(traceback.format_exception(error)))
+        """Describe an exception of an actor."""
+        trace = "".join(traceback.format_exception(error))
+        for kind in (EnvironmentFailure, ConfigurationError):
+            if isinstance(error, kind):
+                return cls(actor, kind, str(error), trace)
+        return cls(actor, RuntimeError, f"{type(error).__name__}: {error}", trace)
 
     def to_error(self) -> Exception:
-        """Return what the learner raises."""
+        """Return the exception for the learner, with the traceback as a note."""
         error = self.kind(f"actor {self.actor}: {self.message}")
         error.add_note(f"In the process of the actor:\n{self.trace}")
         return error

@@ -1,7 +1,4 @@
-"""Bounded memories of what was collected, kept on the CPU: rows come to the device by the minibatch.
-
-Everything is stored once, in the type it came with, so that images stay bytes.
-"""
+"""Bounded memories of earlier steps, on the CPU and in the dtypes of the rollouts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What all bounded memories have in common."""
+"""Base class of replay memories, and the layout of the rollouts in them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor
@@ -13,49 +14,61 @@ Fields = dict[str, Nested]
 """Tensors with the same leading dimensions by name, nested or not."""
 
 
-class Replay(Protocol):
-    """What checkpoints need of a bounded memory, and logs, and updates that may turn out not to be wanted.
+class Replay(ABC):
+    """A bounded memory of earlier steps that an update can change and roll back."""
 
-    Between `begin` and `commit`, `rollback` makes it what it was; at other times it does nothing.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        ...
-
-    def clear(self) -> None:
-        """Remove everything."""
-        ...
+    _before: Any = None
 
     def begin(self) -> None:
-        """Remember how the memory is."""
-        ...
+        """Remember the content for `rollback`, without copying steps."""
+        self._before = self._snapshot()
 
     def commit(self) -> None:
-        """Forget how it was."""
-        ...
+        """Keep all changes since `begin`."""
+        self._before = None
 
     def rollback(self) -> None:
-        """Make it what it was, if that is remembered."""
-        ...
+        """Undo all changes since `begin`; without `begin`, do nothing."""
+        if self._before is not None:
+            self._restore(self._before)
+            self._before = None
 
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+
+    @property
+    def layout(self) -> Layout | None:
+        """Layout of all rollouts; None if there are none."""
+        return None
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove everything."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return the content as tensors and plain values."""
-        ...
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        ...
+        """Restore the content that `state_dict` returned; the oldest steps are dropped if they do not fit."""
+
+    @abstractmethod
+    def _snapshot(self) -> Any: ...  # noqa: ANN401
+
+    @abstractmethod
+    def _restore(self, snapshot: Any) -> None: ...  # noqa: ANN401
 
 
 class Layout(NamedTuple):
-    """What rollouts that are learned from together have in common.
+    """Properties that rollouts in one memory must share.
 
     Attributes:
-        shape: `(T, B)`; of the unroll of one environment `(T, 1)`.
-        num_states: For a policy with memory, how many states each environment has in it; 0 without.
-        burn_in: How many steps before the sequences that are learned from these states are.
+        shape: `(T, B)`; `(T, 1)` for the unroll of one environment.
+        num_states: For a recurrent policy, number of stored states of each environment, else 0.
+        burn_in: Number of steps between these states and the sequences.
     """
 
     shape: tuple[int, int]
@@ -64,7 +77,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, int], states: Nested | None, burn_in: int) -> Layout:
-        """Return that of a rollout with some stored states `[K, B, ...]`."""
+        """Return the layout of a rollout with the stored states `[K, B, ...]`, if there are any."""
         return cls(shape, 0 if states is None else len(first_leaf(states)), burn_in)
 
     def __str__(self) -> str:
@@ -72,35 +85,22 @@ class Layout(NamedTuple):
         return f"shape {self.shape}{of_memory}"
 
 
-class LaidOut(Protocol):
-    """A memory of rollouts of one layout."""
-
-    @property
-    def layout(self) -> Layout | None:
-        """What they have in common; None if there is none."""
-        ...
-
-    def clear(self) -> None:
-        """Remove all of them."""
-        ...
-
-
-def drop_unless_alike(memory: LaidOut, layout: Layout, begins_anew: str) -> None:
-    """Clear a memory whose rollouts are laid out otherwise than the next one, and say so.
+def drop_unless_alike(memory: Replay, layout: Layout, name: str) -> None:
+    """Clear a memory, and log it, if the layout of its rollouts differs from the layout of the next rollout.
 
     Args:
-        memory: Has rollouts, or none.
-        layout: Of the next one.
-        begins_anew: What does then.
+        memory: The memory.
+        layout: Layout of the next rollout.
+        name: What restarts without the rollouts, for the message.
     """
     if memory.layout not in (None, layout):
-        rank_zero_info(f"What is kept has {memory.layout}, and what comes now {layout}: {begins_anew} begins anew")
+        rank_zero_info(f"The kept rollouts have {memory.layout}, new ones {layout}: {name} restarts without them")
         memory.clear()
 
 
 def num_bytes(x: Nested) -> int:
     """Return the size of all leaves."""
-    return sum(int(leaf.numel() * leaf.element_size()) for leaf in leaves(x))
+    return sum(int(leaf.nbytes) for leaf in leaves(x))
 
 
 def copy_to_memory(x: Tensor) -> Tensor:

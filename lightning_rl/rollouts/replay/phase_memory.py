@@ -1,4 +1,4 @@
-"""The rollouts of a phase."""
+"""Memory of the rollouts of a phase."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.nested import Nested, first_leaf, map_leaves, map_stacked
-from lightning_rl.rollouts.replay.base import Fields, Layout, copy_to_memory, num_bytes
+from lightning_rl.rollouts.replay.base import Fields, Layout, Replay, copy_to_memory, num_bytes
 from lightning_rl.rollouts.sequences import Sequences, cut
 
 
@@ -22,17 +22,15 @@ class _Kept(NamedTuple):
     burn_in: int = 0
 
     @property
-    def parts(self) -> tuple[Any, ...]:
-        return self.fields, self.valid, self.starts, self.states
-
-    @property
     def layout(self) -> Layout:
         length, num_envs = first_leaf(self.fields).shape[:2]
         return Layout.of((int(length), int(num_envs)), self.states, self.burn_in)
 
 
-class RolloutMemory:
-    """The last few rollouts `[T, B, ...]`, all of one layout, addressed by step or by sequence.
+class RolloutMemory(Replay):
+    """The latest rollouts `[T, B, ...]`, all of one layout.
+
+    Each step has an address: rollout · T · B + t · B + b.
 
     Args:
         capacity: Number of rollouts.
@@ -41,30 +39,29 @@ class RolloutMemory:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: list[_Kept] = []
-        self._before: list[_Kept] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for another rollout."""
+        """Whether there is no space for another rollout."""
         return len(self) >= self.capacity
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(T, B)` of each rollout; `(0, 0)` if there is none."""
+        """`(T, B)` of each rollout; `(0, 0)` if there are none."""
         return (0, 0) if self.layout is None else self.layout.shape
 
     @property
     def layout(self) -> Layout | None:
-        """What all of them have in common; None if there is none."""
+        """Layout of all rollouts; None if there are none."""
         return self._kept[0].layout if self._kept else None
 
     @property
     def num_bytes(self) -> int:
         """Size of all tensors."""
-        return sum(num_bytes(x) for kept in self._kept for x in kept.parts if x is not None)
+        return sum(num_bytes(x) for kept in self._kept for x in kept[:-1] if x is not None)
 
     def append(
         self,
@@ -74,36 +71,37 @@ class RolloutMemory:
         states: Nested | None = None,
         burn_in: int = 0,
     ) -> None:
-        """Copy one rollout into the memory, which must have room for it.
+        """Copy one rollout into the memory.
 
         Args:
             fields: Tensors `[T, B, ...]`.
-            valid: Which steps are real, `[T, B]`; None: all of them.
-            starts: For a policy with memory, whether an observation is the first one of an episode, `[T, B]`.
-            states: For a policy with memory, those that its sequences are unrolled from, `[K, B, ...]`.
-            burn_in: How many steps before these sequences that is.
+            valid: Which steps are real, `[T, B]`. None: all.
+            starts: For a recurrent policy, whether an observation is the first of an episode, `[T, B]`.
+            states: For a recurrent policy, the states that its sequences begin with, `[K, B, ...]`.
+            burn_in: Number of steps between these states and the sequences.
 
         Raises:
-            ValueError: There is no room, or the rollout is laid out otherwise than those before it.
+            ValueError: The memory is full, or the layout differs from the earlier rollouts.
         """
         if self.is_full:
             raise ValueError(f"the memory holds {len(self)} rollouts already, expected fewer than {self.capacity}")
         given = _Kept(fields, valid, starts, states, burn_in)
         if self.layout not in (None, given.layout):
             raise ValueError(f"the rollout has {given.layout}, expected {self.layout} like those before it")
-        copies = [None if x is None else map_leaves(copy_to_memory, x) for x in given.parts]
-        self._kept.append(_Kept(copies[0], copies[1], copies[2], copies[3], burn_in))
+        parts = {name: x for name, x in given._asdict().items() if name != "burn_in" and x is not None}
+        self._kept.append(given._replace(**map_leaves(copy_to_memory, parts)))
 
     def clear(self) -> None:
         """Remove all rollouts."""
         self._kept = []
 
     def write(self, name: str, addresses: Tensor, values: Nested) -> None:
-        """Give the steps at some addresses `[N]` one more field, or change it; elsewhere it begins with 0."""
+        """Write one field of the steps at `addresses`, `[N]`; a new field is 0 elsewhere."""
         if name not in self._kept[0].fields:
-            for index, kept in enumerate(self._kept):
-                zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
-                self._kept[index] = kept._replace(fields={**kept.fields, name: zeros})
+            zeros = map_leaves(lambda x: x.new_zeros(*self.shape, *x.shape[1:], device="cpu"), values)
+            self._kept = [
+                kept._replace(fields={**kept.fields, name: map_leaves(torch.clone, zeros)}) for kept in self._kept
+            ]
         for index, (mask, local) in self._by_rollout(addresses).items():
 
             def put(storage: Tensor, x: Tensor, mask: Tensor = mask, local: Tensor = local) -> None:
@@ -117,23 +115,21 @@ class RolloutMemory:
         return torch.arange(valid.numel())[valid.flatten()]
 
     def cut(self) -> tuple[Tensor, Sequences]:
-        """Cut what is kept into the sequences that a policy with memory learned from, or else one for each environment.
+        """Cut the rollouts into the sequences of a recurrent policy, or else into one for each environment.
 
         Returns:
-            The addresses of the real steps, in the order of sequences, and the sequences, in whose
-            `burn_in_observations` there are addresses too.
+            Addresses of the real steps in the order of sequences, and the sequences, whose `burn_in_observations` are
+            addresses too.
         """
         length, num_envs = self.shape
         first_steps = torch.arange(len(self)).unsqueeze(1) * length * num_envs + torch.arange(num_envs)
         addresses = first_steps.flatten() + num_envs * torch.arange(length).unsqueeze(1)
         valid = torch.cat(list(self._all_valid()), 1)
-        starts = torch.cat(
-            [torch.zeros_like(valid[:, :num_envs]) if k.starts is None else k.starts for k in self._kept], 1
-        )
-        nothing = torch.zeros(1, num_envs)
-        states = [nothing if k.states is None else k.states for k in self._kept]
-        burn_in = self._kept[0].burn_in
-        rows, sequences = cut(valid, starts, map_stacked(lambda xs: torch.cat(xs, 1), states), burn_in, addresses)
+        no_starts, no_states = torch.zeros(length, num_envs, dtype=torch.bool), torch.zeros(1, num_envs)
+        starts = torch.cat([no_starts if kept.starts is None else kept.starts for kept in self._kept], 1)
+        states = [no_states if kept.states is None else kept.states for kept in self._kept]
+        together = map_stacked(lambda xs: torch.cat(xs, 1), states)
+        rows, sequences = cut(valid, starts, together, self._kept[0].burn_in, addresses)
         return addresses.flatten()[rows], sequences
 
     def _all_valid(self) -> Tensor:
@@ -145,8 +141,8 @@ class RolloutMemory:
         """Return copies of the steps at some addresses, each field of shape `[*addresses.shape, ...]`.
 
         Args:
-            addresses: Of any shape.
-            only: Return this field alone, or nothing if there is none of that name; None: all of them.
+            addresses: Addresses, of any shape.
+            only: Return this field alone, or nothing if it does not exist. None: all fields.
         """
         wanted = [{n: x for n, x in kept.fields.items() if only in (None, n)} for kept in self._kept]
         if not wanted or not wanted[0]:
@@ -164,31 +160,23 @@ class RolloutMemory:
         return fields
 
     def _by_rollout(self, addresses: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return, for each rollout that has some of the addresses, which of them, and where in it they are."""
+        """Return for each rollout which addresses are in it, and their steps t · B + b."""
         length, num_envs = self.shape
         rollouts, local = addresses // (length * num_envs), addresses % (length * num_envs)
         masks = {index: rollouts == index for index in set(rollouts.flatten().tolist())}
         return {index: (mask, local[mask]) for index, mask in masks.items()}
 
-    def begin(self) -> None:
-        """Remember how the memory is; no rollout is copied."""
-        self._before = [*self._kept]
+    def _snapshot(self) -> list[_Kept]:
+        return [*self._kept]
 
-    def commit(self) -> None:
-        """Forget how it was."""
-        self._before = None
-
-    def rollback(self) -> None:
-        """Make it what it was, if that is remembered."""
-        if self._before is not None:
-            self._kept = self._before
-            self.commit()
+    def _restore(self, snapshot: list[_Kept]) -> None:
+        self._kept = snapshot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rollouts as tensors; they are not copied, since none is ever changed."""
+        """Return the rollouts as tensors, without copies: stored rollouts do not change."""
         return {"rollouts": [kept._asdict() for kept in self._kept]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned: of as many rollouts as there is room for, or more, all but one."""
+        """Restore rollouts. If they fill the memory, the oldest are dropped, so that the next rollout fits."""
         excess = len(state["rollouts"]) - self.capacity
         self._kept = [_Kept(**kept) for kept in state["rollouts"][excess + 1 if excess >= 0 else 0 :]]

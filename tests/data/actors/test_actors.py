@@ -458,7 +458,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
         warnings.simplefilter("always")
         make_trainer(max_epochs=2, callbacks=[AtStart(), first]).fit(resumed, again, ckpt_path=tmp_path / "x.ckpt")
     told = [str(w.message) for w in caught if "new episodes" in str(w.message)]
-    assert len(told) == 1 and "weights, optimisers and counters go on" in told[0]
+    assert len(told) == 1 and "weights, optimizers and counters are restored" in told[0]
     assert all(torch.equal(x, loaded[name]) for name, x in parameters_of(model).items())
     assert loaded["env_steps"] == model.env_steps == 4 * 32
     assert resumed.policy_version == 8 and resumed.env_steps == 8 * 32

@@ -6,7 +6,9 @@ import threading
 import pytest
 import torch
 
-from lightning_rl.data.actors.transport import SharedWeights, WeightsLocked
+from lightning_rl.data.actors import transport
+from lightning_rl.data.actors.transport import SharedWeights
+from lightning_rl.environments import EnvironmentFailure
 from lightning_rl.policies.actor_critic import ActorCritic
 from tests.helpers import DISCRETE, VECTOR
 
@@ -41,12 +43,12 @@ def torn_reads(weights, last=300):
     """How many reads were not all of one version, while another process publishes as fast as it can."""
     writer = FORK.Process(target=hammer, args=(weights, last), daemon=True)
     policy = make_policy()
-    reader = weights.reader(policy)
+    refresh = weights.reader(policy)
     version, torn, seen = -1, 0, set()
     writer.start()
     try:
         while version < last:
-            version = reader.refresh()
+            version = refresh()
             if version >= 0:
                 seen.add(version)
                 torn += not all(bool((x == version).all()) for x in tensors(policy))
@@ -61,39 +63,28 @@ def test_weights_are_never_read_half_written():
     assert torn_reads(SharedWeights(make_policy(), FORK)) == 0
 
 
-class Halfway:
-    """A block that is written in two halves, with a pause in between."""
-
-    def __init__(self, block):
-        self.block, self.reached, self.go_on = block, threading.Event(), threading.Event()
-
-    def __len__(self):
-        return len(self.block)
-
-    def copy_(self, other):
-        half = len(other) // 2
-        self.block[:half] = other[:half]
-        self.reached.set()
-        assert self.go_on.wait(10)
-        self.block[half:] = other[half:]
-
-
-def test_a_reader_waits_for_the_second_half():
+def test_a_reader_waits_until_all_weights_are_written(monkeypatch):
     weights, policy = SharedWeights(make_policy(), FORK), make_policy()
-    reader = weights.reader(policy)
+    refresh = weights.reader(policy)
     source = make_policy()
     fill(source, 1)
-    block = weights._block
-    weights._block = halfway = Halfway(block)
+    reached, resume, write = threading.Event(), threading.Event(), transport._fill
+
+    def write_in_two_parts(block, given):
+        write(block, given[: len(given) // 2])
+        reached.set()
+        assert resume.wait(10)
+        write(block, given)
+
+    monkeypatch.setattr(transport, "_fill", write_in_two_parts)
     writer = threading.Thread(target=weights.publish, args=(source, 1))
     writer.start()
-    assert halfway.reached.wait(10)
-    weights._block = block
-    reading = threading.Thread(target=reader.refresh)
+    assert reached.wait(10)
+    reading = threading.Thread(target=refresh)
     reading.start()
     reading.join(0.1)
     assert reading.is_alive()
-    halfway.go_on.set()
+    resume.set()
     writer.join()
     reading.join(10)
     assert all(bool((x == 1).all()) for x in tensors(policy))
@@ -104,18 +95,18 @@ def test_parameters_and_buffers_of_every_precision_arrive():
     fill(target, 0)
     weights = SharedWeights(source, FORK)
     weights.publish(source, 7)
-    assert weights.reader(target).refresh() == 7
+    assert weights.reader(target)() == 7
     for one, other in zip(tensors(source), tensors(target), strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     observations = torch.randn(5, 3, dtype=torch.float64)
     assert torch.equal(source.value(observations), target.value(observations))
 
 
-def test_a_lock_that_nobody_gives_back_ends_in_an_error(monkeypatch):
+def test_publishing_raises_if_an_actor_does_not_release_the_lock(monkeypatch):
     monkeypatch.setattr("lightning_rl.data.actors.transport._PATIENCE", 0.05)
     weights = SharedWeights(make_policy(), FORK)
     weights._lock.acquire()
-    with pytest.raises(WeightsLocked, match=r"0\.05 seconds"):
+    with pytest.raises(EnvironmentFailure, match=r"0\.05 seconds"):
         weights.publish(make_policy(), 1)
     weights._lock.release()
     weights.publish(make_policy(), 2)
