@@ -98,7 +98,7 @@ Measured otherwise, with settings of their own:
 * [Behaviour cloning, then PPO](algorithms/criticpretraining.md): the worst score of the first updates is {fresh} of the
   cloned one with a fresh critic, {warmed} with one that was learned before (a seed each;
   [result](../benchmarks/results/warm_up/mountain_car.json))
-* [Actions that are held for a while](environments.md#options-instead-of-wrappers): {several} decisions to the goal on
+* [Actions that are held for a while](environments.md#wrapper-options): {several} decisions to the goal on
   MountainCar rather than {each} (mean of three seeds; [result](../benchmarks/results/repeats/mountain_car.json))
 """
 

@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import lightning.pytorch
 import pytest
-import torch
 from lightning.pytorch import Trainer
 
 import lightning_rl
@@ -144,18 +144,18 @@ def test_every_line_for_the_shell_is_of_a_program_that_is_there():
 
 @pytest.fixture
 def as_in_a_script(in_tmp_path, monkeypatch):
+    """The namespace of a module that classes defined on a page can be imported from, as from `__main__` of a script."""
     monkeypatch.setattr(lightning.pytorch, "Trainer", ShortTrainer)
-    yield {}
+    module = ModuleType("code_of_the_page")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield vars(module)
 
 
 def before(page, namespace):
     """What the text before a page's code takes for granted."""
-    data = RolloutDataModule("CartPole-v1", num_envs=4, rollout_length=64)
-    spaces = (data.observation_space, data.action_space)
     if page.stem == "behaviourcloning":
-        namespace["expert"] = PPO(*spaces)
-    if page.stem == "policies":
-        namespace |= {"model": PPO(*spaces, policy={"memory": "gru"}), "observations": torch.ones(1, 4)}
+        data = RolloutDataModule("CartPole-v1", num_envs=4, rollout_length=64)
+        namespace["expert"] = PPO(data.observation_space, data.action_space)
     if page.stem == "resuming":
         saved = fail(BrokenRollouts(VECTOR, DISCRETE, broken=[0], **OPTIONS), Path())
         wanted = re.search(r'FailedUpdate\.load\("(.*)"\)', page.read_text())[1]
@@ -180,6 +180,11 @@ def test_every_script_runs(page, as_in_a_script):
         assert isinstance(namespace["model"], PPO) and namespace["model"].env_steps == 2048
     if page.stem == "policies":
         assert namespace["memory"]["actor"].abs().sum() > 0
+    if page.stem == "recipes":
+        assert namespace["student"].env_steps > 0 and namespace["metrics"]["val/episode_return"] > 0
+        assert len(list(Path("sweep").rglob("events*"))) == 4
+        logged = namespace["trainer"].lightning_module.losses
+        assert "policy_loss" in logged
     if page.stem == "resuming":
         assert "policy_loss" in namespace["failed"].replay()
     if page.stem == "one_rollout":
