@@ -1,4 +1,4 @@
-"""Atari preprocessing: what every option does, in every backend."""
+"""Atari preprocessing: every option in every backend."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ CALM = {"noop_max": 0, "repeat_action_probability": 0.0}
 
 
 def game(env_id=BREAKOUT, *, evaluation=False, **options):
-    """One game as the backends `sync` and `async` make it."""
+    """Make one game like the backends `sync` and `async`."""
     env = EnvConfig(atari=AtariPreprocessing(**CALM | options))
     spec = EnvironmentSpec(env_id, env, evaluation=evaluation)
     return make_single(spec, find_spec(env_id), ())
@@ -35,7 +35,7 @@ def lives(env):
 
 
 def play_to_end(env, action=NOOP, limit=300):
-    """Steps until the episode ends: their number, sum of rewards, last observation and info."""
+    """Play until the episode ends; return the number of steps, the return, and the last observation and info."""
     total = 0.0
     for step in range(1, limit + 1):
         observation, reward, terminated, truncated, info = env.step(action)
@@ -54,7 +54,7 @@ def test_usual_preprocessing_gives_four_84_by_84_frames():
 
 
 @pytest.mark.parametrize("grayscale", [True, False])
-def test_observations_are_those_of_a_game_that_takes_a_picture_of_every_frame(grayscale):
+def test_observations_equal_a_game_that_renders_every_frame(grayscale):
     wrapped = {"noop_max": 0, "frame_skip": 4, "grayscale_obs": grayscale}
     kwargs = {"frameskip": 1, "repeat_action_probability": 0.0, "obs_type": "rgb"}
     pictures = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(BREAKOUT, **kwargs), **wrapped)
@@ -69,7 +69,7 @@ def test_observations_are_those_of_a_game_that_takes_a_picture_of_every_frame(gr
         assert rest[:3] == of_pictures[:3]
 
 
-def test_lost_life_ends_the_learning_episode_but_goes_on_with_the_same_game():
+def test_lost_life_ends_the_episode_but_not_the_game():
     env = game()
     new_game, _ = env.reset(seed=0)
     seen, frames, starts = [lives(env)], [env.unwrapped.ale.getEpisodeFrameNumber()], [new_game]
@@ -81,7 +81,7 @@ def test_lost_life_ends_the_learning_episode_but_goes_on_with_the_same_game():
     assert seen == [5, 4, 3, 2, 1, 5]
     assert frames[:5] == sorted(frames[:5]) and frames[5] < frames[1]  # one game, then a new one
     assert "game_return" in info
-    # Another life is shown, so the frame is not that of a new game.
+    # The screen shows the lost life, so the frame differs from the first frame of a new game.
     assert all((start != new_game).any() for start in starts[1:5])
     np.testing.assert_array_equal(starts[5], new_game)
 
@@ -96,7 +96,7 @@ def test_without_episodic_life_an_episode_is_a_game():
             assert terminated == (lives(env) == 0) and not truncated
 
 
-def test_score_of_the_whole_game_is_reported_whatever_is_learned_from():
+def test_game_score_is_reported_with_episodic_life_and_clipped_rewards():
     for episodic_life, clip_rewards in ((True, True), (False, False)):
         env = game("ALE/Asterix-v5", episodic_life=episodic_life, clip_rewards=clip_rewards)
         env.reset(seed=0)
@@ -112,7 +112,7 @@ def test_score_of_the_whole_game_is_reported_whatever_is_learned_from():
         assert info["game_return"] == (rewards if not clip_rewards else 50 * rewards)
 
 
-def test_rewards_are_clipped_to_their_sign_only_if_asked_and_never_in_evaluation():
+def test_rewards_are_clipped_in_training_only():
     seen = {}
     for name, options in {
         "clipped": {},
@@ -139,13 +139,13 @@ def test_fire_is_pressed_after_each_reset_in_games_that_wait_for_it():
     assert "FIRE" not in no_fire_button.unwrapped.get_action_meanings()
 
 
-def test_evaluation_plays_whole_games_in_which_fire_is_pressed_after_each_lost_life():
+def test_evaluation_presses_fire_after_each_lost_life_of_a_whole_game():
     env = game(evaluation=True)
     first, _ = env.reset(seed=0)
     steps, total, _, info = play_to_end(env, limit=1000)
     assert lives(env) == 0 and 100 < steps < 300
     assert total == info["game_return"]
-    # Stopped in the middle of a game, it begins a new one all the same.
+    # A reset in the middle of a game begins a new game too.
     env.reset()
     for _ in range(40):
         env.step(NOOP)
@@ -154,7 +154,7 @@ def test_evaluation_plays_whole_games_in_which_fire_is_pressed_after_each_lost_l
     assert lives(env) == 5
 
 
-def test_evaluation_counts_what_is_scored_while_fire_is_pressed():
+def test_evaluation_counts_points_scored_by_pressing_fire():
     env = game(evaluation=True)
     env.reset(seed=0)
     inner = env.env._game
@@ -163,7 +163,7 @@ def test_evaluation_counts_what_is_scored_while_fire_is_pressed():
     assert total == inner.score >= 7.0
 
 
-def test_stream_of_episodes_begins_with_a_new_game_even_between_two_lives():
+def test_seeded_reset_begins_a_new_game_even_between_two_lives():
     env = game()
     first, _ = env.reset(seed=3)
     play_to_end(env)
@@ -173,7 +173,7 @@ def test_stream_of_episodes_begins_with_a_new_game_even_between_two_lives():
 
 
 @pytest.mark.parametrize("frame_skip", [1, 2, 4])
-def test_frame_skip_is_the_number_of_frames_a_step_takes(frame_skip):
+def test_a_step_plays_frame_skip_frames(frame_skip):
     env = game("ALE/Pong-v5", frame_skip=frame_skip, fire_on_reset=False)
     env.reset(seed=0)
     before = env.unwrapped.ale.getEpisodeFrameNumber()
@@ -193,7 +193,7 @@ def test_game_begins_with_one_to_noop_max_no_ops(noop_max, least, most):
 
 
 def test_sticky_actions_repeat_the_previous_action():
-    """With probability 1 nothing that is chosen ever happens; with 0 the same seed and actions do the same."""
+    """With probability 1 no chosen action is ever taken; with 0 the same seed and actions give the same game."""
 
     def final_frame(probability, actions):
         env = game(repeat_action_probability=probability, fire_on_reset=False)
@@ -208,7 +208,7 @@ def test_sticky_actions_repeat_the_previous_action():
 
 
 class Emulator(gymnasium.Env):
-    """Stands for a game: records what is done in each frame."""
+    """A fake game that records the action of each frame."""
 
     observation_space, action_space = gymnasium.spaces.Discrete(1), gymnasium.spaces.Discrete(9)
 
@@ -230,7 +230,7 @@ class Emulator(gymnasium.Env):
         return 0, 0.0, False, False, {}
 
 
-def test_each_frame_repeats_what_was_done_before_with_the_given_probability():
+def test_sticky_actions_are_drawn_for_each_frame():
     emulator = Emulator()
     env = SeededGame(emulator, 0.25)
     env.reset(seed=0)
@@ -240,7 +240,7 @@ def test_each_frame_repeats_what_was_done_before_with_the_given_probability():
     done = emulator.done.copy()
     assert all(now in (want, before) for now, want, before in zip(done, asked, [0, *done], strict=False))
     assert np.mean(np.array(done) != np.array(asked)) == pytest.approx(0.25, abs=0.02)
-    # A new episode begins with no-op before it; the same seed draws the same, another seed other things.
+    # The action before a new episode is no-op; the same seed gives the same repeats.
     for seed, same in ((0, True), (1, False)):
         env.reset(seed=seed)
         for action in asked:
@@ -253,8 +253,8 @@ def test_each_frame_repeats_what_was_done_before_with_the_given_probability():
     assert never.unwrapped.done == asked
 
 
-def test_game_depends_on_the_seed_of_its_episode_not_on_the_games_before_it():
-    """Seaquest keeps memory over the emulator's own reset."""
+def test_game_depends_only_on_its_own_seed():
+    """The emulator's own reset does not clear the whole memory of Seaquest."""
     runs = []
     for games_before in (0, 2):
         env = game("ALE/Seaquest-v5", noop_max=30, repeat_action_probability=0.25)
@@ -269,7 +269,7 @@ def test_game_depends_on_the_seed_of_its_episode_not_on_the_games_before_it():
 
 
 @pytest.mark.parametrize(("env_id", "probability"), [("ALE/Pong-v5", 0.25), ("PongNoFrameskip-v4", 0.0)])
-def test_stickiness_is_that_of_the_id_unless_given(env_id, probability):
+def test_default_stickiness_comes_from_the_id(env_id, probability):
     def of(**options):
         spec = EnvironmentSpec(env_id, EnvConfig(atari=AtariPreprocessing(**options)))
         env = make_single(spec, find_spec(env_id), ())
@@ -317,7 +317,7 @@ def test_other_backends_have_the_same_spaces(backend):
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_episodic_life_of_other_backends_goes_on_with_the_game_too(backend):
+def test_episodic_life_continues_the_game_on_vectorized_backends(backend):
     environments = batch(backend, noop_max=1, repeat_action_probability=0.0)
     environments.reset()
     counts = []
@@ -325,12 +325,12 @@ def test_episodic_life_of_other_backends_goes_on_with_the_game_too(backend):
         step = environments.step(np.array([FIRE]))
         if step.terminated[0]:
             counts.append(int(step.infos["lives"][0]))
-    # The fifth of them ends the game; native, in SAME_STEP mode, then says how many lives the next one has.
+    # The fifth lost life ends the game; in SAME_STEP mode the native backend then returns the lives of the next game.
     assert counts == [4, 3, 2, 1, 5 if backend == "native" else 0, 4]
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_evaluation_of_other_backends_plays_whole_games_with_raw_rewards(backend):
+def test_evaluation_plays_whole_games_with_raw_rewards_on_vectorized_backends(backend):
     environments = batch(backend, noop_max=1, repeat_action_probability=0.0, evaluation=True)
     environments.reset()
     fewest = 5
@@ -346,7 +346,7 @@ def test_evaluation_of_other_backends_plays_whole_games_with_raw_rewards(backend
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_rewards_of_other_backends_are_clipped(backend):
+def test_rewards_are_clipped_on_vectorized_backends(backend):
     environments = batch(backend, "ALE/Asterix-v5", noop_max=1, repeat_action_probability=0.0)
     environments.reset()
     assert {float(environments.step(np.array([2])).rewards[0]) for _ in range(100)} == {0.0, 1.0}
@@ -354,7 +354,7 @@ def test_rewards_of_other_backends_are_clipped(backend):
 
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
 def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
-    """Learned from are lives and signs of rewards; Asterix gives points by 50, and a game has three lives."""
+    """Episodes are lives and rewards are signs; in Asterix rewards are multiples of 50, and a game has three lives."""
     environments = batch(backend, "ALE/Asterix-v5", noop_max=1, repeat_action_probability=0.0, num_envs=2)
     environments.reset()
     rewards, lengths, lives = np.zeros(2), np.zeros(2, int), np.zeros(2, int)
@@ -366,7 +366,7 @@ def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
         lives += step.terminated
         found = [environments.info_values(step, key) for key in ("game_return", "game_length")]
         over = lives == 3
-        # The no-ops after lost lives are steps of Gymnasium's preprocessing.
+        # In Gymnasium's preprocessing the no-ops after lost lives are steps.
         between = 2 if backend == "sync" else 0
         assert found == [list(50 * rewards[over]), list(lengths[over] + between)]
         games += int(over.sum())
@@ -374,7 +374,7 @@ def test_every_backend_reports_scores_and_lengths_of_whole_games(backend):
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_a_game_that_a_time_limit_ends_reports_its_score_too(backend):
+def test_game_score_is_reported_at_a_time_limit(backend):
     atari = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
     env = EnvConfig(atari=atari, max_episode_steps=40)
     environments = make_environments(EnvironmentSpec("ALE/Asterix-v5", env, backend), 1, [0])
@@ -389,7 +389,7 @@ def test_a_game_that_a_time_limit_ends_reports_its_score_too(backend):
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_stickiness_of_other_backends_is_that_of_the_id_unless_given(backend):
+def test_default_stickiness_comes_from_the_id_on_vectorized_backends(backend):
     def configured(**options):
         env = batch(backend, "ALE/Pong-v5", **options).env
         config = env.spec.kwargs if backend == "native" else env.unwrapped.config
@@ -405,8 +405,8 @@ def test_native_wastes_no_step_on_resets():
     assert all(environments.step(np.full(3, FIRE)).valid is None for _ in range(100))
 
 
-def test_final_observation_of_a_lost_life_is_the_one_reached():
-    """Native goes on with the game, so it is the observation itself; a game over shows another one than a new game."""
+def test_native_final_observation_after_a_lost_life_is_correct():
+    """After a lost life the final observation is the next one of the same game; after a game it is not."""
     environments = batch("native", noop_max=1, repeat_action_probability=0.0)
     previous = environments.reset().copy()
     lost = 0
@@ -426,7 +426,7 @@ def test_final_observation_of_a_lost_life_is_the_one_reached():
         ("envpool", {"noop_max": 0}, "noop_max=0 is not valid: expected at least 1 with backend='envpool'"),
     ],
 )
-def test_option_that_a_backend_lacks_is_refused(backend, options, message):
+def test_option_that_a_backend_lacks_is_an_error(backend, options, message):
     with pytest.raises(ConfigurationError, match=rf"^env\.atari\.{message}$"):
         batch(backend, **options)
 
@@ -442,7 +442,7 @@ def test_option_that_a_backend_lacks_is_refused(backend, options, message):
         ({"repeat_action_probability": 1.5}, "repeat_action_probability=1.5"),
     ],
 )
-def test_options_out_of_range_are_refused(options, field):
+def test_options_out_of_range_are_errors(options, field):
     with pytest.raises(ConfigurationError, match=rf"^env\.atari\.{field} is not valid: expected "):
         AtariPreprocessing(**options).check()
 
@@ -450,14 +450,14 @@ def test_options_out_of_range_are_refused(options, field):
 @pytest.mark.parametrize(
     ("name", "instead"), [("frameskip", "frame_skip"), ("repeat_action_probability", "repeat_action_probability")]
 )
-def test_option_of_the_preprocessing_is_refused_among_those_of_the_emulator(name, instead):
+def test_preprocessing_options_in_env_kwargs_are_errors(name, instead):
     spec = EnvironmentSpec(BREAKOUT, EnvConfig(kwargs={name: 1}))
     message = rf"^env.kwargs.{name}=1 is not valid: expected env.atari.{instead} instead$"
     with pytest.raises(ConfigurationError, match=message):
         make_single(spec, find_spec(BREAKOUT), ())
 
 
-def test_ram_is_not_preprocessed_and_refuses_options_for_frames():
+def test_preprocessing_options_for_ram_observations_are_errors():
     ram = EnvConfig(kwargs={"obs_type": "ram"})
     env = make_single(EnvironmentSpec(BREAKOUT, ram), find_spec(BREAKOUT), ())
     assert env.observation_space.shape == (128,)
@@ -466,7 +466,7 @@ def test_ram_is_not_preprocessed_and_refuses_options_for_frames():
         make_single(spec, find_spec(BREAKOUT), ())
 
 
-def test_options_are_refused_for_an_environment_that_is_no_game():
+def test_atari_options_for_other_environments_are_errors():
     spec = EnvironmentSpec("CartPole-v1", EnvConfig(atari=AtariPreprocessing(frame_skip=2)))
     message = r"^env.atari=.*: expected its default, since CartPole-v1 is no Atari game"
     with pytest.raises(ConfigurationError, match=message):

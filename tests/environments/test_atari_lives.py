@@ -1,4 +1,4 @@
-"""Lives and scores, on a game whose every point is scripted."""
+"""Lives and scores of games with scripted points."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from lightning_rl.environments.atari import EpisodicLife, GameScore, WholeGame
 
 
 class Script(gymnasium.Env):
-    """Games of which each step is given: points, lives left."""
+    """Games with scripted steps: points, lives left."""
 
     observation_space = spaces.Box(0, 99, (1,), np.float32)
     action_space = spaces.Discrete(4)
@@ -39,7 +39,7 @@ def whole_game(*steps):
 
 
 def rewards_of(env):
-    """Of the steps of one game."""
+    """Return the rewards of one game."""
     env.reset(seed=0)
     rewards = []
     for _ in range(20):
@@ -53,15 +53,15 @@ def rewards_of(env):
 @pytest.mark.parametrize(
     ("steps", "rewards"),
     [
-        # A life is lost with 10 points, 5 are scored in the no-op step after it, which the player does not see.
+        # A life is lost with 10 points; the no-op step after it, which the player does not see, scores 5.
         ([(1, 3), (10, 2), (5, 2), (3, 0)], [1, 10 + 5, 3]),
-        # The last life is lost in that no-op step: the points of both belong to the game.
+        # The last life is lost in this no-op step; the points of both steps count.
         ([(1, 3), (10, 2), (5, 0)], [1, 10 + 5]),
         ([(1, 3), (10, 1), (0, 0)], [1, 10]),
         ([(7, 0)], [7]),
     ],
 )
-def test_no_point_is_lost_between_two_lives(steps, rewards):
+def test_points_scored_between_two_lives_count(steps, rewards):
     env = whole_game(*steps)
     assert rewards_of(env) == rewards
-    assert rewards_of(env) == rewards  # nor carried into the next game
+    assert rewards_of(env) == rewards  # the next game starts at 0

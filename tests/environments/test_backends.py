@@ -1,4 +1,4 @@
-"""Every backend, and every family of environments, through one contract."""
+"""Every backend and every family of environments fulfills one contract."""
 
 import gymnasium
 import numpy as np
@@ -53,13 +53,13 @@ def test_one_rollout_of_every_family_and_backend(env_id, backend, options):
     assert len(torch.unique(rollout.observations.reshape(18, -1).double(), dim=0)) > 1
     for x in (rollout.rewards, rollout.log_probs, rollout.values, rollout.next_values):
         assert x.shape == (8, 2) and x.dtype == torch.float32 and torch.isfinite(x).all()
-    # The importance ratio is 1 on arrival, whether acting or the end of the rollout computed the log-probabilities.
+    # The importance ratio is 1 before the update, wherever the log-probabilities were computed.
     batch = rollout.flatten()
     with torch.no_grad():
         ratios = (policy.log_prob(batch.observations, batch.actions) - batch.log_probs).exp()
     assert (ratios - 1).abs().max() <= 1e-6
     environments.close()
-    environments.close()  # twice is allowed
+    environments.close()  # may be called twice
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
@@ -74,7 +74,7 @@ def test_worker_processes_give_the_same_rollout_in_every_mode(mode, backend):
     assert (one.valid is None) == (other.valid is None) == (mode is not AutoresetMode.NEXT_STEP)
 
 
-def test_backends_without_choice_reset_in_their_own_mode():
+def test_native_and_envpool_keep_their_own_autoreset_mode():
     modes = {
         ("CartPole-v1", "native"): AutoresetMode.NEXT_STEP,
         ("CartPole-v1", "envpool"): AutoresetMode.NEXT_STEP,
@@ -87,8 +87,8 @@ def test_backends_without_choice_reset_in_their_own_mode():
         environments.close()
 
 
-def test_discrete_actions_begin_where_the_space_does_and_are_stored_from_zero():
-    environments = make_batch("Probe/Counter-v0", 2, start=5)  # the probe refuses an action outside its space
+def test_discrete_actions_are_stored_from_zero_and_shifted_for_the_environment():
+    environments = make_batch("Probe/Counter-v0", 2, start=5)  # the probe rejects actions outside of its space
     torch.manual_seed(0)
     policy = ActorCritic(environments.single_observation_space, environments.single_action_space)
     rollout = make_collector(environments, 30).collect(policy)
@@ -104,7 +104,7 @@ def test_continuous_actions_are_clipped_for_the_environment_and_stored_as_drawn(
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_wrappers_of_single_and_of_vector_environments_are_both_applied(backend):
+def test_single_and_vector_wrappers_are_both_applied(backend):
     options = {"backend": backend, "lengths": (9,), "reward": 1.0}
     for wrappers, reward in (
         ([], 1),
@@ -117,7 +117,7 @@ def test_wrappers_of_single_and_of_vector_environments_are_both_applied(backend)
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_vectorised_backends_take_vector_wrappers_and_refuse_others(backend):
+def test_vectorized_backends_accept_only_vector_wrappers(backend):
     rollout = collect("CartPole-v1", 4, Told(), backend=backend, env={"wrappers": [DOUBLE_VECTOR]})
     assert rollout.rewards.tolist() == [[2.0]] * 4
     message = r"^env.wrappers=\['tests.probes.DoubleReward'\] wrap single environments"
@@ -133,7 +133,7 @@ def test_time_limit_and_other_arguments_reach_the_environment():
 
 
 @pytest.mark.filterwarnings("ignore:.*missing AutoresetMode metadata")
-def test_vector_environment_that_does_not_say_how_it_resets_is_refused():
+def test_vector_environment_without_autoreset_mode_is_an_error():
     class Silent(gymnasium.vector.VectorEnv):
         metadata = {}  # noqa: RUF012
         num_envs = 1
@@ -153,7 +153,7 @@ def test_vector_environment_that_does_not_say_how_it_resets_is_refused():
         del gymnasium.registry["Probe/Silent-v0"]
 
 
-def test_envpool_gives_float32_rollouts_although_its_arrays_are_float64():
+def test_envpool_rollouts_are_float32():
     environments = make_batch("HalfCheetah-v4", backend="envpool")
     assert environments.reset().dtype == np.float64
     rollout = make_collector(environments, 3).collect(

@@ -16,7 +16,7 @@ SCRIPT = {"lengths": (5, 3, 4), "ends": ("terminated", "truncated", "both")}
 
 
 def make_model(environments, **options) -> PPO:
-    """In float64, so that only the order of sums differs; one step of plain gradient descent per rollout."""
+    """A float64 model with one step of gradient descent per rollout: results differ only by the order of sums."""
     torch.manual_seed(0)
     spaces = environments.single_observation_space, environments.single_action_space
     small = {"num_epochs": 1, "num_minibatches": 1, "learning_rate": 1.0, "entropy_coef": 0.01}
@@ -27,7 +27,7 @@ def make_model(environments, **options) -> PPO:
 
 
 def length_of(environments, num_rows) -> int:
-    """Length of the shortest rollout with this many real steps of one environment."""
+    """Return the length of the shortest rollout with this many valid steps of one environment."""
     collector = make_collector(environments, 1)
     missing, length = num_rows, 0
     while missing:
@@ -37,7 +37,7 @@ def length_of(environments, num_rows) -> int:
 
 
 def learn(model, rollout):
-    """Take the gradient step, and return everything that it and the normalisers changed."""
+    """Take the gradient step, and return all changed parameters and statistics."""
     make_trainer(precision="64-true").fit(model, FixedRollouts([rollout], model))
     return {name: x.clone() for name, x in model.state_dict().items()}
 
@@ -61,7 +61,7 @@ def test_modes_give_equal_targets_gradients_statistics_and_counts(script_in, mod
         model = make_model(environments)
         keys = ("level", "score", "only_reset", "absent")
         length = length_of(environments, num_rows)
-        # The scripted environment would go on counting episodes: make it anew.
+        # A new environment, since the scripted one counts its episodes.
         rollout = make_collector(script_in(environments.mode), length, torch.float64, keys).collect(
             Greedy(model.policy)
         )
@@ -90,7 +90,7 @@ def test_modes_give_equal_targets_gradients_statistics_and_counts(script_in, mod
             assert not torch.equal(x, initial[name]), f"{name} did not change, so its equality says nothing"
 
 
-def test_next_step_marks_exactly_the_resets_as_not_valid_across_rollouts_too():
+def test_next_step_masks_exactly_the_resets_also_across_rollouts():
     environments = make_batch("Probe/Counter-v0", mode=NEXT, lengths=(3, 2))
     collector = make_collector(environments, 4)
     assert [collector.collect(Told()).valid[:, 0].tolist() for _ in range(3)] == [
@@ -116,7 +116,7 @@ def test_same_step_and_disabled_waste_no_step():
         assert rollout.valid is None and rollout.num_steps == 60
 
 
-def test_minibatches_are_made_of_valid_rows_only():
+def test_minibatches_contain_only_valid_rows():
     rollout = make_collector(make_batch("Probe/Counter-v0", 3, mode=NEXT, lengths=(2,), reward=7.0), 10).collect(Told())
     batch = rollout.flatten(rewards=rollout.rewards)
     assert len(batch) == rollout.num_steps == 3 * 7
@@ -126,18 +126,18 @@ def test_minibatches_are_made_of_valid_rows_only():
 
 
 def record(rollout, first_observation) -> Tape:
-    """The real transitions of one environment, as a tape."""
+    """Return the valid transitions of one environment."""
     valid = np.ones(rollout.shape[0], bool) if rollout.valid is None else rollout.valid[:, 0].numpy()
     observations = rollout.observations[:, 0].numpy()
     firsts = [first_observation] + [observations[t + 1] for t in np.flatnonzero(~valid)]
-    # A real step of EnvPool returns the observation that it reached.
+    # A valid step of EnvPool returns its own next observation.
     columns = (rollout.rewards, rollout.terminated, rollout.truncated)
     rewards, terminated, truncated = (x[:, 0].numpy()[valid].copy() for x in columns)
     return Tape([x.copy() for x in firsts], observations[1:][valid].copy(), rewards, terminated, truncated)
 
 
 @pytest.mark.parametrize("backend", ["envpool", "native"])
-def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitions(backend):
+def test_vectorized_cartpole_equals_a_single_one_on_the_same_transitions(backend):
     environments = make_batch("CartPole-v1", backend=backend, env={"max_episode_steps": 9})
     assert environments.mode is NEXT
     model = make_model(environments, normalization={"observations": False})
@@ -170,7 +170,7 @@ def test_vectorised_cartpole_gives_what_a_single_one_gives_on_the_same_transitio
 
 
 class Reusing(VectorEnv):
-    """Gives its own arrays, of which a reset clears what it begins anew."""
+    """Returns its own arrays; a reset clears the rows that it resets."""
 
     metadata = {"autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012 - as Gymnasium has it
     num_envs = 2
@@ -188,7 +188,7 @@ class Reusing(VectorEnv):
         return np.zeros((2, 1), np.float32), self.rewards, *self.flags, {}
 
 
-def test_what_a_reset_clears_is_what_it_was_in_the_step_before():
+def test_rewards_and_flags_of_a_step_survive_the_reset_after_it():
     batch = EnvironmentBatch(Reusing(), [0, 1], [0, 1])
     batch.reset()
     step = batch.step(np.zeros(2, np.int64))
@@ -196,7 +196,7 @@ def test_what_a_reset_clears_is_what_it_was_in_the_step_before():
 
 
 class ReusingFinals(Reusing):
-    """Gives the same array of final observations each time."""
+    """Returns the same array of final observations each time."""
 
     metadata = {"autoreset_mode": SAME}  # noqa: RUF012 - as Gymnasium has it
     finals = np.zeros((2, 1), np.float32)
@@ -206,7 +206,7 @@ class ReusingFinals(Reusing):
         return *super().step(actions)[:-1], {"final_obs": self.finals}
 
 
-def test_what_an_episode_reached_is_what_it_was_where_the_next_one_is_written_over_it():
+def test_final_observation_survives_the_reset_after_it():
     batch = EnvironmentBatch(ReusingFinals(), [0, 1], [0, 1])
     batch.reset()
     steps = [batch.step(np.zeros(2, np.int64)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What environments return is held to today's interface, and their first observation to its space."""
+"""Values that environments return are checked against Gymnasium's interface and the spaces."""
 
 import copy
 
@@ -16,7 +16,7 @@ UNIT = spaces.Box(-1, 1, (3,), np.float32)
 
 
 class Given(gymnasium.Env):
-    """Returns what it is given."""
+    """Returns given values."""
 
     action_space = spaces.Discrete(2)
 
@@ -39,7 +39,7 @@ class Given(gymnasium.Env):
 
 
 class Series(Given):
-    """Returns given observations one after another; every third step ends an episode."""
+    """Returns a sequence of given observations; every third step ends an episode."""
 
     def __init__(self, space, observations):
         super().__init__(space)
@@ -59,7 +59,7 @@ class Seedless(Given):
 
 
 class Unpacks(gymnasium.Wrapper):
-    """A wrapper of the user's own, whose mistakes are its own."""
+    """A custom wrapper with a bug."""
 
     def step(self, action):
         first, second = (1,)
@@ -73,7 +73,7 @@ for name, entry_point in (("Given", Given), ("Series", Series), ("Seedless", See
 
 
 def play(env_id="Given", steps=1, **options):
-    """Return copies of the observations of two environments, and the final ones."""
+    """Return copies of the observations and final observations of two environments."""
     environments = make_environments(make_data(f"lightning_rl_tests/{env_id}-v0", **options).spec, 2, [3, 4])
     try:
         seen, finals = [copy.deepcopy(environments.reset())], []
@@ -90,7 +90,7 @@ OLD = r"environment 0 \(episode 0, seed .*, step {}\) does not have the interfac
 
 
 @pytest.mark.parametrize("env_id", ["Given", "GivenLimited"])
-def test_a_step_of_four_values_is_refused_by_name(env_id):
+def test_step_with_four_values_is_an_error(env_id):
     step = (np.zeros(3, np.float32), 1.0, True, {})
     expected = rf"expected of lightning_rl_tests/{env_id}-v0 a step\(action\) that returns five values"
     with pytest.raises(EnvironmentFailure, match=OLD.format(1, r"not enough values to unpack.*got 4\)", expected)):
@@ -101,25 +101,25 @@ def test_a_step_of_four_values_is_refused_by_name(env_id):
     ("env_id", "kwargs", "why"),
     [
         ("Given", {"reset": np.zeros(3, np.float32)}, "reset returned ndarray"),
-        # Two entries could be taken for an observation and its info.
+        # An array with two entries could be unpacked into observation and info.
         ("Given", {"space": spaces.Box(-1, 1, (2,), np.float32), "reset": np.zeros(2)}, "reset returned ndarray"),
         ("GivenLimited", {"reset": np.zeros(3, np.float32)}, "reset returned ndarray"),
         ("Seedless", {}, r"Seedless.reset\(\) got an unexpected keyword argument 'seed'"),
     ],
 )
-def test_a_reset_of_old_is_refused_by_name(env_id, kwargs, why):
+def test_reset_of_the_old_interface_is_an_error(env_id, kwargs, why):
     expected = rf"expected of lightning_rl_tests/{env_id}-v0 a reset\(\*, seed=None, options=None\) that returns two"
     with pytest.raises(EnvironmentFailure, match=OLD.format(0, why, expected)):
         play(env_id, env={"kwargs": kwargs})
 
 
-def test_a_mistake_of_the_environments_own_is_told_as_it_is():
+def test_unpacking_error_inside_a_wrapper_is_not_an_interface_error():
     with pytest.raises(EnvironmentFailure, match=r"raised in step: ValueError: not enough values to unpack"):
         play(env={"wrappers": [f"{__name__}.Unpacks"]})
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_an_observation_that_its_space_cannot_hold_is_refused(backend):
+def test_first_observation_of_another_type_than_its_space_is_an_error(backend):
     kwargs = {"space": spaces.Box(0, 255, (3,), np.uint8), "first": 0.5}
     with pytest.raises(
         EnvironmentFailure, match=r"environment [01] .* returned an observation of float64, .*: expected ui"
@@ -127,7 +127,7 @@ def test_an_observation_that_its_space_cannot_hold_is_refused(backend):
         play(backend=backend, env={"kwargs": kwargs})
 
 
-def test_an_observation_outside_of_its_bounds_is_warned_of_once(recwarn):
+def test_observation_out_of_bounds_causes_one_warning(recwarn):
     play(env={"kwargs": {"first": 2.5}})
     (message,) = [str(one.message) for one in recwarn if "space" in str(one.message)]
     assert message == (
@@ -144,14 +144,14 @@ BYTES = np.array([3, 200], np.uint8)
     ("at", "x", "what"),
     [
         (2, np.array([0.78, 1], np.float32), "of float32, which changes as uint8: expected uint8"),
-        (3, np.array([3, 256]), "of int64, which changes as uint8: expected uint8"),  # where an episode ends
-        (4, [3, -1], "of int64, which changes as uint8: expected uint8"),  # where the next one begins
+        (3, np.array([3, 256]), "of int64, which changes as uint8: expected uint8"),  # a final observation
+        (4, [3, -1], "of int64, which changes as uint8: expected uint8"),  # a first observation
         (2, np.array(["3", "4"]), "of <U1: expected uint8"),
         (2, np.array([3, None]), "of object: expected uint8"),
         (2, np.array([1j, 2]), "of complex128: expected uint8"),
     ],
 )
-def test_a_later_observation_that_loses_as_its_space_has_it_is_refused_by_name(at, x, what, backend):
+def test_later_observation_that_conversion_would_change_is_an_error(at, x, what, backend):
     observations = [{"img": x if step == at else BYTES, "speed": np.zeros(3)} for step in range(6)]
     kwargs = {"space": spaces.Dict(img=PIXELS, speed=UNIT), "observations": observations}
     where = rf"environment [01] \(episode {at // 4}, seed \d+, step {at % 4}\)"
@@ -161,8 +161,8 @@ def test_a_later_observation_that_loses_as_its_space_has_it_is_refused_by_name(a
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_later_observation_that_loses_nothing_is_taken_by_every_backend(nested, backend):
-    """The first of an episode, one within, and its last."""
+def test_observation_is_converted_if_no_value_changes(nested, backend):
+    """Checks first, middle and final observations."""
     given = [BYTES, BYTES.astype(np.float32), BYTES.tolist(), BYTES.astype(object), BYTES.astype(np.int64), BYTES]
     space = spaces.Dict(img=PIXELS) if nested else PIXELS
     observations = [{"img": x} for x in given] if nested else given
@@ -174,7 +174,7 @@ def test_a_later_observation_that_loses_nothing_is_taken_by_every_backend(nested
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_arrays_of_the_right_type_and_of_floats_of_another_width_are_not_looked_at_twice(monkeypatch, dtype):
+def test_floats_of_any_width_are_returned_without_conversion(monkeypatch, dtype):
     fitted = []
     fit = SeededEpisodes._fit
     monkeypatch.setattr(SeededEpisodes, "_fit", lambda self, x: fitted.append(x) or fit(self, x))
@@ -182,10 +182,10 @@ def test_arrays_of_the_right_type_and_of_floats_of_another_width_are_not_looked_
     env = SeededEpisodes(Series(UNIT, given))
     returned = [env.reset(seed=0)[0], *(env.step(0)[0] for _ in range(2))]
     assert all(x is y for x, y in zip(returned, given, strict=False))
-    assert len(fitted) == 1  # that of the reset
+    assert len(fitted) == 1  # in the reset
 
 
-def test_what_numpy_cannot_read_is_refused_by_name():
+def test_observation_that_is_no_array_is_an_error():
     env = SeededEpisodes(Series(UNIT, [np.zeros(3), torch.zeros(3), torch.zeros(3, requires_grad=True)]))
     env.reset(seed=0)
     env.step(0)
@@ -208,7 +208,7 @@ ZEROS = np.zeros(3, np.float32)
         ({"step": (ZEROS, 0.0, np.ones(2, bool), False, {})}, 1, r"terminated array\(.*: expected True or False"),
     ],
 )
-def test_flags_and_info_of_another_kind_are_refused_by_name(kwargs, step, what, backend):
+def test_invalid_flags_and_info_are_errors(kwargs, step, what, backend):
     with pytest.raises(
         EnvironmentFailure, match=rf"(?m)^environment [01] \(episode 0, seed \d+, step {step}\) returned {what}$"
     ):
@@ -218,7 +218,7 @@ def test_flags_and_info_of_another_kind_are_refused_by_name(kwargs, step, what, 
 @pytest.mark.parametrize(
     "kind", [bool, int, float, np.bool_, np.int64, np.uint8, np.array, lambda x: np.array([int(x)]), torch.tensor]
 )
-def test_what_is_as_good_as_a_boolean_is_taken(kind):
+def test_zero_and_one_of_any_type_are_flags(kind):
     for flag in (False, True):
         assert to_flag("truncated", kind(flag)) is flag
         result = SeededEpisodes(Given(step=(ZEROS, 0.0, kind(flag), kind(not flag), {}))).step(0)
@@ -226,12 +226,12 @@ def test_what_is_as_good_as_a_boolean_is_taken(kind):
 
 
 @pytest.mark.parametrize("flag", [2, -1, 0.5, float("nan"), torch.ones(2, dtype=torch.bool), "", (), [[]]])
-def test_what_is_no_boolean_is_not(flag):
+def test_other_values_are_no_flags(flag):
     with pytest.raises(Unexpected, match=r"^returned truncated .*: expected True or False$"):
         to_flag("truncated", flag)
 
 
-def test_failures_of_these_kinds_restart_environments_too():
+def test_invalid_flags_restart_environments():
     kwargs = {"step": (ZEROS, 0.0, None, False, {})}
     with pytest.raises(EnvironmentFailure, match=r"returned terminated None.*; 3 restarts in a row"):
         play(steps=5, env={"on_failure": "restart", "kwargs": kwargs})
@@ -250,11 +250,11 @@ def test_failures_of_these_kinds_restart_environments_too():
         (np.array([True]), np.int8, None),
         (np.array([1, 2], object), np.int64, None),
         (np.array([2**70], object), np.int64, "of object: expected int64"),
-        (np.array([16777217]), np.float32, None),  # rounded, as floats are
+        (np.array([16777217]), np.float32, None),  # rounding is allowed
         (np.array(["1.5"]), np.float32, "of <U3: expected float32"),
     ],
 )
-def test_what_numbers_lose_by_becoming_others(x, dtype, lost):
+def test_conversion_of_observations_changes_no_value(x, dtype, lost):
     space = spaces.Box(0, 1, x.shape, dtype)
     if lost is None:
         found = fit_leaf("", space, x)
@@ -267,9 +267,9 @@ def test_what_numbers_lose_by_becoming_others(x, dtype, lost):
 @pytest.mark.parametrize(
     ("space", "x", "expected"),
     [
-        (UNIT, np.array([1, -1, 1 + 1e-9]), None),  # rounded as it will be
+        (UNIT, np.array([1, -1, 1 + 1e-9]), None),  # after rounding to float32
         (UNIT, np.ones(3, np.int64), None),
-        (UNIT, np.array([0, np.nan, 0], np.float32), None),  # has an error of its own
+        (UNIT, np.array([0, np.nan, 0], np.float32), None),  # another check raises
         (spaces.Box(-np.inf, np.inf, (1,), np.float64), np.array([1e300]), None),
         (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 255]), None),
         (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 3]), "(entry 1) 3: expected 0 to 1"),
@@ -280,5 +280,5 @@ def test_what_numbers_lose_by_becoming_others(x, dtype, lost):
         (spaces.MultiBinary(2), np.array([0, 2]), "(entry 1) 2: expected 0 to 1"),
     ],
 )
-def test_what_is_outside_of_a_space(space, x, expected):
+def test_first_entry_out_of_bounds_is_found(space, x, expected):
     assert first_outside(space, x) == expected

@@ -1,4 +1,4 @@
-"""Each family of EnvPool's tasks is learned from and evaluated; Procgen needs libraries that are not always there."""
+"""Training and evaluation with each family of EnvPool's tasks; Procgen needs additional libraries."""
 
 import pytest
 
@@ -26,14 +26,14 @@ def test_families_with_a_time_limit_are_trained_and_evaluated(env_id):
     model = make_model(data, normalization={"rewards": True})
     trainer = make_trainer(limit_val_batches=1.0)
     trainer.fit(model, data)
-    # 16 steps of each of two environments: a limit or a fall costs at least one step of each to reset.
+    # 16 steps of two environments: each loses at least one step to a reset.
     assert model.policy_version == 2 and 50 <= model.env_steps <= 62
     assert trainer.callback_metrics["val/episodes"] == 3
     assert 0 < trainer.callback_metrics["val/episode_length"] <= 12
 
 
 @needs_procgen
-def test_procgen_is_trained_on_the_levels_that_are_asked_for():
+def test_procgen_levels_come_from_kwargs():
     levels = {"num_levels": 2, "start_level": 40}
     data = make_data("BigfishEasy-v0", backend="envpool", env={"kwargs": levels}, info_keys=["level_seed"])
     model = make_model(data)
@@ -46,14 +46,14 @@ def test_procgen_is_trained_on_the_levels_that_are_asked_for():
 
 
 @needs_procgen
-def test_the_limit_of_procgen_cannot_be_changed():
+def test_time_limit_of_procgen_cannot_be_changed():
     with pytest.raises(
         ConfigurationError, match=r"^env.max_episode_steps=5 is not valid: expected None for Procgen games"
     ):
         make_data("BigfishEasy-v0", backend="envpool", env={"max_episode_steps": 5}).observation_space  # noqa: B018
 
 
-def test_a_library_that_envpool_lacks_is_named():
+def test_missing_library_of_envpool_is_named():
     with (
         pytest.raises(ConfigurationError, match=r"^env_id='BigfishEasy-v0' needs a library .*: the Qt 5 runtime"),
         explained(EnvironmentSpec("BigfishEasy-v0", backend="envpool")),

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of an environment, and how it is told whether playing it again led to the same place."""
+"""Records of episodes, and replays that detect differences."""
 
 import gymnasium
 import numpy as np
@@ -13,7 +13,7 @@ from tests.probes import Counter, Random, make_batch
 
 
 class Drifting(gymnasium.Wrapper):
-    """Remembers earlier episodes in what it returns, but not in what is observed."""
+    """Returns rewards or ends that depend on earlier episodes; observations do not."""
 
     def __init__(self, env, what):
         super().__init__(env)
@@ -33,7 +33,7 @@ class Drifting(gymnasium.Wrapper):
 
 
 class Owner(Counter):
-    """One that knows its own state."""
+    """A counter with its own state."""
 
     def state_dict(self):
         return {"count": self.count}
@@ -43,7 +43,7 @@ class Owner(Counter):
 
 
 def played(env, steps=3):
-    """An environment in the middle of its second episode."""
+    """Return an environment in the middle of its second episode."""
     env = SeededEpisodes(env)
     env.reset(seed=7)
     env.step(1)
@@ -54,16 +54,16 @@ def played(env, steps=3):
 
 
 @pytest.mark.parametrize(("what", "exact"), [("nothing", True), ("reward", False), ("terminated", False)])
-def test_wrapper_that_remembers_earlier_episodes_is_noticed(what, exact):
+def test_replay_detects_state_of_earlier_episodes(what, exact):
     env = played(Drifting(Counter(lengths=(9,)), what))
     again = SeededEpisodes(Drifting(Counter(lengths=(9,)), what))
-    again.env.env.episode = 0  # the counter shows its episodes, of which one is over
+    again.env.env.episode = 0  # the observation contains the number of episodes
     assert again.restore(env.recorded())[0] == exact
-    # One that is elsewhere begins the next episode.
+    # After an inexact replay the next episode begins.
     assert (again.episode, again.step_count) == ((1, 3) if exact else (2, 0))
 
 
-def test_record_says_where_and_what_for():
+def test_record_has_the_actions_and_the_sum_of_rewards():
     record = played(Random()).recorded()
     again = played(Random())
     assert record["episode"] == record["first_episode"] == 1 and record["step_count"] == 3
@@ -90,7 +90,7 @@ def test_ends_are_recorded():
     assert env.recorded()["ends"] == []
 
 
-def test_log_of_an_episode_that_never_ends_is_bounded(monkeypatch):
+def test_log_of_actions_is_bounded(monkeypatch):
     monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 5)
     assert played(Random(), 4).recorded()["actions"].tolist() == [0] * 4
     env = played(Random(), 50)
@@ -100,14 +100,14 @@ def test_log_of_an_episode_that_never_ends_is_bounded(monkeypatch):
     assert not exact
     env.reset()
     env.step(0)
-    # The next episode of the same stream, in both.
+    # Both begin the next episode of the same stream.
     assert again.episode == 2
     np.testing.assert_array_equal(again.step(0)[0], env.recorded()["observation"])
     assert not np.array_equal(observation, env.recorded()["observation"])
     assert env.recorded()["actions"].tolist() == [0]
 
 
-def test_environment_that_knows_its_own_state_needs_no_log(monkeypatch):
+def test_environment_with_own_state_is_restored_without_a_log(monkeypatch):
     monkeypatch.setattr(episodes, "MAX_LOGGED_ACTIONS", 2)
     record = played(Owner(lengths=(9,))).recorded()
     assert record["own"] == {"count": 3}
@@ -115,7 +115,7 @@ def test_environment_that_knows_its_own_state_needs_no_log(monkeypatch):
     assert exact and observation.tolist() == [1, 3]
 
 
-def test_the_time_limit_around_an_environment_that_knows_its_own_state_goes_on_too():
+def test_time_limit_of_an_environment_with_own_state_is_restored():
     def limited():
         return TimeLimit(OrderEnforcing(Owner(lengths=(100,))), 5)
 
@@ -126,7 +126,7 @@ def test_the_time_limit_around_an_environment_that_knows_its_own_state_goes_on_t
     assert [env.step(0)[3] for _ in range(2)] == [False, True]
 
 
-def test_the_time_limit_that_goes_on_is_that_of_the_environment_which_took_the_place_of_a_failed_one():
+def test_time_limit_of_a_replaced_environment_is_restored():
     class Fragile(Owner):
         def step(self, action):
             if action == 2:
@@ -138,14 +138,14 @@ def test_the_time_limit_that_goes_on_is_that_of_the_environment_which_took_the_p
 
     env = RestartingEpisodes(limited)
     env.reset(seed=7)
-    for action in (1, 1, 2, 1):  # fails in the third step, and takes one in its place
+    for action in (1, 1, 2, 1):  # the third step fails, and the environment is replaced
         env.step(action)
     again = RestartingEpisodes(limited)
     assert again.restore(env.recorded())[0]
     assert [again.step(0)[3] for _ in range(4)] == [env.step(0)[3] for _ in range(4)] == [False, False, False, True]
 
 
-def test_own_state_is_not_enough_where_a_wrapper_has_more():
+def test_environment_with_own_state_in_a_stateful_wrapper_is_replayed():
     def stacked():
         return FrameStackObservation(Owner(lengths=(100,)), 3)
 
@@ -153,14 +153,14 @@ def test_own_state_is_not_enough_where_a_wrapper_has_more():
     record = played_on.recorded()
     assert record["own"] is None
     env = SeededEpisodes(stacked())
-    env.unwrapped.episode = 0  # the counter shows its episodes, of which one is over
+    env.unwrapped.episode = 0  # the observation contains the number of episodes
     exact, observation = env.restore(record)
     assert exact
     np.testing.assert_array_equal(observation, record["observation"])
     np.testing.assert_array_equal(env.step(0)[0], played_on.step(0)[0])
 
 
-def test_an_environment_may_write_into_its_actions():
+def test_log_has_copies_of_actions_that_the_environment_overwrites():
     class Halves(gymnasium.Env):
         observation_space, action_space = spaces.Box(-9, 9, (2,)), spaces.Box(-1, 1, (2,))
 
@@ -182,7 +182,7 @@ def test_an_environment_may_write_into_its_actions():
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_each_environment_gets_its_own_record_and_no_other(backend, monkeypatch):
+def test_each_environment_receives_only_its_own_record(backend, monkeypatch):
     environments, again = (make_batch("Probe/Random-v0", 3, backend=backend) for _ in range(2))
     environments.reset()
     for _ in range(4):
@@ -205,8 +205,8 @@ def test_each_environment_gets_its_own_record_and_no_other(backend, monkeypatch)
         batch.close()
 
 
-def test_label_names_the_seed_that_was_restored():
-    """Not that of the stream which the new process would have begun."""
+def test_label_has_the_restored_seed():
+    """The restored seed differs from the seed of the new batch."""
     environments, again = make_batch("Probe/Counter-v0"), make_batch("Probe/Counter-v0", seed=1)
     environments.reset()
     environments.step(np.zeros(1, np.int64))

@@ -1,4 +1,4 @@
-"""Contract 8, environments: one clear error that says which, when and with what seed; no hang, no orphan."""
+"""Failures of environments raise one error with index, episode, seed and step; no process hangs or is left behind."""
 
 import functools
 import os
@@ -28,7 +28,7 @@ from tests.programs import Program
 
 
 class DiesInWorkers(gymnasium.Wrapper):
-    """What a constructor that crashes looks like, in worker processes only."""
+    """Crashes in the constructor, in worker processes only."""
 
     def __init__(self, env, parent):
         super().__init__(env)
@@ -40,7 +40,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 INDEX, EPISODE = 2, 1
 SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
-"""Where and when the environments below fail: episode 1, after an episode of 5 steps."""
+"""The environments below fail in this episode, after an episode of 5 steps."""
 
 
 def failing(how, at=3, backend="sync", step_timeout=1.0, **options):
@@ -50,7 +50,7 @@ def failing(how, at=3, backend="sync", step_timeout=1.0, **options):
 
 
 def run_until_failure(environments, steps=20):
-    """Step until an environment fails; return the error, the number of the step, and the seconds it took."""
+    """Step until an environment fails; return the error, the number of the step, and the seconds."""
     start = time.perf_counter()
     try:
         environments.reset()
@@ -99,7 +99,7 @@ def test_environment_that_raises_in_reset_is_named(backend):
 @pytest.mark.parametrize("backend", ["sync", "async"])
 @pytest.mark.parametrize(("how", "what"), [("SystemExit", "SystemExit: 0"), ("KeyboardInterrupt", "KeyboardInterrupt")])
 @pytest.mark.parametrize("at", [3, 0])
-def test_environment_that_would_end_the_program_is_a_failure(at, how, what, backend):
+def test_system_exit_of_an_environment_is_a_failure(at, how, what, backend):
     error, *_ = run_until_failure(failing(how, at, backend=backend))
     where = "step" if at else "reset"
     assert str(error) == f"environment 2 (episode 1, seed {SEED}, step {at}) raised in {where}: {what}"
@@ -110,7 +110,7 @@ def test_environment_that_would_end_the_program_is_a_failure(at, how, what, back
     ("env_id", "backend", "cls"),
     [("CartPole-v1", "native", CartPoleVectorEnv), (torch_environments.ID, "torch", torch_environments.Reach)],
 )
-def test_vectorized_environment_that_would_end_the_program_is_a_failure(env_id, backend, cls, error, monkeypatch):
+def test_system_exit_of_a_vectorized_environment_is_a_failure(env_id, backend, cls, error, monkeypatch):
     def step(*_):
         raise error
 
@@ -139,7 +139,7 @@ class SendsSignal(gymnasium.Wrapper):
 
 
 class Leave:
-    """A signal handler of the user's."""
+    """A custom signal handler."""
 
     def __call__(self, signum, frame):
         sys.exit(5)
@@ -158,9 +158,7 @@ class Leave:
         (signal.SIGTERM, functools.partial(Leave().method), SystemExit),
     ],
 )
-def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interrupts(
-    signum, handler, error, on_failure
-):
+def test_signal_during_a_step_is_no_failure_of_the_environment(signum, handler, error, on_failure):
     wrapper = {"class_path": f"{__name__}.SendsSignal", "init_args": {"signum": int(signum)}}
     environments = make_batch("Probe/Counter-v0", env={"wrappers": [wrapper], "on_failure": on_failure})
     environments.reset()
@@ -174,13 +172,13 @@ def test_signal_that_ends_the_program_is_no_failure_of_the_environment_it_interr
 
 
 class EndsProgram(gymnasium.Wrapper):
-    """A wrapper that cannot be made."""
+    """Ends the program in the constructor."""
 
     def __init__(self, env):
         sys.exit(0)
 
 
-def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_path, monkeypatch):
+def test_system_exit_while_an_environment_is_made_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "a_script.py").write_text("import sys; sys.exit(0)")
     monkeypatch.syspath_prepend(str(tmp_path))
     wrapper = {"class_path": f"{__name__}.EndsProgram", "init_args": {}}
@@ -198,7 +196,7 @@ def test_program_that_would_end_while_an_environment_is_made_is_told_why(tmp_pat
 
 
 class FailsToClose(gymnasium.Wrapper):
-    """Fails in its first reset or when it is closed, where and how it is told to.
+    """Fails in its first reset or in `close`.
 
     Args:
         how: `raise`, `SystemExit`, `hang` or `die`.
@@ -245,7 +243,7 @@ READS = "the environment that reads the spaces of Probe/Counter-v0"
         ("async", "die", "close", f"{READS} is gone: its process died with exit code 9"),
     ],
 )
-def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(backend, how, where, message):
+def test_environment_that_reads_the_spaces_has_a_time_limit(backend, how, where, message):
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how, "where": where}}
     timeout, mask = 0.5 if backend == "async" else None, "info.mask" if where == "reset" else None
     env = {"wrappers": [wrapper], "step_timeout": timeout, "action_mask": mask}
@@ -257,19 +255,19 @@ def test_environment_that_reads_the_spaces_is_named_and_held_to_the_time_limit(b
     assert not children_of(os.getpid())
 
 
-def test_spaces_that_vector_wrappers_change_are_read_within_the_time_limit_too():
+def test_spaces_changed_by_vector_wrappers_are_read_with_a_time_limit():
     env = {"wrappers": ["tests.probes.DoubleVectorReward"], "step_timeout": 20.0}
     data = RolloutDataModule("Probe/Counter-v0", backend="async", env=env)
     assert data.action_space.n == 3
 
 
 def fails_to_close(spec, how):
-    """The same environments, which cannot be closed."""
+    """Return a spec whose environments fail in `close`."""
     wrapper = {"class_path": f"{__name__}.FailsToClose", "init_args": {"how": how}}
     return replace(spec, env=replace(spec.env, wrappers=[wrapper]))
 
 
-def test_environments_that_cannot_be_closed_are_named_after_training():
+def test_failure_to_close_after_training_is_an_error():
     data = RolloutDataModule("Probe/Counter-v0", 2, 6, 1, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     data._sampler.spec = fails_to_close(data.spec, "SystemExit")
@@ -277,7 +275,7 @@ def test_environments_that_cannot_be_closed_are_named_after_training():
         make_trainer().fit(model, data)
 
 
-def test_what_ended_a_run_is_raised_though_the_environments_cannot_be_closed():
+def test_failure_to_close_does_not_hide_the_error_that_ended_the_run():
     options = {"how": "raise", "at": 2, "episode_seed": None}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 1, env={"kwargs": options})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
@@ -292,7 +290,7 @@ def test_traceback_of_a_worker_is_kept_as_a_note():
 
 
 @pytest.mark.parametrize(("how", "code"), [("kill", -signal.SIGKILL), ("exit", 3)])
-def test_worker_that_dies_is_named_and_the_others_are_ended(how, code):
+def test_dead_worker_is_named_and_all_workers_end(how, code):
     environments = failing(how, backend="async")
     workers = [process.pid for process in environments.env.processes]
     error, step, seconds = run_until_failure(environments)
@@ -304,19 +302,19 @@ def test_worker_that_dies_is_named_and_the_others_are_ended(how, code):
 
 
 @pytest.mark.parametrize("at", [3, 0])
-def test_worker_that_hangs_is_named_within_the_time_limit_and_all_are_ended(at):
+def test_hanging_worker_is_named_within_the_time_limit_and_all_workers_end(at):
     environments = failing("hang", at, backend="async")
     workers = [process.pid for process in environments.env.processes]
     error, step, seconds = run_until_failure(environments)
     assert step == 5 + at and 1 <= seconds < 10
-    # In the step that hangs in a reset the episode before it has not been seen to end.
+    # A worker that hangs in a reset has not reported the end of the previous episode.
     where = f"(episode 1, seed {SEED}, step 3)" if at else f"(episode 0, seed {derive_seed(seeds_of(4)[2], 0)}, step 5)"
     assert str(error) == f"environment 2 {where} gave no answer within env.step_timeout=1 seconds"
     assert gone(workers)
 
 
 @pytest.mark.parametrize("role", ["", "evaluation "])
-def test_worker_that_cannot_even_make_its_environment_is_an_error_not_a_hang(role):
+def test_worker_that_dies_in_the_constructor_is_an_error(role):
     wrapper = {"class_path": f"{__name__}.DiesInWorkers", "init_args": {"parent": os.getpid()}}
     plain = EnvironmentSpec("Probe/Counter-v0", backend="async", evaluation=bool(role))
     spec = replace(plain, env=EnvConfig(wrappers=[wrapper]))
@@ -358,7 +356,7 @@ def test_close_ends_workers_even_if_one_hangs(monkeypatch):
 
 @linux
 def test_workers_do_not_outlive_a_parent_that_is_killed():
-    """Not even a worker that hangs: it cannot see that its pipe is closed."""
+    """A hanging worker does not notice that its pipe is closed."""
     script = (
         "import numpy as np\n"
         "from tests.environments.test_failures import failing\n"
@@ -372,7 +370,7 @@ def test_workers_do_not_outlive_a_parent_that_is_killed():
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     time.sleep(0.3)
     assert len(workers) == 4 and all(map(is_running, workers))
-    os.kill(parent.pid, signal.SIGKILL)  # alone
+    os.kill(parent.pid, signal.SIGKILL)  # only the parent
     ended = gone(workers)
     for pid in filter(is_running, workers):
         os.kill(pid, signal.SIGKILL)
@@ -390,12 +388,12 @@ SEVERAL = "; rewards of several objectives need a wrapper like mo_gymnasium.wrap
         ("text reward", "reward '1.0': expected a number"),
         ("few reward", "reward array([1.], dtype=float32): expected a number" + SEVERAL),
         ("many reward", "reward array([1., 1., 1.], dtype=float32): expected a number" + SEVERAL),
-        ("few observation", "an observation of shape (1,): expected (2,)"),  # which shared memory would take
+        ("few observation", "an observation of shape (1,): expected (2,)"),  # shared memory would broadcast it
         ("many observation", "an observation of shape (3,): expected (2,)"),
         ("none observation", "an observation of shape (): expected (2,)"),
     ],
 )
-def test_what_is_no_number_or_has_another_shape_is_named(how, what, backend):
+def test_invalid_reward_or_shape_is_named(how, what, backend):
     error, step, _ = run_until_failure(failing(how, backend=backend))
     assert step == 5 + 3
     assert str(error) == f"environment 2 (episode 1, seed {SEED}, step 3) returned {what}"
@@ -410,8 +408,8 @@ def test_wrong_shape_from_a_reset_is_named(backend):
     )
 
 
-def test_what_a_worker_cannot_send_is_named():
-    """Raised outside the environment: a process cannot be given a generator."""
+def test_unpicklable_info_of_a_worker_is_named():
+    """The worker raises outside of the environment: a generator cannot be pickled."""
     environments = make_batch("Probe/Unsendable-v0", backend="async")
     environments.reset()
     with pytest.raises(
@@ -434,7 +432,7 @@ def test_what_a_worker_cannot_send_is_named():
         ("async", "hang"),
     ],
 )
-def test_failure_in_evaluation_is_named_too(backend, how):
+def test_failure_in_evaluation_is_named(backend, how):
     seed = derive_seed(derive_seed(0, EVALUATION, 0, 1), 0)
     kwargs = {"how": how, "at": 2, "episode_seed": seed}
     env = {"kwargs": kwargs, "step_timeout": 1.0 if backend == "async" else None}
@@ -447,7 +445,7 @@ def test_failure_in_evaluation_is_named_too(backend, how):
 
 
 @pytest.mark.parametrize("play", ["test", "predict"])
-def test_failure_in_a_test_or_prediction_is_one_of_evaluation(play):
+def test_failure_in_test_or_predict_names_an_evaluation_environment(play):
     options = {"how": "raise", "at": 2, "episode_seed": None}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env={"kwargs": options}, evaluation={"episodes": 2}, seed=0)
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
@@ -459,10 +457,10 @@ def test_failure_in_a_test_or_prediction_is_one_of_evaluation(play):
     ("env_id", "backend", "role"),
     [
         *(("CartPole-v1", backend, role) for backend in ("sync", "async", "native") for role in ("", "evaluation ")),
-        (torch_environments.ID, "torch", "evaluation "),  # in training tensors have names of their own
+        (torch_environments.ID, "torch", "evaluation "),  # training has another class, `TensorEnvironments`
     ],
 )
-def test_environments_of_evaluation_are_called_so_by_every_backend(env_id, backend, role):
+def test_evaluation_environments_are_named_by_every_backend(env_id, backend, role):
     environments = make_batch(env_id, 2, backend=backend, evaluation=bool(role))
     try:
         environments.reset()
@@ -474,7 +472,7 @@ def test_environments_of_evaluation_are_called_so_by_every_backend(env_id, backe
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_an_environment_of_evaluation_that_is_replaced_is_called_so(how):
+def test_replaced_evaluation_environment_is_named(how):
     options = {"how": how, "at": 2, "episode_seed": derive_seed(seeds_of(1)[0], 0)}
     env = {"on_failure": "restart"}
     environments = make_batch("Probe/Failing-v0", backend="async", env=env, evaluation=True, **options)
@@ -503,7 +501,7 @@ def test_value_that_is_not_finite_is_named_with_environment_episode_seed_and_ste
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("at", [0, 5])
-def test_first_and_final_observations_are_looked_at_too(at, mode):
+def test_first_and_final_observations_must_be_finite(at, mode):
     error, step, _ = run_until_failure(failing("nan observation", at, mode=mode))
     assert step == 5 + at + (mode is AutoresetMode.NEXT_STEP)
     assert str(error).startswith(
@@ -511,7 +509,7 @@ def test_first_and_final_observations_are_looked_at_too(at, mode):
     )
 
 
-def test_first_observation_of_all_is_looked_at():
+def test_very_first_observation_must_be_finite():
     environments = make_batch(
         "Probe/Failing-v0", how="nan observation", at=0, episode_seed=derive_seed(seeds_of(1)[0], 0)
     )
@@ -521,7 +519,7 @@ def test_first_observation_of_all_is_looked_at():
         environments.reset()
 
 
-def test_number_too_large_for_float32_is_refused_and_the_largest_is_not():
+def test_number_too_large_for_float32_is_an_error():
     error, *_ = run_until_failure(failing("1e39 reward"))
     assert "returned reward 1e+39" in str(error)
     largest = float(np.finfo(np.float32).max)
@@ -531,7 +529,7 @@ def test_number_too_large_for_float32_is_refused_and_the_largest_is_not():
     assert rewards[7] == largest
 
 
-def test_first_offender_is_named_although_the_reward_of_a_later_step_is_bad_too():
+def test_first_failure_is_named_if_later_rewards_are_invalid_too():
     environments = make_batch(
         "Probe/Failing-v0", 2, how="nan reward", at=2, episode_seed=derive_seed(seeds_of(2)[1], 0)
     )
@@ -540,7 +538,7 @@ def test_first_offender_is_named_although_the_reward_of_a_later_step_is_bad_too(
 
 
 @pytest.mark.parametrize("how", ["nan observation", "inf reward", "raise"])
-def test_failure_in_training_stops_before_the_optimiser_step(how):
+def test_failure_in_training_stops_before_the_optimizer_step(how):
     seed = derive_seed(derive_seed(0, 0, 0, 1, 0), 2)  # run, training, rank, environment 1, start; episode 2
     options = {"how": how, "at": 2, "episode_seed": seed}
     data = RolloutDataModule("Probe/Failing-v0", 2, 6, 10, env={"kwargs": options}, evaluation={"episodes": 1}, seed=0)
@@ -566,7 +564,7 @@ def test_failure_in_training_leaves_no_worker_behind():
 
 
 def children_of(pid):
-    """Processes that were forked from this one and still run."""
+    """Return the running child processes."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     workers = [int(child) for child in children if not re.search("resource_tracker|tests.programs", command_of(child))]
     return [worker for worker in workers if not gone([worker], 2.0)]

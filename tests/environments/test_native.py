@@ -8,7 +8,7 @@ from tests.probes import make_batch
 
 
 @pytest.mark.parametrize("wrong", [2, -1])
-def test_an_invalid_action_is_named_by_the_vectorized_environment(wrong: int) -> None:
+def test_invalid_action_is_named_by_the_vectorized_environment(wrong: int) -> None:
     environments = make_batch("CartPole-v1", 3, backend="native")
     environments.reset()
     environments.step(np.array([0, 1, 0]))

@@ -1,4 +1,4 @@
-"""Several agents of one environment, each a row, on an environment that follows the parallel API."""
+"""Agents of environments with PettingZoo's parallel API as rows of a batch."""
 
 import gymnasium
 import numpy as np
@@ -14,7 +14,7 @@ from tests.probes import Told, collect
 
 
 class Relay:
-    """Agent i lives for `lives[i]` steps and sees (episode, its number, step); its reward is 10 times that plus step.
+    """Agent i lives for `lives[i]` steps and observes (episode, i, step); its reward is 10 · i + step.
 
     The last agent's episode is truncated, those of the others terminate.
     """
@@ -72,7 +72,7 @@ gymnasium.register("Probe/Relay-v0", vector_entry_point=make_relays)
 RELAY = {"env_id": "Probe/Relay-v0", "backend": "native"}
 
 
-def test_each_agent_is_a_row_and_waits_unlearned_from_until_all_have_ended():
+def test_each_agent_is_a_row_that_is_idle_until_all_agents_have_ended():
     rollout = collect(**RELAY, length=6, policy=Told(), num_envs=2)
     assert rollout.valid.T.tolist() == [[True, True, False, False, True, True], [True] * 6]
     assert rollout.rewards.T.tolist() == [[1, 2, 0, 0, 1, 2], [11, 12, 13, 14, 11, 12]]
@@ -87,7 +87,7 @@ def test_each_agent_is_a_row_and_waits_unlearned_from_until_all_have_ended():
     assert sorted(zip(rollout.episodes.returns, rollout.episodes.lengths, strict=True)) == [(3, 2), (3, 2), (50, 4)]
 
 
-def test_only_living_agents_act_and_each_copy_has_episodes_and_a_seed_of_its_own():
+def test_only_living_agents_act_and_each_copy_has_its_own_seed():
     rollout = collect(**RELAY, length=4, policy=Told(action=lambda o: o[:, 1].long() + 1), num_envs=4)
     assert [env.actions for env in made] == [[[1, 2], [1, 2], [2], [2]]] * 2
     assert rollout.valid.T.tolist()[2] == [True, True, False, False]
@@ -97,7 +97,7 @@ def test_only_living_agents_act_and_each_copy_has_episodes_and_a_seed_of_its_own
     assert all(env.closed for env in made)
 
 
-def test_what_is_remembered_of_an_episode_is_forgotten_where_the_next_one_begins():
+def test_history_of_a_row_restarts_with_its_episode():
     options = {"frame_stack": 2, "previous_reward": True}
     rollout = collect(**RELAY, length=5, policy=Still(event_dims=2), num_envs=2, env=options).observations
     assert rollout["previous_reward"][:, 0, 0].tolist() == [0, 1, 0, 0, 0, 1]
@@ -128,20 +128,20 @@ def test_agents_are_trained_and_evaluated():
         ({"num_envs": 2, "same_spaces": False}, "observation_space=.* supersuit.pad_observations_v0"),
     ],
 )
-def test_rows_that_do_not_fit_the_agents_are_refused(options, message):
+def test_invalid_number_of_rows_and_different_spaces_are_errors(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         collect(**RELAY, length=1, policy=Told(), **options)
 
 
-def test_spaces_can_be_asked_for_with_a_single_row_that_cannot_be_played():
+def test_one_row_is_enough_for_the_spaces_but_not_to_play():
     env = make_relays(1)
     assert env.single_observation_space.shape == (3,) and env.single_action_space == spaces.Discrete(5)
     with pytest.raises(ConfigurationError, match=r"^num_envs=1 is not valid: expected a multiple of the 2 agents"):
         env.reset()
 
 
-def test_the_episodes_of_agents_do_not_touch_each_others_gradients():
-    """The gradient of a rollout with idle rows is that of its valid rows alone."""
+def test_idle_rows_are_not_learned_from():
+    """Idle rows are not in the batch, and values do not bootstrap over them."""
     rollout = collect(**RELAY, length=6, policy=Told(value=1.0), num_envs=2)
     assert torch.equal(rollout.next_values[1], torch.tensor([0.0, 1.0]))
     assert len(rollout.flatten()) == 10

@@ -1,4 +1,4 @@
-"""Unknown names, missing packages and arguments that are refused: one error that says what to do."""
+"""Errors for unknown ids, missing packages and rejected arguments."""
 
 import importlib
 import importlib.util
@@ -50,14 +50,14 @@ def without(monkeypatch):
         ("MiniGrid-Emty-5x5-v0", "MiniGrid-Empty-5x5-v0"),
     ],
 )
-def test_unknown_id_is_refused_with_the_nearest_names(env_id, nearest):
+def test_unknown_id_error_has_the_nearest_names(env_id, nearest):
     with pytest.raises(
         ConfigurationError, match=f"^env_id='{env_id}' is unknown: expected .* did you mean .*{nearest}"
     ):
         make(env_id)
 
 
-def test_unknown_id_that_is_near_to_nothing_is_refused_with_how_to_import_a_package():
+def test_unknown_id_error_without_near_names_explains_imports():
     with pytest.raises(ConfigurationError) as caught:
         make("FlappyBird-v0")
     assert str(caught.value) == (
@@ -77,7 +77,7 @@ def test_environments_that_are_only_vectorized_need_the_native_backend(backend, 
         _ = RolloutDataModule("VectorOnly-v0", backend=backend).observation_space
 
 
-def test_text_in_minigrid_observations_is_refused_with_the_wrapper_that_helps():
+def test_minigrid_text_error_names_a_wrapper():
     pytest.importorskip("minigrid")
     data = RolloutDataModule("MiniGrid-Empty-5x5-v0")
     with pytest.raises(ConfigurationError, match=r"mission: MissionSpace is not supported.* minigrid.wrappers.ImgObs"):
@@ -103,13 +103,13 @@ def fail_with_text(**_):
     ],
     ids=["without_text", "with_text"],
 )
-def test_an_error_in_a_constructor_keeps_type_message_and_place(backend, constructor, message, monkeypatch):
+def test_constructor_error_keeps_type_message_and_place(backend, constructor, message, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Broken-v0", EnvSpec("Broken-v0", entry_point=constructor))
     with pytest.raises(ConfigurationError, match=f"^env_id='Broken-v0' cannot be made with env.kwargs={{}}: {message}"):
         _ = RolloutDataModule("Broken-v0", backend=backend).observation_space
 
 
-def test_failing_simulations_of_robotics_packages_are_refused_with_versions_that_work(monkeypatch):
+def test_robotics_error_names_compatible_versions(monkeypatch):
     scope = {"__name__": "gymnasium_robotics.utils"}
     exec("def fail(**_):\n    raise AssertionError", scope)
     monkeypatch.setitem(gymnasium.registry, "Fetch-v4", EnvSpec("Fetch-v4", entry_point=scope["fail"]))
@@ -117,12 +117,12 @@ def test_failing_simulations_of_robotics_packages_are_refused_with_versions_that
         make("Fetch-v4")
 
 
-def test_unknown_envpool_task_is_refused_with_the_nearest_names():
+def test_unknown_envpool_task_error_has_the_nearest_names():
     with pytest.raises(ConfigurationError, match=r"^env_id='CartPool-v1' is unknown: .*CartPole-v1"):
         make("CartPool-v1", backend="envpool")
 
 
-def test_unknown_id_is_refused_when_the_spaces_are_asked_for():
+def test_unknown_id_is_an_error_when_the_spaces_are_read():
     with pytest.raises(ConfigurationError, match="is unknown"):
         _ = RolloutDataModule("CartPole-v7").observation_space
 
@@ -187,13 +187,13 @@ def test_id_with_a_module_imports_the_module_first(tmp_path, monkeypatch):
         ("ALE/Pong-v5", "sync", {"mode": 77}),
     ],
 )
-def test_arguments_that_the_environment_refuses_are_named(env_id, backend, kwargs):
+def test_rejected_constructor_arguments_are_named(env_id, backend, kwargs):
     with pytest.raises(ConfigurationError) as caught:
         make(env_id, backend, kwargs=kwargs)
     assert str(caught.value).startswith(f"env_id='{env_id}' cannot be made with env.kwargs={kwargs!r}: ")
 
 
-def test_environment_without_a_vectorised_version_is_refused_for_native():
+def test_native_backend_requires_a_vectorized_version():
     with pytest.raises(
         ConfigurationError, match="backend='native' is not valid: LunarLander-v3 registers no vector_entry"
     ):
@@ -209,7 +209,7 @@ def test_environment_without_a_vectorised_version_is_refused_for_native():
         ("gymnasium.wrappers.TimeLimit", r"^env.wrappers: gymnasium.wrappers.TimeLimit refused the arguments \{\}"),
     ],
 )
-def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
+def test_invalid_wrapper_is_named(wrapper, message):
     with pytest.raises(ConfigurationError, match=message):
         make("CartPole-v1", wrappers=[wrapper])
 
@@ -223,7 +223,7 @@ def test_wrapper_that_cannot_be_used_is_named(wrapper, message):
         ("async", math.inf, "^env.step_timeout=inf is not valid"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(backend, timeout, message):
+def test_invalid_backend_and_step_timeout_are_errors(backend, timeout, message):
     with pytest.raises(ConfigurationError, match=message):
         EnvironmentSpec("CartPole-v1", EnvConfig(step_timeout=timeout), backend)
 
@@ -235,6 +235,6 @@ def test_options_that_do_not_fit_are_refused(backend, timeout, message):
         ("dm_control/cartpole-swingup-v0", "shimmy:dm_control/cartpole-swingup-v0"),
     ],
 )
-def test_an_id_of_a_known_package_names_the_package(env_id, expected):
+def test_id_of_a_known_package_error_names_the_package(env_id, expected):
     with pytest.raises(ConfigurationError, match=f"^env_id='{env_id}' is unknown: expected {expected}, which imports"):
         find_spec(env_id)

@@ -1,4 +1,4 @@
-"""`on_env_failure: restart`: an environment that fails is replaced, and learning loses one step of it and no more."""
+"""`env.on_failure: restart` replaces an environment that fails, and loses only one step."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.probes import Told, make_batch, make_collector, seeds_of
 
 INDEX, EPISODE = 2, 1
 SEED = derive_seed(seeds_of(4)[INDEX], EPISODE)
-"""Where the environments below fail: episode 1, after an episode of 5 steps."""
+"""The environments below fail in this episode, after an episode of 5 steps."""
 
 WHERE = f"environment 2 (episode 1, seed {SEED}, step 3)"
 RAISES = "raised in step: ArithmeticError: the physics exploded"
@@ -43,7 +43,7 @@ FAILURES = [
 
 
 class MadeOnce(gymnasium.Wrapper):
-    """Can be made once in a process, as what holds on to a port or a file."""
+    """Can be made only once in a process, like an environment that binds a port."""
 
     made = 0
 
@@ -68,37 +68,37 @@ def failing(request):
 
 
 def policy():
-    """One that finds 10 · episode + step worth 10 · episode + step."""
+    """Return a policy with the value 10 · episode + step."""
     return Told(value=lambda observations: 10 * observations[..., 0] + observations[..., 1])
 
 
 @pytest.mark.parametrize(("backend", "how", "what"), FAILURES)
-def test_failed_step_is_left_out_and_the_episode_before_it_truncated(failing, backend, how, what):
+def test_failed_step_is_invalid_and_its_episode_truncated(failing, backend, how, what):
     environments = failing(how, backend=backend)
     rollout = make_collector(environments, 12).collect(policy())
     assert environments.pop_failures() == [f"{WHERE} {what}"] and environments.pop_failures() == []
-    # The step that failed, t = 7, has no outcome.
+    # The failed step, t = 7, has no outcome.
     assert rollout.num_steps == 4 * 12 - 1
     assert rollout.valid.logical_not().nonzero().tolist() == [[7, 2]]
     assert rollout.rewards[:, 2].tolist() == [1.0] * 7 + [0.0] + [1.0] * 4
-    # The last real one, t = 6, led to the observation that the failed step was taken from, and is cut off there.
+    # The last valid step, t = 6, is truncated; its final observation is the observation of the failed step.
     assert rollout.truncated[:, 2].nonzero().flatten().tolist() == [4, 6]
     assert not rollout.terminated.any()
     place = rollout.final_indices.tolist().index([6, 2])
     assert rollout.final_observations[place].tolist() == rollout.observations[7, 2].tolist() == [1, 2]
     assert rollout.next_values[6, 2] == 12
-    # A new environment counts its episodes from 0; its first one is under way.
+    # The new environment counts its episodes from 0.
     assert rollout.observations[8:, 2].tolist() == [[0, step] for step in range(5)]
-    # Episodes that were cut off are in no statistics.
+    # Interrupted episodes are not in the statistics.
     assert rollout.episodes.lengths == [5] * 7 and rollout.episodes.returns == [5.0] * 7
 
 
-def test_advantages_do_not_leak_over_the_gap(failing):
+def test_advantages_stop_at_a_failed_step(failing):
     gamma, lambda_ = 0.9, 0.5
     rollout = make_collector(failing("raise"), 12).collect(policy())
     discounts, traces = rollout.discounts(gamma), rollout.traces(lambda_)
     advantages = gae(rollout.rewards, rollout.values, rollout.next_values, discounts, traces)[:, 2]
-    # By hand: r + gamma · V(reached) - V(from), and what follows in the same episode.
+    # By hand: r + gamma · V(next) - V(current), and the later steps of the same episode.
     delta_6 = 1 + 0.9 * 12 - 11
     delta_5 = 1 + 0.9 * 11 - 10
     assert advantages[6].item() == pytest.approx(delta_6)
@@ -110,7 +110,7 @@ def test_advantages_do_not_leak_over_the_gap(failing):
 
 
 @pytest.mark.parametrize(("backend", "how"), [("sync", "raise"), ("async", "kill"), ("async", "hang")])
-def test_other_environments_go_on_as_if_nothing_had_happened(failing, backend, how):
+def test_restart_does_not_affect_other_environments(failing, backend, how):
     rollouts = [
         make_collector(failing(how, episode_seed=seed, backend=backend), 20).collect(policy()) for seed in (SEED, -1)
     ]
@@ -121,7 +121,7 @@ def test_other_environments_go_on_as_if_nothing_had_happened(failing, backend, h
 
 
 @pytest.mark.parametrize(("backend", "how"), [("sync", "raise"), ("async", "raise"), ("async", "kill")])
-def test_stream_goes_on_with_its_next_episode(failing, backend, how):
+def test_restart_begins_the_next_episode_of_the_stream(failing, backend, how):
     environments = failing(how, backend=backend)
     environments.reset()
     labels = []
@@ -137,7 +137,7 @@ def test_stream_goes_on_with_its_next_episode(failing, backend, how):
 
 
 @pytest.mark.parametrize(("backend", "how"), [("sync", "raise"), ("async", "kill")])
-def test_failure_in_the_first_step_of_a_rollout_leaves_out_that_row_alone(failing, backend, how):
+def test_failure_in_the_first_step_of_a_rollout_invalidates_one_row(failing, backend, how):
     collector = make_collector(failing(how, backend=backend), 7)
     rollouts = []
     for _ in range(2):
@@ -146,11 +146,11 @@ def test_failure_in_the_first_step_of_a_rollout_leaves_out_that_row_alone(failin
     assert [x[0].nonzero().flatten().tolist() for x in rollouts] == [[4], [5]]
     assert rollouts[0][1] is None
     assert rollouts[1][1].logical_not().nonzero().tolist() == [[0, 2]]
-    # In the second rollout the other three end an episode at t = 2, the new environment its first one at t = 5.
+    # In the second rollout the other three environments end an episode at t = 2, the new one at t = 5.
     assert rollouts[1][2] == [5, 5, 5, 5]
 
 
-def test_reward_normalizer_begins_anew_after_a_failure_in_the_first_step_of_a_rollout():
+def test_reward_normalizer_restarts_after_a_failure_in_the_first_step_of_a_rollout():
     normalizer = RewardNormalizer(0.5)
     rewards, ends, valid = torch.ones(3, 2), torch.zeros(3, 2, dtype=torch.bool), torch.ones(3, 2, dtype=torch.bool)
     normalizer.update(rewards, ends, valid)
@@ -174,12 +174,12 @@ def test_failure_in_a_reset_costs_no_step(failing, backend, how):
     assert environments.label(2).startswith("environment 2 (episode 3, ")
 
 
-def test_process_that_dies_in_a_reset_takes_the_outcome_of_its_last_step_along(failing):
+def test_worker_that_dies_in_a_reset_loses_its_last_step(failing):
     environments = failing("kill", at=0, backend="async")
     rollout = make_collector(environments, 12).collect(policy())
     assert rollout.valid.logical_not().nonzero().tolist() == [[4, 2]]
     assert rollout.truncated[:, 2].nonzero().flatten().tolist() == [3, 9]
-    # The first new process dies in the same reset, the second one goes on with the episode after it.
+    # The first new process dies in the same reset, the second one begins the episode after that.
     assert [failure.partition(" seed")[0] for failure in environments.pop_failures()] == [
         "environment 2 (episode 0,",
         "environment 2 (episode 1,",
@@ -195,7 +195,7 @@ def test_failure_in_the_very_first_reset_begins_the_next_episode(failing):
         assert environments.label(2).startswith("environment 2 (episode 1, ")
 
 
-def test_failure_in_the_first_step_of_an_episode_leaves_its_end_as_it_was(failing):
+def test_failure_in_the_first_step_of_an_episode_keeps_the_end_of_the_last_episode(failing):
     rollout = make_collector(failing("raise", at=1), 12).collect(policy())
     assert rollout.truncated[:, 2].nonzero().flatten().tolist() == [4, 10]
     assert rollout.final_observations[rollout.final_indices.tolist().index([4, 2])].tolist() == [0, 5]
@@ -217,7 +217,7 @@ def test_environment_that_fails_in_every_first_step_ends_the_run(failing, backen
         environments.step(np.zeros(2, np.int64))
 
 
-def test_environment_that_fails_now_and_then_does_not_end_the_run(failing):
+def test_occasional_failures_do_not_end_the_run(failing):
     rollout = make_collector(failing("raise", at=2, episode_seed=None, num_envs=1), 20).collect(policy())
     assert rollout.valid[:, 0].tolist() == [True, False] * 10
     assert rollout.episodes.lengths == []
@@ -241,7 +241,7 @@ def test_worker_killed_between_a_step_and_a_checkpoint_does_not_stop_the_checkpo
     assert records["environments"][1] == {"stream_seed": seeds_of(4)[1], "episode": 0}
     step = environments.step(np.zeros(4, np.int64))
     assert list(step.failed) == [1] and step.observations.tolist() == [[0, 2], [0, 0], [0, 2], [0, 2]]
-    # Who goes on from that checkpoint begins a new episode there.
+    # A run that resumes from this checkpoint begins a new episode there.
     again = failing("raise", at=99)
     exact, observations = again.load_state_dict(records)
     assert exact.tolist() == [True, False, True, True]
@@ -249,7 +249,7 @@ def test_worker_killed_between_a_step_and_a_checkpoint_does_not_stop_the_checkpo
     assert again.label(1).startswith("environment 1 (episode 1, ")
 
 
-def test_worker_that_stops_is_not_waited_for_twice(failing):
+def test_stopped_worker_is_replaced_after_one_timeout(failing):
     environments = failing("raise", at=99, backend="async")
     environments.reset()
     stopped = environments.env.processes[3]
@@ -261,7 +261,7 @@ def test_worker_that_stops_is_not_waited_for_twice(failing):
 
 
 def make_data(role, episode, at=2, how="raise", seed=0, **options):
-    """Two environments of which the second one fails in one episode of a run."""
+    """Return data with two environments, the second of which fails in one episode."""
     start = (0,) if role == TRAINING else ()
     episode_seed = derive_seed(derive_seed(seed, role, 0, 1, *start), episode)
     kwargs = {"how": how, "at": at, "lengths": [5], "episode_seed": episode_seed}
@@ -276,7 +276,7 @@ class CountSteps(Callback):
 
 
 @pytest.mark.parametrize(("backend", "how"), [("sync", "raise"), ("async", "kill")])
-def test_restarts_are_logged_and_the_first_one_is_told(backend, how):
+def test_restarts_are_logged_and_the_first_one_is_a_warning(backend, how):
     data = make_data(TRAINING, 2, how=how, backend=backend, rollouts_per_epoch=4)
     logger, count = MemoryLogger(), CountSteps()
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
@@ -285,12 +285,12 @@ def test_restarts_are_logged_and_the_first_one_is_told(backend, how):
     ) as told:
         make_trainer(logger=logger, log_every_n_steps=2, callbacks=[count]).fit(model, data)
     assert len([warning for warning in told if "was replaced" in str(warning.message)]) == 1
-    # Step 12 of 24 fails: in the second rollout of four, of which two are logged at a time.
+    # Step 12 of 24 fails, in the second of four rollouts; every second rollout is logged.
     assert [value for _, value in logger.rows("rollout/env_restarts")] == [1, 0]
     assert count.env_steps == 2 * 24 - 1
 
 
-def test_nothing_is_counted_where_failures_raise():
+def test_restarts_are_not_logged_if_failures_raise():
     data = RolloutDataModule("CartPole-v1", 2, 6, 2)
     logger = MemoryLogger()
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
@@ -298,7 +298,7 @@ def test_nothing_is_counted_where_failures_raise():
     assert logger.rows("time/steps_per_second") and not logger.rows("rollout/env_restarts")
 
 
-def test_evaluation_plays_another_episode_instead_of_one_that_failed():
+def test_evaluation_replaces_a_failed_episode():
     data = make_data(EVALUATION, 1, evaluation={"episodes": 4, "num_envs": 2})
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
     with pytest.warns(UserWarning, match=r"^evaluation environment 1 \(episode 1, "):
@@ -306,7 +306,7 @@ def test_evaluation_plays_another_episode_instead_of_one_that_failed():
     assert (result["val/episodes"], result["val/episode_length"], result["val/episode_return"]) == (4, 5, 5)
 
 
-def test_evaluation_gives_up_where_no_episode_comes_to_its_end():
+def test_evaluation_ends_after_four_failed_episodes():
     data = make_data(EVALUATION, 0)
     data.eval_spec.env.kwargs["episode_seed"] = None
     model = PPO(data.observation_space, data.action_space, num_minibatches=1)
@@ -325,6 +325,6 @@ def test_evaluation_gives_up_where_no_episode_comes_to_its_end():
         ({"env": {"on_failure": "restart"}, "backend": "envpool"}, "expected 'raise' with backend='envpool'"),
     ],
 )
-def test_option_is_checked(options, message):
+def test_on_failure_option_is_checked(options, message):
     with pytest.raises(ConfigurationError, match=message):
         RolloutDataModule("CartPole-v1", **options)

@@ -13,7 +13,7 @@ from tests.probes import Random, make_batch, make_collector, seeds_of
 
 
 def episodes_of(environments, index, steps=60):
-    """What one environment returned, whatever the others did."""
+    """Return the observations and rewards of one environment."""
     rows = [environments.reset()[index].copy()]
     rewards = []
     for t in range(steps):
@@ -24,7 +24,7 @@ def episodes_of(environments, index, steps=60):
     return np.stack(rows), np.array(rewards)
 
 
-def test_seeds_of_different_nodes_differ_and_fit_every_backend():
+def test_seeds_differ_and_have_31_bits():
     paths = [
         (0,),
         (1,),
@@ -34,7 +34,7 @@ def test_seeds_of_different_nodes_differ_and_fit_every_backend():
     seeds = [derive_seed(*path) for path in paths]
     assert len(set(seeds)) == len(paths)
     assert all(0 <= seed < 2**31 for seed in seeds)
-    # Golden: a change would change every run.
+    # Golden: another value would change every run.
     assert derive_seed(0, TRAINING, 0, 0) == 1839233791
 
 
@@ -42,7 +42,7 @@ def test_seeds_of_different_nodes_differ_and_fit_every_backend():
     ("env_id", "backend"),
     [("Probe/Random-v0", "sync"), ("Probe/Random-v0", "async"), ("CartPole-v1", "sync"), ("CartPole-v1", "envpool")],
 )
-def test_adding_environments_changes_nothing_for_the_others(env_id, backend):
+def test_more_environments_do_not_change_the_episodes_of_the_others(env_id, backend):
     assert seeds_of(2, 3) == seeds_of(5, 3)[:2]
     for index in range(2):
         one = episodes_of(make_batch(env_id, 2, backend=backend, seed=3), index)
@@ -51,14 +51,14 @@ def test_adding_environments_changes_nothing_for_the_others(env_id, backend):
             np.testing.assert_array_equal(x, y)
 
 
-def test_processes_give_the_same_episodes_as_one_process():
+def test_async_plays_the_same_episodes_as_sync():
     one = episodes_of(make_batch("Probe/Random-v0", 2), 1)
     other = episodes_of(make_batch("Probe/Random-v0", 2, backend="async"), 1)
     np.testing.assert_array_equal(one[0], other[0])
     np.testing.assert_array_equal(one[1], other[1])
 
 
-def test_environments_differ_from_each_other_and_episodes_too():
+def test_all_episodes_of_all_environments_differ():
     environments = make_batch("CartPole-v1", 8)
     first = environments.reset().copy()
     assert len(np.unique(first, axis=0)) == 8
@@ -70,8 +70,8 @@ def test_environments_differ_from_each_other_and_episodes_too():
     assert len(np.unique(np.concatenate([first, starts]), axis=0)) == len(starts) + 8
 
 
-def test_episode_depends_on_its_number_not_on_what_was_done_before_it():
-    """The generator of an episode is its own: the length of an earlier one, or a draw more in it, changes nothing."""
+def test_episode_depends_on_its_number_not_on_earlier_episodes():
+    """Each episode has its own generator, so that the length of earlier episodes has no effect."""
     long, short = SeededEpisodes(Random()), SeededEpisodes(Random())
     for env, steps in ((long, 17), (short, 2)):
         env.reset(seed=5)

@@ -1,4 +1,4 @@
-"""Wrappers that are asked for by name: what each changes, in training, in evaluation, and in every autoreset mode."""
+"""Options that wrap environments: their effect in training, in evaluation, and in every autoreset mode."""
 
 import importlib
 import math
@@ -30,7 +30,7 @@ ONE = {"lengths": (4,), "reward": 1.0}
 
 
 class Still:
-    """A policy for observations of any kind, whose every value is 0.
+    """A policy for any observations, with value 0.
 
     Args:
         action: Function of the observations; None: always 0.
@@ -82,12 +82,12 @@ def test_rewards_are_scaled_and_then_bounded(scale, clip, expected):
     assert math.isnan(transform(math.nan)) and np.isnan(transform(np.array([math.nan]))).all(), "to be found later"
 
 
-def test_rewards_that_are_left_alone_cost_no_wrapper():
+def test_default_reward_options_have_no_transform():
     assert make_reward_transform() is None
 
 
 @pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
-def test_reward_options_are_for_training_in_every_backend(backend):
+def test_reward_options_apply_to_training_only(backend):
     options = {"env": {"reward_scale": 3.0, "reward_clip": 2.5}, "backend": backend}
     for evaluation, reward in ((False, 2.5), (True, 1.0)):
         rollout = collect("CartPole-v1", 4, Told(), 2, evaluation=evaluation, **options)
@@ -97,7 +97,7 @@ def test_reward_options_are_for_training_in_every_backend(backend):
 # ------------------------------------------------------------------------------------------------------- stacked frames
 
 
-def test_frames_are_those_of_the_own_episode_and_the_final_one_is_stacked_too():
+def test_stacked_frames_are_of_one_episode_and_include_the_final_one():
     rollout = collect(COUNTER, 6, Still(event_dims=2), env={"frame_stack": 2}, **SCRIPT)
     seen = rollout.observations[:, 0].tolist()
     assert seen[:4] == [[[0, 0], [0, 0]], [[0, 0], [0, 1]], [[0, 1], [0, 2]], [[1, 0], [1, 0]]]
@@ -105,13 +105,13 @@ def test_frames_are_those_of_the_own_episode_and_the_final_one_is_stacked_too():
     assert rollout.final_observations.tolist() == [[[0, 2], [0, 3]]]
 
 
-def test_frames_of_an_environment_that_writes_into_the_same_array_are_different_ones():
+def test_stacked_frames_are_copies():
     rollout = collect(COUNTER, 2, Still(event_dims=2), env={"frame_stack": 3}, lengths=(9,), reuse_buffer=True)
     assert rollout.observations[-1, 0].tolist() == [[0, 0], [0, 1], [0, 2]]
 
 
 class Previous(gymnasium.Wrapper):
-    """Says what was done, one of three actions, and half of what it earned."""
+    """Adds the previous one of three actions, and half of the previous reward."""
 
     def __init__(self, env):
         super().__init__(env)
@@ -134,7 +134,7 @@ class Previous(gymnasium.Wrapper):
 
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
+def test_options_equal_wrappers_of_single_environments(mode, flatten):
     def act(observations):
         return observations["observation"].reshape(len(observations["observation"]), -1)[:, -1].long() % 3
 
@@ -160,7 +160,7 @@ def test_options_do_what_wrappers_of_single_environments_do(mode, flatten):
 
 
 def observed(options, env, *actions, evaluation=False, clips=None):
-    """The space and the observations of one environment with options: those of a reset and of steps."""
+    """Return the space, and the observations of a reset and steps, of one environment with options."""
     spec = EnvironmentSpec("Probe/Space-v0", options, evaluation=evaluation)
     vector = spec.wrap_vector(SyncVectorEnv([lambda: env]), clips)
     batches = [vector.reset(seed=1)[0]]
@@ -186,7 +186,7 @@ def test_stacked_images_are_images_with_the_newest_channels_last(shape, folded):
     np.testing.assert_array_equal(seen[-1], expected)
 
 
-def test_stacks_of_every_kind_of_observation_are_in_the_space_that_they_say():
+def test_stacked_observations_of_every_kind_are_in_their_space():
     parts = [spaces.Discrete(3, start=2), spaces.MultiDiscrete([2, 4]), spaces.MultiBinary(3), spaces.Box(-1, 1, (2,))]
     inner = Space(spaces.Dict({"all": spaces.Tuple(parts)}))
     space, seen = observed(EnvConfig(frame_stack=2), inner, *[0] * 5)
@@ -196,9 +196,9 @@ def test_stacks_of_every_kind_of_observation_are_in_the_space_that_they_say():
 
 
 @pytest.mark.parametrize("backend", ["native", "envpool"])
-def test_vectorised_backends_stack_frames(backend):
+def test_vectorized_backends_stack_frames(backend):
     rollout = collect("CartPole-v1", 30, Still(event_dims=2), 2, backend=backend, env={"frame_stack": 3})
-    assert rollout.valid is not None  # an episode ended, and the step after it only resets
+    assert rollout.valid is not None  # an episode ended, and the next step was a reset
     frames, steps = rollout.observations, rollout.observations[:, :, -1]
     began = torch.cat([torch.ones(1, 2, dtype=torch.bool), ~rollout.valid])
     for t in range(31):
@@ -223,9 +223,9 @@ def test_time_limit_truncates_in_training_and_evaluation(backend):
     assert not rollout.terminated.any()
 
 
-def test_action_repeat_adds_rewards_up_and_stops_at_the_end():
+def test_action_repeat_sums_rewards_and_stops_at_the_end():
     rollout = collect(COUNTER, 4, Told(), lengths=(5,), env={"action_repeat": 3})
-    # Steps 1, 2, 3 and 4, 5 of the first episode, which counts its rewards as they do; 100 more in the second.
+    # Steps 1, 2, 3 and 4, 5 of the first episode, whose rewards are their numbers; 100 more in the second.
     assert rollout.rewards[:, 0].tolist() == [6, 9, 306, 209]
     assert rollout.truncated[:, 0].tolist() == [False, True, False, True]
     assert rollout.observations[:, 0].tolist() == [[0, 0], [0, 3], [1, 0], [1, 3], [2, 0]]
@@ -234,7 +234,7 @@ def test_action_repeat_adds_rewards_up_and_stops_at_the_end():
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_frames_are_those_that_were_played_in_every_mode(mode):
+def test_frames_count_simulation_steps_in_every_mode(mode):
     rollout = collect(COUNTER, 9, Told(), 2, lengths=(5,), env={"action_repeat": 3}, mode=mode)
     episodes = len(rollout.episodes.lengths)
     assert rollout.episodes.lengths == [2] * episodes
@@ -242,7 +242,7 @@ def test_frames_are_those_that_were_played_in_every_mode(mode):
     assert rollout.frames == 5 * episodes + 3 * unfinished
 
 
-def test_the_time_limit_counts_steps_of_the_environment_whatever_is_repeated():
+def test_time_limit_counts_environment_steps_with_action_repeat():
     rollout = collect(COUNTER, 3, Told(), lengths=(99,), env={"action_repeat": 2, "max_episode_steps": 5})
     assert rollout.truncated[:, 0].tolist() == [False, False, True] and rollout.frames == 5
 
@@ -253,7 +253,7 @@ def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     model = make_model(data)
     trainer = make_trainer(logger=logger, log_every_n_steps=2)
     trainer.fit(model, data)
-    # Two rollouts of eight steps; every other one is the fourth of an episode, alone.
+    # Two rollouts of eight steps, in turns of 3 frames and of the fourth frame of an episode.
     assert model.env_steps == 16 and model.clock.frames == 8 * 3 + 8 * 1
     assert logger.rows("time/frames") == [(16, 32.0)]
     trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -262,7 +262,7 @@ def test_frames_are_logged_and_resumed_beside_environment_steps(tmp_path):
     assert (again.env_steps, again.clock.frames) == (16, 32)
 
 
-def test_without_repetition_frames_are_environment_steps_and_not_logged():
+def test_frames_without_repeats_equal_environment_steps_and_are_not_logged():
     logger = MemoryLogger()
     data = make_data()
     model = make_model(data)
@@ -286,7 +286,7 @@ def test_flat_observations_are_one_vector(backend):
     batch.close()
 
 
-def test_stacked_frames_are_flattened_after_they_are_stacked():
+def test_frames_are_stacked_before_they_are_flattened():
     batch = make_batch("CartPole-v1", env={"frame_stack": 3, "flatten_observations": True})
     assert batch.single_observation_space.shape == (12,)
 
@@ -294,7 +294,7 @@ def test_stacked_frames_are_flattened_after_they_are_stacked():
 # ------------------------------------------------------------------------------------------------------ previous steps
 
 
-def test_previous_action_and_reward_are_zero_where_an_episode_begins():
+def test_previous_action_and_reward_are_zero_at_the_start_of_an_episode():
     def act(observations):
         return (observations["observation"][:, 1] % 3).long()
 
@@ -304,7 +304,7 @@ def test_previous_action_and_reward_are_zero_where_an_episode_begins():
     assert seen["observation"][:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0]]
     one, two, three, nothing = [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]
     assert seen["previous_action"][:, 0].tolist() == [nothing, one, two, nothing, one, nothing]
-    # Half of what the environment gave, and what is learned from.
+    # Half of the raw reward, as in training.
     assert seen["previous_reward"][:, 0, 0].tolist() == [0, 0.5, 1, 0, 50.5, 0]
     assert rollout.rewards[:, 0].tolist() == [0.5, 1, 1.5, 50.5, 51]
     final = rollout.final_observations
@@ -323,7 +323,7 @@ ACTIONS = [
 
 
 @pytest.mark.parametrize(("space", "action", "shown"), ACTIONS, ids=[str(space) for space, _, _ in ACTIONS])
-def test_actions_of_every_space_are_shown(space, action, shown):
+def test_previous_actions_of_every_space_are_encoded(space, action, shown):
     options = EnvConfig(previous_action=True)
     nested = spaces.Dict({"part": spaces.Tuple([space])})
     for whole, taken, part in ((space, action, lambda x: x), (nested, {"part": (action,)}, lambda x: x["part"][0])):
@@ -334,12 +334,12 @@ def test_actions_of_every_space_are_shown(space, action, shown):
         assert part(last["previous_action"]).tolist() == shown
 
 
-def test_bounds_of_actions_leave_room_for_the_zeros_of_no_action():
+def test_space_of_previous_actions_contains_zeros():
     space, _ = observed(EnvConfig(previous_action=True), Space(spaces.Discrete(2), spaces.Box(1, 2, (1,))))
     assert space["previous_action"] == spaces.Box(0, 2, (1,))
 
 
-def test_parts_are_added_to_observations_that_are_a_dict_already_unless_their_names_are_taken():
+def test_previous_step_is_added_to_dicts_unless_its_names_are_taken():
     space = spaces.Dict({"camera": spaces.Box(0, 1, (2,)), "previous_reward": spaces.Discrete(2)})
     found, _ = observed(EnvConfig(previous_action=True), Space(space))
     assert set(found.keys()) == {"camera", "previous_reward", "previous_action"}
@@ -348,7 +348,7 @@ def test_parts_are_added_to_observations_that_are_a_dict_already_unless_their_na
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
-def test_in_evaluation_the_policy_sees_rewards_as_in_training_and_they_are_counted_raw(backend):
+def test_previous_reward_in_evaluation_is_scaled_as_in_training(backend):
     options = {"previous_reward": True, "reward_scale": 0.25, "max_episode_steps": 3}
     data = make_data(backend=backend, env=options, evaluation={"episodes": 1})
     episode = make_trainer().predict(make_model(data), data)[0][0]
@@ -356,19 +356,19 @@ def test_in_evaluation_the_policy_sees_rewards_as_in_training_and_they_are_count
     assert episode.observations["previous_reward"].tolist() == [[0], [0.25], [0.25], [0.25]]
 
 
-def test_in_evaluation_each_life_of_a_game_begins_with_nothing_before_it_and_rewards_are_signs():
-    """As in training, where lives are episodes and rewards are clipped."""
+def test_previous_step_in_evaluation_is_cleared_at_each_life():
+    """In training lives are episodes and rewards are clipped."""
     game = whole_game((3, 3), (0, 2), (5, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     options = EnvConfig(previous_action=True, previous_reward=True)
     _, seen = observed(options, game, *[1] * 4, evaluation=True, clips=sign)
-    # The second step loses a life, and the no-op after it scores 5 points unseen.
+    # The second step loses a life, and the no-op after it scores 5 points.
     assert [x["previous_reward"].tolist() for x in seen] == [[0], [1], [0], [-1], [1]]
     assert [x["previous_action"].tolist() for x in seen] == [[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
-def test_rewards_that_a_game_shows_the_policy_are_clipped_in_evaluation_too(backend):
+def test_previous_reward_of_atari_games_is_clipped_in_evaluation(backend):
     pytest.importorskip("ale_py")
     calm = AtariPreprocessing(noop_max=1, repeat_action_probability=0.0)
     batch = make_batch("ALE/Asterix-v5", backend=backend, env={"atari": calm, "previous_reward": True}, evaluation=True)
@@ -395,8 +395,8 @@ def test_a_policy_learns_from_and_is_exported_with_the_previous_step(backend):
     assert action.shape == (1,)
 
 
-def test_the_action_decides_a_task_in_which_nothing_else_can_be_known():
-    """Rewarded is the action that was not taken before, and the environment shows nothing."""
+def test_previous_action_solves_a_task_without_other_information():
+    """An action is rewarded if it differs from the previous one; observations contain nothing else."""
     gymnasium.register("Probe/Alternate-v0", Alternate)
     try:
         returns = {}
@@ -411,7 +411,7 @@ def test_the_action_decides_a_task_in_which_nothing_else_can_be_known():
 
 
 class Alternate(Counter):
-    """Ten steps, each of which earns 1 for another action than the one before; 1 for the first one that is 0."""
+    """Ten steps, each with reward 1 if the action differs from the previous one; the first action should be 0."""
 
     def __init__(self):
         super().__init__((10,), blind=True)
@@ -456,7 +456,7 @@ class Alternate(Counter):
         ({"learned_action_repeat": 2**63}, "learned_action_repeat: max=9223372036854775808 .* an integer of 64 bits"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options, message):
+def test_invalid_options_are_errors(options, message):
     with pytest.raises(ConfigurationError, match=rf"^env\.{message}"):
         make_data(env=options)
 
@@ -469,7 +469,7 @@ def test_options_that_cannot_work_are_refused(options, message):
         ({"info_keys": [1]}, r"info_keys=\[1\] is not valid: expected a list of keys"),
     ],
 )
-def test_options_beside_them_that_cannot_work_are_refused(options, message):
+def test_invalid_options_of_the_data_module_are_errors(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         make_data(**options)
 
@@ -483,7 +483,7 @@ def test_options_beside_them_that_cannot_work_are_refused(options, message):
         ({"reward_scale": 2.0}, "reward_scale=2.0 .* beside env.atari.clip_rewards=False"),
     ],
 )
-def test_what_the_preprocessing_of_atari_games_does_is_not_done_twice(options, message):
+def test_options_that_repeat_the_atari_preprocessing_are_errors(options, message):
     pytest.importorskip("ale_py")
     with pytest.raises(ConfigurationError, match=rf"^env\.{message}"):
         make_data("ALE/Pong-v5", env=options).observation_space  # noqa: B018
@@ -501,7 +501,7 @@ gymnasium.register("Imported/CartPole-v0", CartPoleEnv, max_episode_steps=7)
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The name of a module that registers an environment when it is imported."""
+    """Return the name of a module that registers an environment."""
     (tmp_path / "registers_one.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -524,11 +524,11 @@ def test_modules_are_imported_before_the_id_is_looked_up(package, backend):
     assert model.policy_version == 2 and data.spec.env.imports == [package]
 
 
-def test_modules_are_imported_where_an_environment_is_made_in_a_process_that_knows_nothing_of_them(package):
+def test_modules_are_imported_again_in_a_new_process(package):
     spec = EnvironmentSpec("CartPole-v1", EnvConfig(imports=(package,)))
     gym_spec = find_spec("CartPole-v1")
     assert "Imported/CartPole-v0" not in gymnasium.registry
-    make_single(spec, gym_spec, ()).close()  # what a worker process is given to do
+    make_single(spec, gym_spec, ()).close()  # called by a worker process
     assert "Imported/CartPole-v0" in gymnasium.registry
 
 
@@ -546,11 +546,11 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, conten
 
 
 @pytest.mark.parametrize("backend", ["sync", "native", "envpool"])
-def test_the_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
+def test_time_limit_of_an_atari_game_counts_steps_of_frame_skip_frames(backend):
     pytest.importorskip("ale_py")
     calm = AtariPreprocessing(noop_max=1, fire_on_reset=False, episodic_life=False, repeat_action_probability=0.0)
     options = {"atari": calm, "max_episode_steps": 10}
     rollout = collect("ALE/Breakout-v5", 14, Still(event_dims=3), backend=backend, env=options)
     (end,) = rollout.truncated[:, 0].nonzero().flatten().tolist()
-    assert end in (8, 9) and not rollout.terminated.any()  # a frame of no-op is one of the 40
+    assert end in (8, 9) and not rollout.terminated.any()  # one of the 40 frames is a no-op
     assert rollout.frames == 4 * rollout.num_steps

@@ -19,13 +19,13 @@ def targets(rollout, lambda_=LAMBDA, on_truncation="bootstrap"):
 
 
 def where_it_is(observations):
-    """A value that no other place has: 1000 · episode + 10 · step."""
+    """Return a unique value: 1000 · episode + 10 · step."""
     return 1000 * observations[..., 0] + 10 * observations[..., 1]
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("lambda_", [0.0, 0.95, 1.0])
-def test_constant_reward_cut_off_by_a_time_limit_is_worth_one_over_one_minus_gamma(mode, lambda_):
+def test_constant_reward_until_a_time_limit_has_value_one_over_one_minus_gamma(mode, lambda_):
     perfect = Told(value=1 / (1 - GAMMA))
     rollout = collect("Probe/Counter-v0", 40, perfect, num_envs=2, mode=mode, lengths=(7,), reward=1.0)
     assert rollout.truncated.sum() >= 8 and not rollout.terminated.any()
@@ -33,7 +33,7 @@ def test_constant_reward_cut_off_by_a_time_limit_is_worth_one_over_one_minus_gam
     torch.testing.assert_close(found, torch.full_like(found, 1 / (1 - GAMMA)), rtol=2e-7, atol=0)
 
 
-def test_terminal_state_is_worth_nothing_whatever_the_critic_says():
+def test_terminal_state_has_value_zero():
     wrong = Told(value=1e6)
     rollout = collect("Probe/Counter-v0", 6, wrong, lengths=(3,), ends=("terminated",), reward=1.0)
     expected = torch.tensor([1 + GAMMA * (1 + GAMMA), 1 + GAMMA, 1.0] * 2).unsqueeze(1)
@@ -43,7 +43,7 @@ def test_terminal_state_is_worth_nothing_whatever_the_critic_says():
     assert (rollout.discounts(GAMMA)[rollout.terminated] == 0).all()
 
 
-def test_truncated_episode_bootstraps_from_the_final_observation_not_from_the_one_after_the_reset():
+def test_truncated_episode_bootstraps_from_the_final_observation():
     rollout = collect("Probe/Counter-v0", 7, Told(where_it_is), lengths=(3, 2))
     assert rollout.observations[:, 0].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [2, 2]]
     assert rollout.next_values[:, 0].tolist() == [10, 20, 30, 1010, 1020, 2010, 2020]
@@ -53,7 +53,7 @@ def test_truncated_episode_bootstraps_from_the_final_observation_not_from_the_on
     torch.testing.assert_close(one_step[2, 0].item(), 3 + GAMMA * 30, rtol=1e-6, atol=0)
 
 
-def test_state_that_is_both_terminal_and_out_of_time_is_terminal():
+def test_terminated_and_truncated_counts_as_terminated():
     rollout = collect("Probe/Counter-v0", 3, Told(where_it_is), lengths=(3,), ends=("both",))
     assert rollout.terminated[2] and rollout.truncated[2]
     assert targets(rollout)[2].item() == 3.0
@@ -68,12 +68,12 @@ def test_time_limit_can_be_treated_as_a_terminal_state():
 
 @pytest.mark.parametrize("ends", [("terminated",), ("truncated",), ("terminated", "truncated")])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_two_trajectories_in_one_rollout_give_what_each_gives_alone(mode, ends):
+def test_two_episodes_in_one_rollout_do_not_affect_each_other(mode, ends):
     policy = Told(where_it_is)
     bogus = mode is AutoresetMode.NEXT_STEP
     together = collect("Probe/Counter-v0", 12 + bogus, policy, mode=mode, lengths=(5, 7), ends=ends)
     first = collect("Probe/Counter-v0", 5, policy, lengths=(5,), ends=ends[:1])
-    # The second trajectory is the second episode of its environment: skip a first one of a single step.
+    # The second trajectory is the second episode of its environment, after one of a single step.
     second = collect("Probe/Counter-v0", 8, policy, lengths=(1, 7), ends=ends)
     valid = torch.ones(12 + bogus, 1, dtype=torch.bool) if together.valid is None else together.valid
     for quantity in (targets, lambda r: r.values, lambda r: r.next_values, lambda r: r.rewards):
@@ -82,14 +82,14 @@ def test_two_trajectories_in_one_rollout_give_what_each_gives_alone(mode, ends):
         assert torch.equal(both[5:], quantity(second)[1:, 0])
 
 
-def test_environment_that_reuses_its_array_does_not_overwrite_what_was_reached():
+def test_final_observation_survives_an_environment_that_reuses_its_array():
     rollout = collect("Probe/Counter-v0", 7, Told(where_it_is), lengths=(3, 2), reuse_buffer=True)
     assert rollout.final_observations.tolist() == [[0, 3], [1, 2]]
     assert rollout.next_values[:, 0].tolist() == [10, 20, 30, 1010, 1020, 2010, 2020]
 
 
 def test_critic_learns_the_value_of_an_endless_task_from_short_episodes():
-    """1 / (1 - 0.8) = 5, although every episode is cut off after 4 steps and none returns more than 4."""
+    """The value is 1 / (1 - 0.8) = 5, although every episode is truncated after 4 steps."""
     endless = {"lengths": [4], "reward": 1.0, "blind": True}
     data = RolloutDataModule("Probe/Counter-v0", 4, 16, 40, env={"kwargs": endless}, seed=0)
     torch.manual_seed(0)

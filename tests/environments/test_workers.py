@@ -1,4 +1,4 @@
-"""The pool of worker processes is a vector environment like Gymnasium's own."""
+"""The pool of worker processes behaves like Gymnasium's vector environments."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from tests.probes import make_batch
 
 
 class Talkative(gymnasium.Env[np.ndarray, int]):
-    """Says in `info` whatever can be said there, some of it only now and then."""
+    """Returns every kind of value in `info`, some only in some steps."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -60,7 +60,7 @@ class Talkative(gymnasium.Env[np.ndarray, int]):
 
 @pytest.fixture
 def pair(request):
-    """Gymnasium's environments of this process, and the pool."""
+    """Return Gymnasium's `SyncVectorEnv`, and the pool."""
 
     def make(mode=AutoresetMode.SAME_STEP):
         factories = [functools.partial(Talkative, place) for place in range(3)]
@@ -76,7 +76,7 @@ def pair(request):
 
 
 def described(x: Any) -> Any:
-    """Values with their types, so that what compares equal is equal."""
+    """Return values with their types, for exact comparison."""
     if isinstance(x, dict):
         return {key: described(value) for key, value in x.items()}
     if isinstance(x, tuple):
@@ -86,7 +86,7 @@ def described(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_pool_steps_and_resets_as_the_environments_of_gymnasium(pair, mode):
+def test_pool_equals_sync_vector_env_of_gymnasium(pair, mode):
     local, pool = pair(mode)
     assert pool.metadata == local.metadata and pool.render_mode == "rgb_array"
     assert (pool.observation_space, pool.action_space) == (local.observation_space, local.action_space)
@@ -100,7 +100,7 @@ def test_pool_steps_and_resets_as_the_environments_of_gymnasium(pair, mode):
             assert described(other) == described(one)
 
 
-def test_methods_and_attributes_of_every_environment_are_in_reach(pair):
+def test_pool_calls_methods_and_sets_attributes(pair):
     local, pool = pair()
     assert pool.call("scaled", 2, plus=1) == local.call("scaled", 2, plus=1) == (1, 3, 5)
     assert pool.call_each("scaled", [(1,), (10, 5), (100,)]) == (0, 15, 200)
@@ -113,14 +113,14 @@ def test_methods_and_attributes_of_every_environment_are_in_reach(pair):
         pool.set_attr("place", [1, 2])
 
 
-def test_closed_pool_says_so(pair):
+def test_closed_pool_raises(pair):
     _, pool = pair()
     pool.close()
     with pytest.raises(gymnasium.error.ClosedEnvironmentError, match=r"WorkerPool\(num_envs=3\) is closed"):
         pool.reset()
 
 
-def test_new_worker_writes_its_nested_observations_where_the_lost_one_did():
+def test_replacement_uses_the_shared_memory_of_the_lost_worker():
     environments = make_batch("tests.nested_probes:Probe/Sensors-v0", 2, backend="async", env={"on_failure": "restart"})
     first = map_leaves(np.copy, environments.reset())
     environments.step(np.zeros(2, np.int64))
@@ -131,7 +131,7 @@ def test_new_worker_writes_its_nested_observations_where_the_lost_one_did():
     assert list(step.failed) == [1]
     assert all(one is other for one, other in zip(leaves(step.observations), memory, strict=True))
     np.testing.assert_array_equal(step.observations["place"][1], first["place"][1])
-    # Lost while it goes to where a checkpoint was.
+    # The worker dies during the replay.
     state = environments.state_dict()
     os.kill(pool.processes[0].pid, signal.SIGKILL)
     exact, observations = environments.load_state_dict(state)

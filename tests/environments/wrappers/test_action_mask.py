@@ -45,7 +45,7 @@ def make_policy(environments) -> ActorCritic:
 
 
 def roll(environments, length: int = 16):
-    """A rollout of the probe, which raises if an action is invalid."""
+    """Collect a rollout from the probe, which raises if an action is invalid."""
     try:
         return make_collector(environments, length).collect(make_policy(environments))
     finally:
@@ -57,7 +57,7 @@ def masks_of(rollout) -> Any:
 
 
 def valid_rows(rollout) -> dict[str, Any]:
-    """Observations, masks and actions of the real steps."""
+    """Return observations, masks and rewards of valid steps."""
     batch = rollout.flatten()
     observations = batch.observations
     place = observations["place" if "place" in observations else "observation"]
@@ -87,8 +87,7 @@ def test_masks_of_every_source_and_backend_are_obeyed_and_stored(where, backend)
 @pytest.mark.parametrize("backend", ["sync", "async", "native"])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_modes_and_backends_give_the_same_steps(name, more, backend, mode):
-    """Masks are scripted: the draws of rows that only reset would shift those of the steps after, so one environment
-    and the mode of the policy, which depends on the masks."""
+    """Scripted masks, one environment and deterministic actions, since resets would shift random numbers."""
 
     def steps(environments) -> Any:
         policy = make_policy(environments)
@@ -111,13 +110,13 @@ def test_every_kind_of_action_obeys_its_masks(name, more, where):
     assert rollout.num_steps == 320
 
 
-def test_masks_of_native_environments_with_nested_actions_that_are_reset_in_part():
+def test_native_environments_with_nested_actions_can_be_reset_in_part():
     rollout = roll(make("hybrid", num_envs=3, backend="native", mode=DISABLED), 20)
     assert rollout.num_steps == 60 and rollout.truncated.any()
 
 
 @pytest.mark.parametrize("mode", [NEXT, SAME])
-def test_final_observations_of_vectorised_environments_have_masks_that_allow_everything(mode):
+def test_masks_of_final_observations_allow_everything(mode):
     environments = make("discrete", backend="native", mode=mode)
     environments.reset()
     # The probe takes the actions that its masks allow.
@@ -141,7 +140,7 @@ def test_envpool_takes_masks_from_a_wrapper():
 
 @pytest.mark.parametrize("where", ["info", "observation", "method"])
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_a_mask_that_allows_nothing_is_an_error_that_says_where(where, backend):
+def test_mask_that_allows_nothing_is_an_error(where, backend):
     environments = make("discrete", where, backend=backend, nothing_at=1)
     expected = (
         rf"^environment [01] \(episode [12], seed \d+, step 1\) raised in step: ValueError: the action mask "
@@ -153,7 +152,7 @@ def test_a_mask_that_allows_nothing_is_an_error_that_says_where(where, backend):
 
 @pytest.mark.parametrize("where", ["info", "observation", "method"])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_so_it_is_in_environments_that_come_vectorised(where, mode):
+def test_mask_that_allows_nothing_in_a_native_environment_is_an_error(where, mode):
     environments = make("discrete", where, backend="native", mode=mode, nothing_at=2)
     with pytest.raises(
         EnvironmentFailure, match=r"^environment 0 \(episode [12], seed \d+, step 2\), environment 1 .*"
@@ -162,20 +161,20 @@ def test_so_it_is_in_environments_that_come_vectorised(where, mode):
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
-def test_a_mask_at_the_end_of_an_episode_does_not_matter(backend):
+def test_mask_of_a_final_observation_may_allow_nothing(backend):
     for mode in (NEXT, DISABLED):
         assert roll(make("discrete", backend=backend, mode=mode, nothing_at=3)).shape == (16, 2)
 
 
 @pytest.mark.parametrize(("name", "part"), [("ragged", "0"), ("hybrid", "arm.1.0"), ("pair", "0")])
-def test_the_component_to_which_nothing_is_allowed_is_named(name, part):
+def test_component_without_a_valid_choice_is_named(name, part):
     environments = make(name, nothing_at=1, conditional=name == "pair")
     with pytest.raises(EnvironmentFailure, match=rf"allows nothing to component '{part}' of the action"):
         roll(environments)
 
 
 @pytest.mark.parametrize("mask", [[0.0, -math.inf], [0.5, 1.0], [256, 1]])
-def test_masks_are_zeros_and_ones(mask):
+def test_masks_must_be_zeros_and_ones(mask):
     source = MaskSource("info.action_mask", spaces.Box(-1, 1), spaces.Discrete(2))
     source.take_space(ActionMask(2))
     np.testing.assert_array_equal(source.read(np.array([1.0, 0.0])), [1, 0])
@@ -183,7 +182,7 @@ def test_masks_are_zeros_and_ones(mask):
         source.read(np.array(mask))
 
 
-def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
+def test_mask_that_allows_nothing_restarts_the_environment():
     env = {"action_mask": "info.action_mask", "on_failure": "restart"}
     kwargs = kwargs_of("discrete", nothing_at=1)
     environments = make_batch("tests.mask_probes:Probe/Invalid-v0", 2, env=env, **kwargs)
@@ -207,7 +206,7 @@ def test_an_environment_that_allows_nothing_is_replaced_where_failures_are():
     ],
 )
 @pytest.mark.parametrize("backend", ["sync", "native"])
-def test_sources_without_masks_are_refused(source, message, backend):
+def test_sources_without_masks_are_errors(source, message, backend):
     with pytest.raises(ConfigurationError, match=message):
         make_batch(
             "tests.mask_probes:Probe/Invalid-v0",
@@ -219,8 +218,8 @@ def test_sources_without_masks_are_refused(source, message, backend):
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
 @pytest.mark.parametrize("form", ["list", "tuple", "dict", "numbers"])
-def test_masks_of_all_components_are_one_of_the_whole(form, backend):
-    """As arrays for each, the way that Gymnasium's own spaces take them, or side by side in a list."""
+def test_masks_of_all_components_are_concatenated(form, backend):
+    """Masks as arrays, in the form of Gymnasium's `sample`, or concatenated in a list."""
     environments = make_batch(
         "tests.environments.wrappers.test_action_mask:Probe/Forms-v0",
         2,
@@ -237,7 +236,7 @@ def test_masks_of_all_components_are_one_of_the_whole(form, backend):
 
 
 class Forms(Invalid):
-    """Says the same of two components in one of several forms."""
+    """Returns the same masks of two components in several forms."""
 
     def __init__(self, form: str) -> None:
         super().__init__(space_to_dict(spaces.MultiDiscrete([3, 2])))
@@ -268,7 +267,7 @@ gymnasium.register("Probe/Forms-v0", Forms, vector_entry_point=FormsVector)
 
 @pytest.mark.parametrize(("where", "step"), [("info", 0), ("method", 0), ("info", 2), ("method", 2)])
 @pytest.mark.parametrize("backend", ["sync", "native"])
-def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, step, backend):
+def test_masks_with_changing_shape_and_failing_resets_are_errors(where, step, backend):
     options = {"backend": backend, "env": {"action_mask": source_of(where)}, "where": where, "at": step}
     if step == 0:
         with pytest.raises(
@@ -285,7 +284,7 @@ def test_masks_that_change_their_shape_and_resets_that_raise_are_named(where, st
 
 
 class Spoilt(Invalid):
-    """Raises in its resets, or gives a mask that is too short from some step on."""
+    """Raises in its resets, or returns a short mask at some step."""
 
     def __init__(self, where: str, at: int) -> None:
         self.at = at
@@ -311,7 +310,7 @@ class SpoiltVector(SyncVectorEnv):
 gymnasium.register("Probe/Spoilt-v0", Spoilt, vector_entry_point=SpoiltVector)
 
 
-def test_a_dict_gets_masks_as_one_more_part_unless_it_has_one_of_that_name():
+def test_masks_are_added_to_dicts_unless_their_name_is_taken():
     puzzle = "tests.nested_probes:Probe/Puzzle-v0"
     wrapper = {"class_path": "tests.environments.wrappers.test_action_mask.Left", "init_args": {}}
     environments = make_batch(puzzle, env={"wrappers": [wrapper], "action_mask": "info.left"})
@@ -341,7 +340,7 @@ class Left(gymnasium.Wrapper):
 
 
 @pytest.mark.parametrize("where", ["info", "observation", "method"])
-def test_masks_are_copies_of_what_the_environment_may_write_over(where):
+def test_masks_are_copies(where):
     env = Invalid(**kwargs_of("discrete", where=where))
     masked = MaskedActions(SyncVectorEnv([lambda: ReadMasks(env, source_of(where))], copy=False), source_of(where))
     observations, _ = masked.reset(seed=1)
@@ -352,7 +351,7 @@ def test_masks_are_copies_of_what_the_environment_may_write_over(where):
     assert masked.single_observation_space.contains(map_leaves(lambda x: x[0], observations))
 
 
-def test_an_environment_that_gives_its_state_is_asked_for_it_within_masks_too():
+def test_environment_with_own_state_and_masks_is_restored_from_its_state():
     episodes = SeededEpisodes(ReadMasks(WithState(**kwargs_of("discrete")), "info.action_mask"))
     observation, _ = episodes.reset(seed=3)
     record = episodes.recorded()
@@ -363,7 +362,7 @@ def test_an_environment_that_gives_its_state_is_asked_for_it_within_masks_too():
 
 
 class WithState(Invalid):
-    """Can be told where to go on."""
+    """Has its own state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}

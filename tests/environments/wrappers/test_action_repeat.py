@@ -1,4 +1,4 @@
-"""Actions that are taken as often as the policy says: rewards, discounts, frames and ends by hand."""
+"""Repeated actions: rewards, discounts, frames and ends by hand."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Repeating(Told):
     [(AutoresetMode.SAME_STEP, "sync"), (AutoresetMode.DISABLED, "sync"), (AutoresetMode.SAME_STEP, "async")],
 )
 def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
-    """Episodes of 5 and 4 steps: steps of 2 and 3 frames, then of 1, 2 and the 1 that is left of 3."""
+    """Episodes of 5 and 4 frames: steps of 2 and 3 frames, then of 1, 2 and 1 instead of 3."""
     scripted = {"lengths": (5, 4), "ends": ("truncated", "terminated")}
     env = {"learned_action_repeat": {"max": 3, "gamma": 0.5}}
     environments = make_batch(COUNTER, mode=mode, backend=backend, env=env, **scripted)
     rollout = make_collector(environments, 6).collect(Repeating())
     environments.close()
-    # Of the first episode 1 to 5, of the second 101 to 104, of the third 201 and so on.
+    # Rewards are 1 to 5 in the first episode, 101 to 104 in the second, 201 and so on in the third.
     expected = [1 + 0.5 * 2, 3 + 0.5 * 4 + 0.25 * 5, 101, 102 + 0.5 * 103, 104, 201]
     assert rollout.rewards[:, 0].tolist() == expected
     assert rollout.repeats[:, 0].tolist() == [2, 3, 1, 2, 1, 1]
@@ -59,7 +59,7 @@ def test_rewards_repeats_discounts_and_frames_by_hand(mode, backend):
     assert rollout.frames == 10 and rollout.num_steps == 6
 
 
-def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_rewards_are_counted():
+def test_previous_reward_in_evaluation_is_the_training_reward_of_all_repeats():
     env = {"learned_action_repeat": {"max": 3, "gamma": 0.5}, "previous_reward": True, "reward_scale": 0.25}
     actions = {"action": np.ones(1, np.int64), "repeat": np.full(1, 3)}
     earned, shown = [], []
@@ -74,7 +74,7 @@ def test_the_policy_sees_in_evaluation_what_a_step_earned_in_training_and_raw_re
     assert shown == [as_learned, as_learned] and earned == [as_learned, 1 + 2 + 3]
 
 
-def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_signs_as_in_training():
+def test_repeats_in_evaluation_end_with_a_life_and_show_clipped_rewards():
     game = whole_game((3, 3), (0, 3), (5, 2), (9, 2), (-2, 2), (7, 0))
     game.action_space, game.observation_space = spaces.Discrete(2), spaces.Box(0, 9, (1,))
     repeating = LearnedActionRepeat(game, 4, 0.5, evaluation=True, clips=sign)
@@ -84,7 +84,7 @@ def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_si
     env.reset(seed=0)
     action = {"action": np.array([1]), "repeat": np.array([4])}
     observation, reward, terminated, _, info = env.step(action)
-    # The third step loses a life, and the no-op after it scores unseen.
+    # The third step loses a life, and the no-op after it scores.
     assert (info[REPEATED]["repeats"], terminated, observation["previous_reward"].item()) == (3, False, 0)
     assert reward == 3 + 0 + 5 + 9
     observation, reward, terminated, _, info = env.step(action)
@@ -92,7 +92,7 @@ def test_in_evaluation_repeats_end_with_a_life_and_rewards_that_are_shown_are_si
     assert reward == -2 + 7
 
 
-def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
+def test_repeats_stop_at_the_end_of_an_episode():
     env = LearnedActionRepeat(Counter((5,), reward=1.0), 4)
     assert env.action_space == spaces.Dict({"action": spaces.Discrete(3), "repeat": spaces.Discrete(4, start=1)})
     env.reset()
@@ -102,8 +102,8 @@ def test_steps_of_the_wrapper_stop_at_the_end_of_an_episode():
     assert (reward, truncated, info[REPEATED]) == (1.0, True, {"frames": 1, "repeats": 1})
 
 
-def test_repeats_and_frames_of_environments_that_end_in_other_steps():
-    """One of the two ends an episode in each of these steps, where Gymnasium keeps its `info` apart."""
+def test_repeats_and_frames_of_environments_that_end_at_different_steps():
+    """One of the two environments ends an episode in each of these steps, and has its `info` in `final_info`."""
     environments = make_batch(COUNTER, 2, env={"learned_action_repeat": 3}, lengths=(3,), reward=1.0)
     environments.reset()
     given = [(3, 1), (1, 3), (2, 1)]
@@ -113,8 +113,8 @@ def test_repeats_and_frames_of_environments_that_end_in_other_steps():
     assert [step.frames for step in steps] == [4, 3, 3]
 
 
-def test_frames_of_repeated_repeats_are_multiplied():
-    """Steps of two frames each, as many as the policy says; the episode of five ends in the middle of one."""
+def test_fixed_and_learned_repeats_multiply():
+    """Repeated steps of two frames; the episode of five frames ends in the middle of a step."""
     environments = make_batch(COUNTER, env={"learned_action_repeat": 3, "action_repeat": 2}, lengths=(5,), reward=1.0)
     rollout = make_collector(environments, 2).collect(Repeating())
     environments.close()
@@ -122,7 +122,7 @@ def test_frames_of_repeated_repeats_are_multiplied():
     assert rollout.frames == 5
 
 
-def test_values_are_bootstrapped_over_all_repeats_in_the_targets_of_every_algorithm():
+def test_every_algorithm_discounts_by_the_number_of_repeats():
     """Advantages of the first step, by hand: three frames of reward 1 and γ = 0.5."""
     data = make_data(
         f"tests.probes:{COUNTER}",
@@ -183,8 +183,8 @@ def test_evaluation_has_raw_rewards_and_training_counts_frames(backend):
 
 
 @pytest.mark.parametrize("algorithm", [PPO, CLEAR])
-def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
-    """Rewards of one step are added up undiscounted: of 1 for each frame, at a small γ, the most repeats earn most."""
+def test_policy_learns_to_repeat_actions(algorithm):
+    """Rewards within a step are not discounted: with reward 1 per frame and a small γ, more repeats are better."""
     data = make_data(
         f"tests.probes:{COUNTER}",
         num_envs=8,
@@ -207,7 +207,7 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
     )
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
-    assert trainer.callback_metrics["val/episode_length"] <= 8  # of 24 frames, where one at a time are 24
+    assert trainer.callback_metrics["val/episode_length"] <= 8  # of 24 frames
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def test_a_policy_learns_to_repeat_what_is_worth_it(algorithm):
         ),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_repeat_options_are_errors(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make_data(**options)

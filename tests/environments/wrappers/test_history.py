@@ -1,4 +1,4 @@
-"""Wrappers that keep the episode so far: a run goes on with what they kept, on every backend that gives its state."""
+"""The history of vector wrappers is restored exactly in every backend with a state."""
 
 import gymnasium
 import pytest
@@ -12,8 +12,8 @@ from tests.probes import make_batch, make_collector
 EVERYTHING = {"frame_stack": 3, "previous_action": True, "previous_reward": True, "reward_scale": 0.5}
 
 
-def assert_goes_on(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -> None:
-    """A second collector, with the state of the first, collects the same rollout."""
+def assert_restored(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -> None:
+    """Check that a second collector with the state of the first collects the same rollout."""
     collectors = [make_collector(make_batch(env_id, count, **options), 9) for count in num_envs]
     environments = collectors[0].environments
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def assert_goes_on(env_id: str, num_envs: tuple[int, int] = (3, 3), **options) -
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("backend", ["sync", "async", "native"])
 def test_stacks_and_previous_steps_are_restored(backend, flatten):
-    assert_goes_on("CartPole-v1", backend=backend, env=EVERYTHING | {"flatten_observations": flatten})
+    assert_restored("CartPole-v1", backend=backend, env=EVERYTHING | {"flatten_observations": flatten})
 
 
 @pytest.mark.parametrize("where", ["info", "method", "observation"])
@@ -44,18 +44,18 @@ def test_masks_are_restored(where):
     env = {"action_mask": source_of(where), "previous_action": True}
     if where != "observation":
         env["frame_stack"] = 2
-    assert_goes_on("Probe/Invalid-v0", env=env, **kwargs_of("discrete", where=where))
+    assert_restored("Probe/Invalid-v0", env=env, **kwargs_of("discrete", where=where))
 
 
 @pytest.mark.parametrize("num_envs", [(2, 4), (4, 2)])
-def test_other_numbers_of_environments_begin_new_episodes(num_envs):
+def test_additional_environments_begin_new_episodes(num_envs):
     env = {"action_mask": "info.action_mask", "previous_action": True, "frame_stack": 2}
-    assert_goes_on("Probe/Invalid-v0", num_envs, env=env, **kwargs_of("discrete"))
+    assert_restored("Probe/Invalid-v0", num_envs, env=env, **kwargs_of("discrete"))
 
 
 @pytest.mark.parametrize("backend", ["sync", "native"])
-def test_environments_with_a_vector_wrapper_of_another_kind_are_not_restored(backend):
-    """It may have a state of its own."""
+def test_environments_with_other_vector_wrappers_are_not_restored(backend):
+    """The wrapper may have a state."""
     env = {"wrappers": ["tests.environments.wrappers.test_history.Counting"], "frame_stack": 2}
     batch = make_batch("CartPole-v1", 2, backend=backend, env=env)
     batch.reset()
@@ -63,4 +63,4 @@ def test_environments_with_a_vector_wrapper_of_another_kind_are_not_restored(bac
 
 
 class Counting(gymnasium.vector.VectorWrapper):
-    """May count."""
+    """A wrapper that may have a state."""

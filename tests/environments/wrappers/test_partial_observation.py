@@ -8,7 +8,7 @@ from lightning_rl.environments import PartialObservation
 from lightning_rl.validation import ConfigurationError
 
 
-def test_only_the_named_entries_are_shown():
+def test_only_the_given_entries_are_visible():
     whole, partial = gymnasium.make("CartPole-v1"), PartialObservation(gymnasium.make("CartPole-v1"), [2, 0])
     space = partial.observation_space
     assert np.array_equal(space.high, whole.observation_space.high[[2, 0]]) and space.dtype == np.float32
@@ -27,6 +27,6 @@ def test_only_the_named_entries_are_shown():
         ("FrozenLake-v1", [0], "expected observations that are vectors, not Discrete"),
     ],
 )
-def test_other_entries_and_observations_are_refused(env_id, indices, message):
+def test_invalid_entries_and_observations_are_errors(env_id, indices, message):
     with pytest.raises(ConfigurationError, match=message):
         PartialObservation(gymnasium.make(env_id), indices)

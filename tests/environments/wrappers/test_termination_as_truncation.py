@@ -1,4 +1,4 @@
-"""A wrapper after which nothing is terminal."""
+"""A wrapper that reports terminations as truncations."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.helpers import make_data, make_model, make_trainer
 WRAPPER = "lightning_rl.environments.TerminationAsTruncation"
 
 
-def test_what_terminated_is_cut_and_bootstraps_from_where_it_led_to():
+def test_terminations_become_truncations_and_bootstrap():
     """Episodes of three steps that end in a terminal state; the value of each observation is known."""
     counter = {"lengths": [3], "ends": ["terminated"], "reward": 1.0}
     for wrappers in ([], [WRAPPER]):
