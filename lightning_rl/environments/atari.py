@@ -61,11 +61,6 @@ class GameScore(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Puts the score and length of a finished game into `info` as `game_return` and `game_length`.
 
     With episodic life and clipped rewards the return of a learning episode is not the score.
-
-    Attributes:
-        score: Score of the current game.
-        last_score: Score of the previous game.
-        games: Number of games begun.
     """
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
@@ -93,12 +88,8 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Ends the learning episode when a life is lost; the next episode continues the same game.
 
     Gymnasium's own `terminal_on_life_loss` starts a new game after each life, so that an agent never plays later lives.
-    `reset` after a lost life takes one no-op step instead, whatever the seed; `options={"new_game": True}` forces a new
-    game.
-
-    Attributes:
-        first_options: Options of a reset that begins a new game.
-        went_on: Whether the last reset continued the same game.
+    `reset` after a lost life takes one no-op step instead, whatever the seed, unless it gets `first_options`. `went_on`
+    says whether the last reset continued the same game.
     """
 
     first_options: ClassVar = {"new_game": True}
@@ -188,9 +179,8 @@ class WholeGame(gymnasium.Wrapper[Any, Any, Any, Any]):
 class VectorGameScore(VectorWrapper):
     """Puts scores and lengths of finished games into `info` like `GameScore`, for vectorized games.
 
-    Args:
-        env: ale-py's vector environment with raw rewards, or EnvPool's, whose `info` has the raw rewards.
-        clips_rewards: Return the sign of the rewards.
+    ale-py's vector environment must return raw rewards, which `clips_rewards` replaces by their signs; EnvPool's `info`
+    has the raw rewards.
     """
 
     def __init__(self, env: Any, clips_rewards: bool) -> None:  # noqa: ANN401

@@ -229,11 +229,7 @@ class EnvironmentBatch:
         self._resets_next: Array | None = None
 
     def reset(self) -> Nested:
-        """Start every environment's stream of episodes again, and return the first observations.
-
-        Raises:
-            EnvironmentFailure: As `step`.
-        """
+        """Start every environment's stream of episodes again, and return the first observations; raises as `step`."""
         self._tracker.reset()
         self._resets_next = None
         observations = self._reset(**({} if self._reset_seed is None else {"seed": self._reset_seed}))
@@ -241,11 +237,7 @@ class EnvironmentBatch:
         return observations
 
     def step(self, actions: Array, choose_ahead: ChooseAhead | None = None) -> Step:
-        """Step every environment once.
-
-        Args:
-            actions: `[B, ...]`.
-            choose_ahead: See `WorkerPool`; requires `can_step_ahead`.
+        """Step every environment once; `choose_ahead` of `WorkerPool` requires `can_step_ahead`.
 
         Raises:
             EnvironmentFailure: An environment raised, returned a number that is not finite in float32, or its worker
@@ -384,11 +376,7 @@ class EnvironmentBatch:
         return exact, observations
 
     def close(self) -> None:
-        """Close the environments and end worker processes; may be called twice.
-
-        Raises:
-            EnvironmentFailure: An environment raised.
-        """
+        """Close the environments and end worker processes; may be called twice."""
         with self._named("close"):
             try:
                 self.env.close()

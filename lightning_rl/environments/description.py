@@ -32,10 +32,7 @@ class DescribedVector(VectorEnv[Any, Any, Any]):
 def describe(make: Callable[[], gymnasium.Env[Any, Any]], who: str, timeout: float) -> Description:
     """Make an environment in a new process, read its description and close it.
 
-    Args:
-        make: Makes the environment.
-        who: The name of the environment in messages.
-        timeout: Maximum seconds to make the environment, and to close it.
+    The environment has `timeout` seconds to be made, and to be closed; messages call it `who`.
 
     Raises:
         ConfigurationError: An option is invalid.

@@ -118,29 +118,6 @@ def fit_leaf(path: str, space: spaces.Space[Any], x: Any) -> Any:  # noqa: ANN40
     )
 
 
-def first_outside(space: spaces.Space[Any], x: Any) -> str | None:  # noqa: ANN401
-    """Say which entry of a leaf is out of the bounds of its space; None if no entry is, or the space has no bounds."""
-    low: Any
-    high: Any
-    if isinstance(space, spaces.Box):
-        low, high = space.low, space.high
-    elif isinstance(space, spaces.MultiBinary):
-        low, high = 0, 1
-    elif isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        count: Any = space.n if isinstance(space, spaces.Discrete) else space.nvec
-        low, high = space.start, space.start + count - 1
-    else:
-        return None
-    rounded = np.asarray(x).astype(space.dtype)
-    outside = np.argwhere((rounded < low) | (rounded > high))
-    if not len(outside):
-        return None
-    place = tuple(outside[0].tolist())
-    entry = f"(entry {', '.join(map(str, place))}) " if place else ""
-    least, most = (np.broadcast_to(bound, rounded.shape)[place] for bound in (low, high))
-    return f"{entry}{rounded[place]}: expected {least} to {most}"
-
-
 MAX_LOGGED_ACTIONS = 1_000_000
 """A longer episode cannot be replayed: its actions would fill the memory, and the replay would take minutes."""
 _STATELESS = (OrderEnforcing, PassiveEnvChecker, ReadMasks)
@@ -342,13 +319,20 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def _check_bounds(self, path: str, space: spaces.Space[Any], x: Any) -> None:  # noqa: ANN401
         """Raise if a leaf is not in its discrete space; warn if it is out of the bounds of its `Box`."""
-        if (problem := first_outside(space, x)) is None:
-            return
         name = f"observation {path}".rstrip()
+        rounded = np.asarray(x).astype(space.dtype)
         if not isinstance(space, spaces.Box):
-            raise self._failure(f"returned an {name} {problem}")
-        if self.index == 0:  # the other environments have the same space
-            rank_zero_warn(f"{self._name} returned an {name} outside of its space: {problem}")
+            if not space.contains(rounded):
+                raise self._failure(f"returned an {name} {rounded}: expected an element of {space}")
+            return
+        outside = np.argwhere((rounded < space.low) | (rounded > space.high))
+        if len(outside) and self.index == 0:  # the other environments have the same space
+            place = tuple(outside[0].tolist())
+            entry = f"(entry {', '.join(map(str, place))}) " if place else ""
+            rank_zero_warn(
+                f"{self._name} returned an {name} outside of its space: {entry}{rounded[place]}: expected "
+                f"{space.low[place]} to {space.high[place]}"
+            )
 
     @property
     def _name(self) -> str:

@@ -221,10 +221,8 @@ class EnvironmentSpec:
     ) -> VectorEnv[Any, Any, Any]:
         """Apply the options of observations to environments of any backend.
 
-        Args:
-            env: The environments.
-            clips: The function by which the Atari preprocessing clips training rewards. In evaluation it applies to the
-                previous reward in observations.
+        `clips`, by which the Atari preprocessing clips training rewards, applies in evaluation to the previous reward
+        in observations.
         """
         given = self.env
         if given.frame_stack is not None:
@@ -258,11 +256,8 @@ class EnvironmentSpec:
     def for_filming(self, env_kwargs: dict[str, Any] | None = None) -> EnvironmentSpec:
         """Return the spec of the same environments with cameras, in this process.
 
-        Args:
-            env_kwargs: More arguments of the constructor, such as the size of the picture.
-
-        Raises:
-            ConfigurationError: The backend has no single environments.
+        `env_kwargs` are more arguments of the constructor, such as the size of the picture. EnvPool and tensor
+        environments cannot be rendered: they raise a `ConfigurationError`.
         """
         expected = "sync, async, or native with an id that has single environments too; others cannot be rendered"
         check(self.backend in ("sync", "async", "native"), "backend", self.backend, expected)
@@ -274,9 +269,8 @@ class EnvironmentSpec:
     def atari_options(self, is_game: bool) -> AtariPreprocessing | None:
         """Return the preprocessing of an Atari game, None for other environments.
 
-        Raises:
-            ConfigurationError: `env.atari` has options for another environment; or frames would be stacked, actions
-                repeated or rewards clipped twice.
+        Options of `env.atari` for another environment are an error, and so are options of `env` that would stack
+        frames, repeat actions or clip rewards twice.
         """
         env, atari = self.env, self.env.atari
         if not is_game:

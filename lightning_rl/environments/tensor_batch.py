@@ -59,12 +59,7 @@ class TensorEnvironments:
             self._advance = torch.compile(_advance)
 
     def reset(self) -> Nested:
-        """Reset with the seed, and return the first observations `[B, ...]`.
-
-        Raises:
-            ConfigurationError: The observations are no tensors.
-            EnvironmentFailure: The environments raised.
-        """
+        """Reset with the seed, and return the first observations `[B, ...]`, which must be tensors."""
         self._steps = 0
         with self._named("reset"):
             self.observations, _ = self.env.reset(seed=self.seed)
@@ -74,7 +69,7 @@ class TensorEnvironments:
         return self.observations
 
     def step(self, actions: Nested) -> Step:
-        """Step every environment once; raises as `reset`."""
+        """Step every environment once; raises an `EnvironmentFailure` if the environments raise."""
         self._steps += 1
         with self._named("step"):
             observations, rewards, terminated, truncated, infos, valid, ended, cut, bad = self._advance(

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from lightning_rl.environments import EnvironmentFailure, make_environments
-from lightning_rl.environments.episodes import SeededEpisodes, Unexpected, first_outside, fit_leaf, to_flag
+from lightning_rl.environments.episodes import SeededEpisodes, Unexpected, fit_leaf, to_flag
 from tests.helpers import make_data
 
 UNIT = spaces.Box(-1, 1, (3,), np.float32)
@@ -35,7 +35,7 @@ class Given(gymnasium.Env):
         return self._observe(0.0), 1.0, True, False, {}
 
     def _observe(self, value):
-        return np.full(self.observation_space.shape, value) if np.isscalar(value) else value
+        return np.full(self.observation_space.shape, value) if isinstance(value, float) else value
 
 
 class Series(Given):
@@ -268,17 +268,25 @@ def test_conversion_of_observations_changes_no_value(x, dtype, lost):
     ("space", "x", "expected"),
     [
         (UNIT, np.array([1, -1, 1 + 1e-9]), None),  # after rounding to float32
-        (UNIT, np.ones(3, np.int64), None),
         (UNIT, np.array([0, np.nan, 0], np.float32), None),  # another check raises
         (spaces.Box(-np.inf, np.inf, (1,), np.float64), np.array([1e300]), None),
         (spaces.Box(0, 255, (2,), np.uint8), np.array([3, 255]), None),
-        (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 3]), "(entry 1) 3: expected 0 to 1"),
+        (spaces.Box(0, 1, (2,), np.uint8), np.array([0, 3]), r"outside of its space: \(entry 1\) 3: expected 0 to 1$"),
         (spaces.Discrete(3, start=1), 3, None),
-        (spaces.Discrete(3, start=1), 0, "0: expected 1 to 3"),
-        (spaces.MultiDiscrete([2, 5]), np.array([1, 5]), "(entry 1) 5: expected 0 to 4"),
+        (spaces.Discrete(3, start=1), 0, r"returned an observation 0: expected an element of Discrete\(3, start=1\)$"),
+        (spaces.MultiDiscrete([2, 5]), np.array([1, 5]), r"observation \[1 5\]: expected an element of MultiDiscrete"),
         (spaces.MultiBinary(2), np.array([True, False]), None),
-        (spaces.MultiBinary(2), np.array([0, 2]), "(entry 1) 2: expected 0 to 1"),
+        (spaces.MultiBinary(2), np.array([0, 2]), r"observation \[0 2\]: expected an element of MultiBinary\(2\)$"),
     ],
 )
-def test_first_entry_out_of_bounds_is_found(space, x, expected):
-    assert first_outside(space, x) == expected
+def test_first_observation_must_be_in_its_space(space, x, expected, recwarn):
+    env = SeededEpisodes(Given(space, x))
+    if expected is None:
+        env.reset(seed=0)
+        assert not recwarn.list
+    elif isinstance(space, spaces.Box):
+        with pytest.warns(UserWarning, match=expected):
+            env.reset(seed=0)
+    else:
+        with pytest.raises(EnvironmentFailure, match=expected):
+            env.reset(seed=0)

@@ -40,16 +40,11 @@ def check_source(source: object) -> None:
 
 
 class MaskSource:
-    """The source of masks, and the spaces of masks and observations.
-
-    Args:
-        source: `info.<key>`, `observation.<path>` or `method.<name>`.
-        observation_space: Observation space of one environment without masks.
-        action_space: Action space of one environment.
+    """The source of masks (the option `env.action_mask`), and the spaces of one environment.
 
     Attributes:
-        kind: The first part of `source`.
-        name: The second part.
+        kind: `info`, `observation` or `method`.
+        name: The key, path or name after the kind.
         mask_space: Space of the masks.
         space: Space of the observations with masks.
         layout: Assigns the masks to the components of actions.
@@ -102,14 +97,10 @@ class MaskSource:
         self.space = spaces.Dict({**beside, MASK: self.mask_space})
 
     def by_name(self, masks: Any, leading: int = 0, path: str = "") -> Any:  # noqa: ANN401
-        """Return masks as dicts without entries that are None; the keys for entries of tuples are their indices.
+        """Return nested masks as dicts without entries that are None; entries of tuples get their index as key.
 
-        Masks of all components of a leaf are concatenated unless one depends on another component.
-
-        Args:
-            masks: Arrays, lists, and dicts and tuples of these.
-            leading: Number of batch dimensions. With batches, names with an underscore are Gymnasium's own.
-            path: Path of these masks.
+        Masks of all components of a leaf are concatenated unless one depends on another component. In a batch,
+        `leading=1`, names with an underscore are Gymnasium's own.
         """
         if isinstance(masks, tuple) and any(np.ndim(entry) or entry is None for entry in masks):
             masks = {str(place): entry for place, entry in enumerate(masks)}
@@ -213,9 +204,7 @@ def _stacked(rows: Any) -> np.ndarray[Any, Any]:  # noqa: ANN401 - an array with
 class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Reads and checks the masks of one environment in its process, and puts them into its `info`.
 
-    Args:
-        env: The environment; it is reset once to read the first masks.
-        source: `info.<key>`, `observation.<path>` or `method.<name>`; observed masks are not put into `info`.
+    Observed masks are checked only. For other masks the constructor resets the environment once.
 
     Raises:
         ConfigurationError: See `MaskSource.learn`.
@@ -265,10 +254,8 @@ class ReadMasks(gymnasium.Wrapper[Any, Any, Any, Any]):
 class MaskedActions(VectorHistory):
     """Adds masks from `info`, from a method or from observations to the observations.
 
-    Args:
-        env: A vector environment. Unless its environments have `ReadMasks`, it is reset once to read the first masks:
-            arrays `[B, ...]`, or an array of objects.
-        source: `info.<key>`, `observation.<path>` or `method.<name>`.
+    If the environments have no `ReadMasks`, the constructor resets them once; their masks are arrays `[B, ...]`, or
+    arrays of objects.
 
     Raises:
         ConfigurationError: See `MaskSource.learn`.

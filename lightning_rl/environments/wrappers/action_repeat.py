@@ -44,7 +44,7 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
         gamma: Discount factor within a step.
         frames_per_step: Simulation steps per step of `env`, unless its `info` has the number.
         evaluation: Return the undiscounted sum of rewards, and put the training reward into `info`.
-        clips: Function that is applied to the rewards of `env` in training but not in evaluation.
+        clips: Function by which training, but not evaluation, clips the rewards of `env`.
     """
 
     def __init__(
@@ -75,16 +75,10 @@ class LearnedActionRepeat(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def read_repeats(frames_per_step: int, learned: bool, infos: dict[str, Any], valid: Array) -> tuple[int, Array | None]:
-    """Return the number of simulation steps in one step of a batch, and the repeats of each environment.
+    """Return the simulation steps of the `valid` rows, `[B]`, of a batch, and the repeats of each row, `[B]`.
 
-    Args:
-        frames_per_step: Simulation steps per step, unless `info` has the number.
-        learned: Whether the policy chooses the number of repeats.
-        infos: Vector `info` of the step.
-        valid: Environments that took an action, `[B]`.
-
-    Returns:
-        The number of simulation steps in valid rows; and the repeats `[B]`, None unless the policy chooses them.
+    The repeats are None unless the policy chooses them (`learned`). `frames_per_step` is the number of simulation steps
+    per step of environments that do not report it in `infos`.
     """
     frames = _read(infos, "frames", np.full(len(valid), frames_per_step))
     repeats = _read(infos, "repeats", np.ones(len(valid), np.int64)) if learned else None

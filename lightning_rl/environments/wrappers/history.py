@@ -26,10 +26,6 @@ class VectorHistory(VectorWrapper, ABC):
     The final observation of an episode has the history of this episode, and the first observation of the next episode a
     new history.
 
-    Args:
-        env: A vector environment with `metadata["autoreset_mode"]`.
-        space: Space of one environment's observations with their history.
-
     Attributes:
         memory: The history of all environments: arrays `[B, ...]`, nested in any way.
     """
@@ -96,12 +92,10 @@ class VectorHistory(VectorWrapper, ABC):
         return {"memory": memory, "resets_next": torch.from_numpy(self._resets_next.copy())}
 
     def load_state_dict(self, state: dict[str, Any], exact: Array, observations: Nested) -> Nested:
-        """Restore the history, and return the observations with it.
+        """Restore the history, and return the current `observations` with it.
 
-        Args:
-            state: The value of `state_dict`, possibly for another number of environments.
-            exact: Environments that were restored exactly, `[B]`; the other environments have begun new episodes.
-            observations: Current observations, `[B, ...]`.
+        The state may come from another number of environments. Environments that were not restored exactly, `[B]`,
+        have begun new episodes.
         """
 
         def load(own: Array, stored: torch.Tensor) -> None:

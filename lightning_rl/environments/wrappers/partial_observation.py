@@ -16,7 +16,7 @@ class PartialObservation(gymnasium.ObservationWrapper[Any, Any, Any]):
     """Shows some entries of a vector, and hides the others.
 
     Args:
-        env: An environment whose observations are a `Box` with one dimension.
+        env: An environment with a `Box` of one dimension.
         indices: Indices of the visible entries: `[0, 2]` shows position and angle of CartPole without velocities.
 
     Raises:

@@ -27,11 +27,7 @@ class PreviousStep(VectorHistory):
 
     Discrete actions become one-hot vectors. Continuous actions are shown as the environment took them, within bounds.
 
-    Args:
-        env: The environments.
-        action: Whether to add the action.
-        reward: Whether to add the reward.
-        transform: Function that is applied to the shown rewards, but not to the returned ones.
+    `transform` is applied to the shown rewards, but not to the returned ones.
 
     Raises:
         ConfigurationError: Observations have a part of that name, or actions have no fixed number of entries.
