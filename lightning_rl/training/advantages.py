@@ -30,10 +30,10 @@ class AdvantageEstimator:
         gamma: Discount factor.
         on_truncation: See `AdvantageConfig`, also for the following options.
         estimator: Stored as `kind`.
-        value_target: See `AdvantageConfig`.
-        recompute_values: See `AdvantageConfig`.
-        recompute_advantages: See `AdvantageConfig`.
-        normalize: See `AdvantageConfig`.
+        value_target: Value target.
+        recompute_values: Recompute values before learning.
+        recompute_advantages: Recompute advantages before each pass.
+        normalize: Normalization of advantages.
 
     Attributes:
         gae_lambda: λ. 0 gives one-step advantages, 1 Monte Carlo advantages.

@@ -48,14 +48,7 @@ from lightning_rl.validation import (
 
 
 def plain_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as plain data for checkpoints and logs: spaces and classes become descriptions.
-
-    Args:
-        given: Options by full name.
-
-    Raises:
-        ConfigurationError: An option cannot be described by plain data.
-    """
+    """Return options as plain data for checkpoints and logs: spaces and classes become descriptions."""
     plain: dict[str, Any] = {}
     for name, value in given.items():
         if name in ("observation_space", "action_space"):
@@ -192,11 +185,7 @@ _REASONS = {
 
 
 def refuse_tuners(trainer: Trainer) -> None:
-    """Check that a Trainer has no callback that searches a learning rate or a batch size; Lightning's Tuner adds them.
-
-    Raises:
-        ConfigurationError: The Trainer has such a callback.
-    """
+    """Check that a Trainer has no callback that searches a learning rate or batch size; Lightning's Tuner adds them."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, reason in _REASONS.items():
             if isinstance(callback, kind):
@@ -204,11 +193,7 @@ def refuse_tuners(trainer: Trainer) -> None:
 
 
 def refuse_automatic_optimization(trainer: Trainer) -> None:
-    """Check that the Trainer does not clip or accumulate gradients; Lightning does so only in automatic optimization.
-
-    Raises:
-        ConfigurationError: It does. The error names the option of the model to use instead.
-    """
+    """Check that the Trainer does not clip or accumulate gradients; Lightning only can in automatic optimization."""
     clip, accumulated = trainer.gradient_clip_val, trainer.accumulate_grad_batches
     expected = "None; set model.optimizer.max_grad_norm or max_grad_value instead"
     check(not clip, "trainer.gradient_clip_val", clip, expected)
@@ -221,14 +206,7 @@ _SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 
 
 def check_strategy(strategy: str | Strategy) -> None:
-    """Check that a strategy gives every device all parameters, and averages gradients before they are clipped.
-
-    Args:
-        strategy: Strategy, or its name in Lightning.
-
-    Raises:
-        ConfigurationError: The strategy is FSDP, model parallelism or DeepSpeed, or for several XLA devices.
-    """
+    """Check that a strategy, or its name, is not FSDP, model parallelism, DeepSpeed, or for several XLA devices."""
     if isinstance(strategy, Strategy):
         kind = type(strategy)
         value = kind.__name__

@@ -120,16 +120,9 @@ class ScheduledOptions:
         owner: object = None,
         option: str | None = None,
     ) -> float:
-        """Add an option and return its first value; see `parse_schedule` for the bounds and errors.
+        """Add the attribute `name` of `owner` (None: the algorithm), and return its first value.
 
-        Args:
-            name: Attribute to set.
-            value: Number or schedule.
-            above: Exclusive lower bound.
-            at_least: Lower bound.
-            at_most: Upper bound.
-            owner: Object with the attribute. None: the algorithm.
-            option: Full name of the option. None: `name`.
+        `option` is the full name of the option (None: `name`); see `parse_schedule` for the other arguments.
         """
         option = option or name
         schedule = parse_schedule(option, value, above=above, at_least=at_least, at_most=at_most)
@@ -146,13 +139,7 @@ class ScheduledOptions:
         return self._entries[name].schedule.at(0, None) if name in self._entries else otherwise
 
     def apply(self, module: LightningModule, clock: RunClock, optimizers: Sequence[Optimizer]) -> dict[str, float]:
-        """Set all scheduled attributes and learning rates for the current environment step, and return their values.
-
-        Args:
-            module: The algorithm.
-            clock: Clock of the run.
-            optimizers: The optimizer, and the critic's if it is separate.
-        """
+        """Set all scheduled attributes and learning rates for the current environment step, and return the values."""
         values = {
             name: entry.schedule.at(clock.env_steps, clock.planned_env_steps) for name, entry in self._entries.items()
         }
@@ -171,11 +158,7 @@ class ScheduledOptions:
                 yield module if entry.owner is None else entry.owner, name
 
     def check_end(self, module: Any, has_end: bool, expected: str) -> None:  # noqa: ANN401 - an algorithm
-        """Check that the run has an end, if a schedule ends with the run.
-
-        Raises:
-            ConfigurationError: The run has no end.
-        """
+        """Check that the run has an end, if a schedule ends with the run."""
         for schedule, option, _ in self._entries.values():
             check(has_end or not schedule.over_run, option, module.options[option], expected)
 

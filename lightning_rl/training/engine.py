@@ -1,11 +1,11 @@
-"""How gradients are computed and optimizers are stepped: the interface of engines, and the plain engine."""
+"""The plain engine, which computes gradients and steps optimizers; `lightning_rl.fast` has faster ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,43 +22,17 @@ WHAT_TO_TRY = (
 _ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 
 
-class Engine(Protocol):
-    """Computes gradients and steps optimizers. All engines give the same results up to rounding.
+class EagerEngine:
+    """Computes gradients with autograd and steps optimizers through Lightning, with all of its hooks.
 
     Attributes:
         compiles_loss: Whether the loss is compiled into one program.
     """
 
-    compiles_loss: bool
-
-    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Any:  # noqa: ANN401
-        """Compute loss, gradient and step at once, and return a `StepResult`; None if the engine cannot do this."""
-        ...
-
-    def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
-        """Return the loss of a minibatch."""
-        ...
-
-    def backward(self, model: LightningModule, total: Tensor) -> None:
-        """Compute the gradient of `Loss.total`."""
-        ...
-
-    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients that `step` applies. One tensor may hold the gradients of several parameters."""
-        ...
-
-    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step an optimizer; `counts` increments Lightning's global step."""
-        ...
-
-
-class EagerEngine:
-    """Computes gradients with autograd and steps optimizers through Lightning, with all of its hooks."""
-
     compiles_loss = False
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
-        """Return None."""
+        """Return None; a compiled engine may compute loss, gradient and step at once, and return a `StepResult`."""
         return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
@@ -71,12 +45,12 @@ class EagerEngine:
             model.manual_backward(total)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients of all parameters that have one."""
+        """Return the gradients that `step` applies; in other engines one tensor may hold several gradients."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
     def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
-        """Step an optimizer; `counts` increments Lightning's global step, which `LightningOptimizer.step` does."""
+        """Step an optimizer; `counts` increments Lightning's global step."""
         if counts:
             optimizer.step()
         else:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_rl import fast
 from lightning_rl.distributed import all_reduce, average, world_size
-from lightning_rl.training.engine import EagerEngine, Engine
+from lightning_rl.training.engine import EagerEngine
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.minibatches import Minibatch
 from lightning_rl.training.optimizers import AdaptiveLearningRate
@@ -35,13 +35,7 @@ class NotFiniteError(Exception):
 
 
 class FailedMinibatch(NamedTuple):
-    """A minibatch with a non-finite loss or gradient.
-
-    Attributes:
-        minibatch: The minibatch.
-        loss: Name of the method that computed the loss.
-        part: Half of the network that the step trained. None: both.
-    """
+    """A minibatch with a non-finite loss or gradient, the name of its loss method, and the trained part."""
 
     minibatch: Minibatch
     loss: str
@@ -56,7 +50,7 @@ class GradientSteps:
 
     Args:
         model: The algorithm.
-        options: Options of the algorithm by full name. The groups `optimizer` and `debug` are used.
+        options: Options of the algorithm by full name.
 
     Attributes:
         record: Record of the current rollout's updates.
@@ -65,7 +59,7 @@ class GradientSteps:
         takes_back: Whether to undo a step after which the minibatch exceeds a limit of its loss.
         active_set: Index of the set of optimizers that the current phase uses.
         num_sets: Number of sets of optimizers. Each set has one optimizer, or one for the actor and one for the critic.
-        failed_minibatch: First minibatch with a non-finite loss or gradient. None: there was none.
+        failed_minibatch: First minibatch with a non-finite loss or gradient.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class GradientSteps:
         self.critic_warmup_steps: int = options["optimizer.critic_warmup_steps"]
         adaptive = options["optimizer.adaptive_learning_rate"]
         self.adaptive_learning_rate = None if adaptive is None else AdaptiveLearningRate(**adaptive)
-        self.engine: Engine = EagerEngine()
+        self.engine: EagerEngine | fast.FastEngine = EagerEngine()
         self.part: ActorOrCritic | None = None
         self.takes_back = False
         self.num_sets = 1
@@ -144,11 +138,8 @@ class GradientSteps:
     def phase(self, prefix: str, rate_scale: float) -> Iterator[None]:
         """Take further steps from the same rollout with the last set of optimizers.
 
-        An early stop of the phase before does not stop this phase; a non-finite loss or gradient does.
-
-        Args:
-            prefix: Prefix of the recorded names.
-            rate_scale: Factor of the first set's learning rates.
+        Recorded names get `prefix`, and the first set's learning rates are multiplied by `rate_scale`. The phase
+        starts even after an early stop, but not after a non-finite loss or gradient.
         """
         rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.record.start_phase(prefix)
@@ -193,12 +184,7 @@ class GradientSteps:
             self.part = None
 
     def take(self, loss_of: Callable[[Any], Loss], batch: Any) -> None:  # noqa: ANN401 - what the loss takes
-        """Take one gradient step, unless the loss or gradient is not finite or the updates were stopped.
-
-        Args:
-            loss_of: The loss method of the algorithm.
-            batch: The minibatch.
-        """
+        """Take one gradient step down a loss method, unless it is not finite or the updates were stopped."""
         record = self.record
         record.next_minibatch()
         name = getattr(loss_of, "__name__", "loss")
@@ -396,22 +382,13 @@ class UpdateRecord:
         self.add(**terms)
 
     def add_together(self, names: Sequence[str], values: Tensor, observed: Collection[str] = ()) -> None:
-        """Record several scalars of a minibatch at once.
-
-        Args:
-            names: Their names.
-            values: `[len(names)]`, without gradient.
-            observed: Names of scalars that may be NaN or infinite.
-        """
+        """Record scalars of a minibatch as one vector `[len(names)]`; names in `observed` may be NaN or infinite."""
         self.observed.update(self._prefix + name for name in observed)
         key = tuple(self._prefix + name for name in names) if self._prefix else tuple(names)
         self._values.setdefault(key, []).append((values, self._counts))
 
     def add_absolute(self, name: str, terms: Tensor) -> None:
-        """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch.
-
-        `means` averages the terms of all minibatches over the ranks in one collective call.
-        """
+        """Record Σ |mean of a term over ranks| of the terms `[M]` of a minibatch; `means` reduces all at once."""
         self._absolute.setdefault(self._prefix + name, []).append((terms.detach(), self._counts))
 
     def stop_unless(self, condition: Tensor) -> None:
@@ -499,12 +476,8 @@ def scale_to_norm(gradients: list[Tensor], max_norm: float, norm: Tensor) -> Non
 def step_where(condition: Tensor, optimizer: Optimizer, step: Callable[[], Any]) -> None:
     """Step, then undo the step if `condition` is false; the device decides.
 
-    For optimizers that cannot skip a step. Zeroing the gradient would not help: Adam also moves along its moments.
-
-    Args:
-        condition: Boolean scalar on the device of the parameters.
-        optimizer: Has stepped before, and keeps all state on that device (`capturable=True`).
-        step: Steps the optimizer.
+    For capturable optimizers, which cannot skip a step; the state must exist already. Zeroing the gradient would not
+    help: Adam also moves along its moments.
     """
     tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for state in optimizer.state.values():

@@ -210,12 +210,9 @@ class LogWindow(nn.Module):
             metric.reset()
 
     def add(self, episodes: EpisodeSummary, scalars: Mapping[str, Sequence[float]], counts: Mapping[str, int]) -> None:
-        """Add a rollout of this rank. All ranks use the same names.
+        """Add a rollout of this rank: its episodes, any number of values for each mean, and its counts.
 
-        Args:
-            episodes: Episodes that ended.
-            scalars: Any number of values for each mean.
-            counts: Values for sums and maxima.
+        All ranks use the same names.
         """
         self._pending_rollouts += 1
         self._pending_episodes.returns += episodes.returns
@@ -292,14 +289,7 @@ class RolloutMetrics(LogWindow):
     # ------------------------------------------------------------------ rollouts
 
     def take_in(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:  # noqa: ANN401
-        """Add a rollout, and log the window after every `log_every_n_steps` rollouts.
-
-        Args:
-            model: The algorithm. Its clock includes the rollout.
-            rollout: The rollout.
-            means: Means of the updates.
-            update_seconds: Duration of the updates.
-        """
+        """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}
         scalars |= {f"rollout/{key}": values for key, values in rollout.infos.items()}

@@ -84,12 +84,9 @@ class Unroll:
 
 
 def unroll(rollout: Rollout, weights: Tensor | None = None, **per_step: Nested) -> Unroll:
-    """Return the unroll of a rollout. Steps of weight 0 stay among the rows, because traces pass through them.
+    """Return the unroll of a rollout with step weights `[T, B]` and further tensors `[T, B, ...]` for the rows.
 
-    Args:
-        rollout: The rollout.
-        weights: Weight of each step, `[T, B]`. None: equal weights.
-        **per_step: Further tensors `[T, B, ...]` for the rows.
+    Steps of weight 0 stay among the rows, because traces pass through them.
     """
     places = torch.arange(rollout.rewards.numel(), device=rollout.rewards.device).view(rollout.shape)
     if weights is not None:
@@ -106,13 +103,7 @@ def reduction_scale(reduction: Reduction, batch: Batch) -> float:
 
 
 def example_unroll(policy: nn.Module, observation_space: spaces.Space[Any], length: int) -> Rollout:
-    """Return a rollout of one environment in which every step is truncated; actions and rewards are 0.
-
-    Args:
-        policy: Gives the device and the precision.
-        observation_space: Observation space of one environment.
-        length: Number of steps.
-    """
+    """Return a rollout of one environment in which every step is truncated; actions and rewards are 0."""
     weight = next(policy.parameters())
     row = sampled_observations(observation_space, weight.dtype, 1)
     observations = map_leaves(lambda x: x.to(weight.device).expand(length + 1, *x.shape), row)

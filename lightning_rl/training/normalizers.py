@@ -62,16 +62,7 @@ class Normalizers:
         return rollout.rewards if self.of_rewards is None else self.of_rewards(rollout.rewards)
 
     def transform_rewards(self, scale: float, clip: RewardClip | None, normalize_rewards: object) -> None:
-        """Scale and clip rewards by fixed numbers, instead of by a normalizer.
-
-        Args:
-            scale: Factor of the rewards.
-            clip: Bounds of the scaled rewards. None does not clip.
-            normalize_rewards: Value of `normalization.rewards`, for the error message.
-
-        Raises:
-            ConfigurationError: A value is out of range, or there is also a normalizer.
-        """
+        """Scale and clip rewards by fixed numbers; an error if `normalization.rewards` is also set."""
         check_reward_options(scale, clip)
         self.scale_rewards = make_reward_transform(scale, clip)
         both = self.scale_rewards is not None and self.of_rewards is not None
@@ -84,7 +75,7 @@ class Normalizers:
             self._update(rollout)
 
     def commit(self, rollout: Rollout) -> None:
-        """Update the statistics after learning from a rollout, including those of the value targets."""
+        """Update the statistics after learning from a rollout, also the statistics of the value targets."""
         if self._undo is None:
             self._update(rollout)
         if self.of_values is not None and self.value_targets is not None:
@@ -192,8 +183,8 @@ class RewardNormalizer(nn.Module):
             valid: Which entries are real steps, shape `[T, B]`. None: all.
             first: Index of the rollout's first environment, if several actors deliver rollouts in turn. None: the
                 rollout has all environments.
-            starts: Which environments start an episode with the rollout, shape `[B]`; in a resumed run this includes
-                environments whose last episode did not end. None: those whose last episode ended.
+            starts: Which environments start an episode with the rollout, shape `[B]`; in a resumed run this may include
+                environments whose last episode did not end. None: only environments whose last episode ended.
         """
         num_envs, start, known = rewards.shape[1], first or 0, self.discounted_return
         size = num_envs if first is None else max(start + num_envs, len(known))

@@ -73,13 +73,7 @@ class HistogramLogger(Callback):
     """
 
     def on_pass_end(self, model: Any, batch: Batch, name: str) -> None:  # noqa: ANN401
-        """Log histograms after a pass over a batch.
-
-        Args:
-            model: The algorithm.
-            batch: The batch; its advantages are shown standardized.
-            name: Group of the histograms in the logger.
-        """
+        """Log histograms after a pass over a batch, in the group `name`; advantages are shown standardized."""
         if not log_is_due(model.trainer):
             return
         shown = dict(_histograms(model, batch, model.estimator.standardized(batch)))

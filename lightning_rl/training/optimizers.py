@@ -34,12 +34,7 @@ def adam(device: torch.device) -> ClassSpec:
 
 
 def optimizer_specs(options: Mapping[str, Any], default: ClassSpec) -> dict[str, ClassSpec]:
-    """Return class and arguments of the optimizer, and of a separate critic optimizer, by option group.
-
-    Args:
-        options: Options by full name.
-        default: Default optimizer of the algorithm.
-    """
+    """Return class and arguments of the optimizer, and of a separate critic optimizer, by option group."""
     specs = {"optimizer": _spec(options, "optimizer", default)}
     if has_own_critic_optimizer(options):
         specs["optimizer.critic"] = _spec(options, "optimizer.critic", specs["optimizer"])
@@ -69,11 +64,7 @@ def scheduler_spec(options: Mapping[str, Any]) -> ClassSpec | None:
 
 
 def check_optimizer_class(group: str, spec: ClassSpec) -> None:
-    """Check that a class is an optimizer that accepts its arguments.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Check that a class is an optimizer that accepts its arguments."""
     path = spec["class_path"]
     check("." in path, f"{group}.name", path, f"an import path such as torch.optim.{path}")
     import_class(f"{group}.name", path, Optimizer)
@@ -81,11 +72,7 @@ def check_optimizer_class(group: str, spec: ClassSpec) -> None:
 
 
 def check_scheduler_class(spec: ClassSpec) -> None:
-    """Check that a class is a scheduler that accepts its arguments and needs no metric.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
+    """Check that a class is a scheduler that accepts its arguments and needs no metric."""
     path = spec["class_path"]
     check("." in path, f"{SCHEDULER}.name", path, f"an import path such as torch.optim.lr_scheduler.{path}")
     plateau = issubclass(import_class(f"{SCHEDULER}.name", path, LRScheduler), ReduceLROnPlateau)
@@ -94,15 +81,7 @@ def check_scheduler_class(spec: ClassSpec) -> None:
 
 
 def step_scheduler(scheduler: LRScheduler, spec: ClassSpec | None) -> None:
-    """Step a scheduler after a rollout.
-
-    Args:
-        scheduler: The scheduler.
-        spec: Class and arguments of the scheduler, for errors.
-
-    Raises:
-        ConfigurationError: The step fails, or the learning rate becomes negative or NaN.
-    """
+    """Step a scheduler that was made from `spec`, and check the new learning rate."""
     field, step = f"{SCHEDULER}={spec!r}", scheduler.last_epoch + 1
     try:
         scheduler.step()
@@ -124,12 +103,7 @@ def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[
 
 
 def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups) -> None:
-    """Check that the parameters of a policy fit the optimizers and groups; for the arguments see `make_optimizers`.
-
-    Raises:
-        ConfigurationError: A pattern matches no parameter, an optimizer does not know an option of a group, or the
-            critic of a separate optimizer shares parameters with the actor.
-    """
+    """Check that all patterns match a parameter, and that the optimizers know the options of the groups."""
     for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
         known = set(inspect.signature(import_class(field, spec["class_path"], Optimizer)).parameters) - {"params", "lr"}
         for pattern in filter(None, part):
@@ -145,18 +119,15 @@ def try_optimizers(
     scheduler: ClassSpec | None,
     on_any_device: bool,
 ) -> None:
-    """Take a few steps with optimizers and schedulers of small dummy parameters.
+    """Check that optimizers and schedulers can take steps, with small dummy parameters; see `make_optimizers`.
 
     Args:
         policy: Policy with the real parameters.
-        specs: See `make_optimizers`.
-        groups: See `make_optimizers`.
+        specs: Class and arguments of the optimizers.
+        groups: Options of single parameters.
         scheduler: Class and arguments of the scheduler.
         on_any_device: Try the optimizers that run on every device. False tries the others, which need the policy on
             its final device.
-
-    Raises:
-        ConfigurationError: An optimizer or scheduler refuses an argument or cannot take a step.
     """
     parts = split_parameters(policy, groups, separate=len(specs) > 1)
     for (field, spec), part in zip(specs.items(), parts, strict=False):
@@ -209,9 +180,6 @@ def make_optimizers(
         specs: Class and arguments of one or two optimizers, by option group.
         groups: Options of single parameters, by pattern.
         rates: Learning rate of each optimizer.
-
-    Raises:
-        ConfigurationError: An optimizer refuses an argument.
     """
     parts = split_parameters(policy, groups, separate=len(specs) > 1)
     return [

@@ -21,11 +21,7 @@ ParameterGroups = dict[str, dict[str, Any]]
 
 
 def group_options(groups: Any) -> ParameterGroups:  # noqa: ANN401 - it is checked here
-    """Return `optimizer.groups` as plain data.
-
-    Raises:
-        ConfigurationError: The value is not a dict of dicts, or a scale is negative.
-    """
+    """Return `optimizer.groups` as plain data, after checking them."""
     plain: Any = to_plain_data("optimizer.groups", groups)
     is_dict = isinstance(plain, dict) and all(isinstance(options, dict) for options in plain.values())
     check(is_dict, "optimizer.groups", groups, "a dict: pattern of names → dict of options")
@@ -65,16 +61,7 @@ def parameters_of_policy(policy: nn.Module) -> list[nn.Parameter]:
 
 
 def check_critic(policy: nn.Module, field: str, value: object) -> None:
-    """Check that a policy has trainable parameters that belong only to the critic.
-
-    Args:
-        policy: The policy.
-        field: Option that trains only the critic.
-        value: Value of the option.
-
-    Raises:
-        ConfigurationError: The policy has no such parameter.
-    """
+    """Check that a policy has trainable parameters of the critic only, which the option `field` needs."""
     names = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
     expected = (
         f"a policy with parameters that belong only to the critic, whose names begin with critic_ or value_, since "
@@ -88,11 +75,8 @@ def split_parameters(
 ) -> list[dict[str | None, list[nn.Parameter]]]:
     """Return the parameters of each optimizer by pattern; None has the parameters that match no pattern.
 
-    Args:
-        policy: Policy with the parameters.
-        groups: Options by pattern: a parent module or parameter (`critic_encoder`, `action_head.log_std`), or a shell
-            pattern (`*.bias`). A parameter belongs to the first matching pattern.
-        separate: Whether the critic has a separate optimizer, the second.
+    A pattern is a module or parameter (`critic_encoder`, `action_head.log_std`), or a shell pattern (`*.bias`). A
+    parameter belongs to the first matching pattern. With `separate`, the second optimizer has the critic.
 
     Raises:
         ConfigurationError: No parameter belongs to a pattern, or actor and critic share parameters.
@@ -131,11 +115,7 @@ class WeightPenalty:
         self.coefficients = {"policy": policy, "value": value, "shared": shared}
 
     def check_policy(self, policy: nn.Module) -> None:
-        """Check that a policy has the penalized weights.
-
-        Raises:
-            ConfigurationError: The policy is not an `ActorCritic`, or it has no such weights.
-        """
+        """Check that a policy is an `ActorCritic` with the penalized weights."""
         for part, coefficient in self.coefficients.items():
             if coefficient:
                 known = isinstance(policy, ActorCritic)
