@@ -39,7 +39,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     A checkpoint is written to a temporary file in its own folder, flushed to disk, and renamed. A process that is
     killed therefore leaves the earlier checkpoint or the new one, never a part of a file. (Lightning writes to the
-    system's temporary folder, and copies from there if that is on another disk.) Lightning writes to URLs.
+    system's temporary folder, and copies from there if that is on another disk.)
     """
 
     def load_checkpoint(
@@ -48,11 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, _: storage,  # noqa: ANN401
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; nothing is unpickled unless `weights_only` is False.
-
-        Raises:
-            DamagedFileError: The file does not match its checksums.
-        """
+        """Read a checkpoint whose checksums match; nothing is unpickled unless `weights_only` is False."""
         check_intact(path, "ckpt_path", "an intact checkpoint")
         return read_data(path, map_location, weights_only)
 
@@ -62,11 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | Path,
         storage_options: Any | None = None,  # noqa: ANN401
     ) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            CheckpointFailure: The disk is full, or the folder is not writable.
-        """
+        """Write a checkpoint, or raise a `CheckpointFailure`."""
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

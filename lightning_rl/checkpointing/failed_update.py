@@ -64,17 +64,14 @@ class FailedUpdate:
 
     @classmethod
     def load(cls, path: str | Path, trust: Sequence[str] = ()) -> FailedUpdate:
-        """Load a `failed-update-*.pt` file.
-
-        Classes in the file are trusted as in `OnPolicyAlgorithm.load_from_checkpoint`.
+        """Load a `failed-update-*.pt` file; its classes are trusted as in `OnPolicyAlgorithm.load_from_checkpoint`.
 
         Args:
             path: The file that the error names.
             trust: Packages whose modules may be imported: `["my_package"]`.
 
         Raises:
-            ConfigurationError: The file is missing or is not of a failed update; or a class in it is not trusted or
-                cannot be imported.
+            ConfigurationError: The file is missing or of another kind, or a class in it is not trusted or not found.
         """
         expected = "a file that a failed update has left"
         content = load_plain(path, "path", expected)
@@ -101,12 +98,9 @@ class FailedUpdate:
 
 
 def skip_or_raise(module: Any, rollout: Rollout, terms: Mapping[str, float]) -> None:  # noqa: ANN401 - an algorithm
-    """Count a skipped update and warn; raise if `debug.max_skipped_updates` does not allow another one.
+    """Count a skipped update and warn; save it and raise if `debug.max_skipped_updates` does not allow another one.
 
-    Args:
-        module: The algorithm, with the parameters from before the failing update.
-        rollout: The rollout of the update.
-        terms: Values that were not finite, by name.
+    `module` has the parameters from before the failing update, and `terms` are the values that were not finite.
     """
     name, value = next(iter(terms.items()))
     what = f"{name} is {value} in the update from rollout {module.policy_version} (environment step {module.env_steps})"

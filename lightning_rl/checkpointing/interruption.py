@@ -36,8 +36,8 @@ class InterruptionGuard(Callback):
 
     * After the first SIGINT (Ctrl-C) or SIGTERM, the update from the current rollout finishes, `LastCheckpoint` saves,
       and `Trainer.fit` raises `SystemExit` with status 130 or 143. A learner that waits for asynchronous actors stops
-      at once. A second signal kills the process. All ranks stop after the same rollout.
-    * SLURM's signal for requeueing the job (SIGUSR1) waits for the end of the update, too.
+      at once. A second signal kills the process.
+    * SLURM's signal for requeueing the job (SIGUSR1) also waits for the end of the update.
     * `Trainer.save_checkpoint` raises during a rollout or its update; `ModelCheckpoint(save_on_exception=True)` then
       saves nothing.
     * Checkpoints are written and read by `AtomicCheckpointIO`, unless the Trainer has another checkpoint plugin.

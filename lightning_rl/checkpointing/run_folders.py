@@ -1,7 +1,4 @@
-"""The folder of a run, `<root>/version_<n>/`, with its logs, configurations and checkpoints.
-
-(Lightning gives each process a new log folder, where `ckpt_path="last"` finds nothing after a restart.)
-"""
+"""The folder of a run, `<root>/version_<n>/`, with its logs, configurations and checkpoints."""
 
 from __future__ import annotations
 
@@ -122,7 +119,7 @@ def _number_of(path: Path) -> int:
 
 
 def remove_empty(run_dir: Path) -> None:
-    """Remove the folder of a run that did not start, and its parents in `runs`, as far as they are empty."""
+    """Remove the folder of a run that did not start, and its parents in `runs`, if they are empty."""
     with contextlib.suppress(OSError):  # not empty
         run_dir.rmdir()
         for folder in run_dir.parents:
@@ -147,9 +144,6 @@ def find_checkpoint(root: Path, name: str, resumable: bool = False, nested: bool
         name: `last` for the newest checkpoint of all, `best` for the newest whose name starts so.
         resumable: Skip checkpoints that have only weights.
         nested: Search all folders below `root` for runs.
-
-    Raises:
-        DamagedFileError: The best checkpoint is damaged, or all suitable ones of the newest run are.
     """
     folders = "**/version_*" if nested else "version_*"
     found = root.glob(f"{folders}/{CHECKPOINTS}/{'*' if name == 'last' else name + '*'}.ckpt")

@@ -59,23 +59,14 @@ class Summary(NamedTuple):
 
 @dataclass
 class Log:
-    """The log of one run.
-
-    Attributes:
-        folder: Folder of the log.
-        settings: Configuration of the run without seeds; empty if there is none.
-        scalars: Logged values by key, without NaN and infinity.
-        seed: Seeds of the run as text; None if unknown.
-        run: Folder of the run, if it is another one.
-        changes: Settings that a restart changed, as `changes` returns them.
-    """
+    """The log of one run."""
 
     folder: Path
-    settings: dict[str, Any]
-    scalars: dict[str, Series] = field(default_factory=dict)
-    seed: str | None = None
-    run: Path | None = None
-    changes: list[str] = field(default_factory=list)
+    settings: dict[str, Any]  # the configuration without seeds; empty if there is none
+    scalars: dict[str, Series] = field(default_factory=dict)  # without NaN and infinity
+    seed: str | None = None  # None if unknown
+    run: Path | None = None  # folder of the run, if it is not that of the log
+    changes: list[str] = field(default_factory=list)  # settings that a restart changed
 
     @property
     def algorithm(self) -> str:

@@ -1,8 +1,4 @@
-"""Shares checkpoints on the Hugging Face Hub, with configuration, score and model card.
-
-Loading a checkpoint of somebody else executes none of their code; see `lightning_rl.tools.trained.load_algorithm`. A
-configuration given with `--config` or `config` is trusted, so read it first.
-"""
+"""Shares checkpoints on the Hugging Face Hub, with configuration, score and model card."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ def make_hub_folder(
     config: str | Path | None = None,
     repo_id: str = "OWNER/NAME",
 ) -> Path:
-    """Write the files of a repository (`FILES`) into a folder; nothing is uploaded.
+    """Write the files of a repository (`FILES`) into a folder and return it; nothing is uploaded.
 
     Args:
         folder: A new or empty folder.
@@ -55,9 +51,6 @@ def make_hub_folder(
         env_id: Environment of the score.
         config: Configuration of the run; None takes the one in its folder, if there is one.
         repo_id: Name of the repository in the model card.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigurationError: The folder is not empty, or the file is not a checkpoint of this package.
@@ -93,10 +86,10 @@ def push_to_hub(
     message: str | None = None,
     trust: Sequence[str] = (),
 ) -> str:
-    """Play test episodes, and upload the checkpoint with its score to the Hub.
+    """Play test episodes, upload the checkpoint with its score to the Hub, and return the address of the commit.
 
-    Log in with `hf auth login` first. A given `config` is trusted; classes in the checkpoint, and in a configuration
-    beside it, are trusted as in `lightning_rl.tools.trained.load_algorithm`.
+    Log in with `hf auth login` first. Everything in a given `config` is trusted, so read it first. Classes in the
+    checkpoint, and in a configuration beside it, are trusted as in `lightning_rl.tools.trained.load_algorithm`.
 
     Args:
         repo_id: `owner/name`; the repository is made if there is none.
@@ -106,9 +99,6 @@ def push_to_hub(
         private: Whether a new repository is private.
         message: Commit message; by default with the environment steps of the policy.
         trust: Packages whose modules may be imported: `["my_package"]`.
-
-    Returns:
-        The address of the commit.
 
     Raises:
         ConfigurationError: The file is not a checkpoint of this package, its environment is unknown, a class in it is

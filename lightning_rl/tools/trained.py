@@ -76,18 +76,16 @@ def load_algorithm(path: str | Path, field: str = "path", trust: Sequence[str] =
     """
     check_intact(path, field, "an intact checkpoint")
     checkpoint = read_checkpoint(path, field, mapped=True)
-    options = checkpoint["hyper_parameters"]
-    name = options.get("_class_path") or checkpoint[CHECKPOINT_KEY]["algorithm"]
-    found: Any = getattr(algorithms, str(name), None)
-    if options.get("_class_path") is not None:
-        with loading(trust):
-            found = import_class("_class_path", name, OnPolicyAlgorithm)
-    if not isinstance(found, type) or not issubclass(found, OnPolicyAlgorithm):
-        raise ConfigurationError(
-            f"{field}={str(path)!r} is of the class {name!r}, which is not in lightning_rl: expected a checkpoint of "
-            "the command line; load this one with its own class's load_from_checkpoint"
-        )
-    return found.load_from_checkpoint(path, map_location="cpu", trust=trust)
+    algorithm = OnPolicyAlgorithm
+    if "_class_path" not in checkpoint["hyper_parameters"]:  # which load_from_checkpoint would import
+        name = checkpoint[CHECKPOINT_KEY]["algorithm"]
+        if name not in algorithms.__all__:
+            raise ConfigurationError(
+                f"{field}={str(path)!r} is of the class {name!r}, which is not in lightning_rl: expected a checkpoint "
+                "of the command line; load this one with its own class's load_from_checkpoint"
+            )
+        algorithm = getattr(algorithms, name)
+    return algorithm.load_from_checkpoint(path, map_location="cpu", trust=trust)
 
 
 def find_trained(given: str | Path, config: str | Path | None = None) -> Path:
@@ -268,8 +266,7 @@ def export_checkpoint(
 ) -> tuple[Path, str, Score, int]:
     """Run the command `lightning-rl export`, which documents the options.
 
-    Returns:
-        The folder, the id of the environment, the score, and the number of steps whose actions were compared.
+    Return the folder, the id of the environment, the score, and the number of steps whose actions were compared.
     """
     check_options(format, programs)
     model = load_algorithm(path, "ckpt_path", trust=[*trust, *modules_named_in(config)])

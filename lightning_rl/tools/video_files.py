@@ -58,11 +58,9 @@ class BoundedGif:
 
 
 class VideoFile:
-    """A video: MP4 if imageio's ffmpeg is installed, otherwise GIF. The file appears when it is complete.
+    """A video: MP4 if imageio's ffmpeg is installed, otherwise GIF; `path` gets the suffix.
 
-    Args:
-        path: Path without the suffix.
-        fps: Frames per second.
+    The file appears when it is complete.
     """
 
     def __init__(self, path: Path, fps: float) -> None:

@@ -256,8 +256,7 @@ def test_command_errors_are_one_line(capsys, monkeypatch, in_tmp_path):
         run_command(["export", "--ckpt_path=nowhere.ckpt", "--episods=3"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
-        "lightning-rl: error: unrecognized arguments: --episods=3",
-        "--episods: did you mean --episodes?",
+        "lightning-rl: error: episods=3 is no option; did you mean episodes?",
         "All options: lightning-rl export --help",
     ]
     for command in (["push", "me/cart"], ["export", "--ckpt_path=last"]):  # `last` is the default

@@ -88,7 +88,7 @@ def export_policy(
     observations: Sequence[Nested] | None = None,
     score: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the programs of a policy and their description into a folder.
+    """Write the programs of a policy and their description into a folder, and return the folder.
 
     Every program is compared with the policy first. The folder then appears complete, and replaces an earlier export
     with all of its programs.
@@ -102,9 +102,6 @@ def export_policy(
         observations: Observations of some consecutive steps, each `[B, *shape]`, for the comparison; None samples them
             from the space.
         score: Score of the policy, for the description.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigurationError: The folder has other files, or the policy cannot be exported.

@@ -25,12 +25,9 @@ FORMAT = 2
 
 
 class DeployedPolicy(nn.Module):
-    """A policy that maps observations to actions for the environment.
+    """A policy on the CPU that maps observations to actions for the environment.
 
-    Args:
-        policy: A policy of this package, on the CPU. It is not copied.
-        action_space: Action space of one environment.
-        deterministic: Take the mode. Otherwise actions are sampled with PyTorch's global generator.
+    Without `deterministic`, PyTorch's global generator samples the actions.
     """
 
     def __init__(self, policy: nn.Module, action_space: spaces.Space[Any], deterministic: bool) -> None:
