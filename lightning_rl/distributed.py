@@ -1,4 +1,4 @@
-"""Communication between the ranks of a run, and their common end where one of them fails."""
+"""Communication between the ranks of a run, and how all ranks end if one fails."""
 
 from __future__ import annotations
 
@@ -15,18 +15,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Seconds that the ranks started by this one get before they are ended by force: to say what happened to them; and to
-# notice on their own that this one is about to end, which those that wait for it in a collective call do not.
-_TO_SAY, _TO_NOTICE = 10.0, 2.0
-# Of a rank that another one started, that one.
+# Seconds that the child ranks get before they are killed: to report their error, or to notice that this rank reports.
+_SECONDS_TO_REPORT, _SECONDS_TO_NOTICE = 10.0, 2.0
+# Process that started this one, if this is the rank of a subprocess launcher.
 _PARENT = os.getppid()
 _CLAIM = "lightning_rl/failed"
-_ON_THE_CPU: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Of each group of all ranks the one of the same ranks that has nothing to do with devices."""
+_GLOO_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Gloo group of all ranks, by the default group."""
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all ranks."""
 
 
-def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - whatever ranks have to say
-    """Return the `state` of every rank, in their order; a collective call."""
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    return torch.distributed.get_world_size()
+
+
+def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
+    """Return the `state` of every rank, in order; a collective call."""
     if world_size() == 1:
         return [state]
     states: list[Any] = [None] * torch.distributed.get_world_size()
@@ -34,46 +42,29 @@ def gather_ranks(state: Any) -> list[Any]:  # noqa: ANN401 - whatever ranks have
     return states
 
 
-def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - whatever a file may hold
-    """Return the `state` of every rank, in their order, on rank 0, which writes files, and nothing on others.
+def gather_on_rank_zero(state: Any) -> list[Any]:  # noqa: ANN401 - any picklable object
+    """Return the `state` of every rank, in order, on rank 0, and an empty list on other ranks; a collective call.
 
-    A collective call, for what may be large: it goes from CPU to CPU. With NCCL it would need room on every GPU, and
-    `gather_ranks` room for that of all ranks.
+    The state may be large: it is sent from CPU to CPU with Gloo. NCCL would need memory for it on every GPU.
     """
     if world_size() == 1:
         return [state]
     is_first = torch.distributed.get_rank() == 0
     states: list[Any] | None = [None] * torch.distributed.get_world_size() if is_first else None
-    torch.distributed.gather_object(state, states, dst=0, group=_group_on_the_cpu())
+    group: Any = torch.distributed.group.WORLD
+    if torch.distributed.get_backend() != "gloo":
+        if group not in _GLOO_GROUPS:
+            _GLOO_GROUPS[group] = torch.distributed.new_group(backend="gloo")
+        group = _GLOO_GROUPS[group]
+    torch.distributed.gather_object(state, states, dst=0, group=group)
     return states or []
 
 
-def _group_on_the_cpu() -> Any:  # noqa: ANN401 - a `ProcessGroup`, which not every build of PyTorch has
-    """Return a group of all ranks that talk by Gloo, made once for each group of them; a collective call then."""
-    everyone = torch.distributed.group.WORLD
-    if torch.distributed.get_backend() == "gloo":
-        return everyone
-    if everyone not in _ON_THE_CPU:
-        _ON_THE_CPU[everyone] = torch.distributed.new_group(backend="gloo")
-    return _ON_THE_CPU[everyone]
-
-
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks."""
-
-
-def world_size() -> int:
-    """Return the number of ranks that learn together; 1 without a process group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    return torch.distributed.get_world_size()
-
-
 def all_reduce(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
-    """Return the sum of `x` over all ranks, or the largest; a collective call."""
+    """Return the sum or maximum of `x` over all ranks; a collective call."""
     if world_size() == 1:
         return x
-    # Not `Trainer.strategy.reduce`: it has the ranks wait for each other first, and writes over `x`.
+    # Not `Trainer.strategy.reduce`, which waits at a barrier first and overwrites `x`.
     result = x.detach().clone()
     torch.distributed.all_reduce(result, getattr(torch.distributed.ReduceOp, operation.upper()))
     return result
@@ -85,9 +76,10 @@ def average(x: Tensor) -> Tensor:
 
 
 def mean_of_all_ranks(mean: Tensor) -> Tensor:
-    """Return a rank's share of a mean (what `Batch.mean` gives) as the mean of all ranks, with the rank's gradient.
+    """Return the mean over all ranks of `Batch.mean`, with the gradient of this rank's share.
 
-    For terms that are not linear in a mean: averaged over ranks, their gradient is that of the term of the mean.
+    For terms that are not linear in a mean: the average of their gradients over ranks is the gradient of the term of
+    the global mean.
     """
     if world_size() == 1:
         return mean
@@ -95,7 +87,7 @@ def mean_of_all_ranks(mean: Tensor) -> Tensor:
 
 
 def gather_tensors(x: Tensor) -> Tensor:
-    """Return what each rank has as `x`, `[ranks, ...]`; a collective call."""
+    """Return `x` of every rank, `[ranks, ...]`; a collective call."""
     if world_size() == 1:
         return x.unsqueeze(0)
     gathered = x.new_zeros(world_size(), *x.shape)
@@ -104,28 +96,27 @@ def gather_tensors(x: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the rows of all ranks, `[M]`, rank by rank, and the numbers of rows before and after this rank's.
+    """Return the rows of all ranks, `[M]`, by rank, and the number of rows of the ranks before and after this one.
 
     Args:
-        x: Of this rank, `[N]`, without gradient; N may be another on each rank.
+        x: Rows of this rank, `[N]`, without gradient; N may differ between ranks.
     """
     if world_size() == 1:
         return x, (0, 0)
     rank = torch.distributed.get_rank()
     counts = [int(count) for count in gather_tensors(torch.tensor(len(x), device=x.device)).tolist()]
     before, after = sum(counts[:rank]), sum(counts[rank + 1 :])
-    # The rows of other ranks are 0 until they are added up.
+    # Each rank pads its rows with zeros; the sum has the rows of all.
     return all_reduce(functional.pad(x, (before, after))), (before, after)
 
 
 def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return number, mean and sum of squared deviations of the entries of each part, of all ranks, `[parts]` each.
+    """Return number, mean and sum of squared deviations of the entries of each part over all ranks, `[parts]` each.
 
-    Ranks talk to each other once, by the formula of Chan et al., 1979, which puts together what each of them computes
-    around its own mean.
+    One collective call: the moments of the ranks are combined by the formula of Chan et al., 1979.
 
     Args:
-        parts: Of this rank, `[N]` each; N may be another for each of them, and on each rank.
+        parts: Entries of this rank, `[N]` each; N may differ between parts and ranks.
     """
     counts = parts[0].new_tensor([len(part) for part in parts])
     means = torch.stack([part.sum() for part in parts]) / counts.clamp(min=1)
@@ -136,17 +127,18 @@ def moments(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return total, mean, (squares + counts * (means - mean).square()).sum(0)
 
 
-def _identity(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
+    """Return `x`: the `Reduce` of a single rank."""
     return x
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype to keep statistics in: float64, or float32 where a device has no float64."""
+    """Return the dtype of statistics: float64, or float32 on devices without float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that led to it, each once: one that is raised twice may be its own cause."""
+    """Yield an exception and its causes, each once, since an exception that is raised twice may be its own cause."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -155,36 +147,35 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class RankFailure(RuntimeError):
-    """Another rank is gone and did not say why."""
+    """Another rank has ended without reporting an error."""
 
 
 def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> None:
-    """End this rank and those it started because of an error; return on the one rank that reports it.
+    """End this rank and its child ranks after an error; return only on the rank that reports the error.
 
-    The first rank to fail reports. What fails on every rank, such as a gradient that is not finite, is reported once,
-    and a lost connection only if the other rank was killed.
+    The first rank that fails reports. So an error of all ranks, such as a non-finite gradient, is reported once, and a
+    lost connection only if the other rank was killed.
 
     Args:
-        error: What was raised on this rank.
-        children: Processes of the ranks that this one started; none where something else did.
+        error: Exception of this rank.
+        children: Processes of the ranks that this rank started; empty under other launchers.
 
     Raises:
         SystemExit: Another rank reports.
-        RankFailure: Another rank is gone without a report.
+        RankFailure: Another rank has ended without a report.
     """
     lost = "the connection to another rank was lost: it was killed, or its own error says more"
-    # Held until the others have ended: the first rank serves it.
     everyone: Any = torch.distributed.group.WORLD
-    store = everyone.get_group_store()
+    store = everyone.get_group_store()  # the reference keeps the server of rank 0 alive
     started = list(children)
-    children.clear()  # or Lightning's observer would kill this process as soon as it sees one of them end
+    children.clear()  # or Lightning's observer would kill this process as soon as a child ends
     if torch.distributed.get_rank() > 0 and os.getppid() != _PARENT:
-        raise RankFailure(lost) from error  # calling the store of a rank that was killed prints pages
+        raise RankFailure(lost) from error  # calling the store of a killed rank prints pages
     try:
         is_first = store.add(_CLAIM, 1) == 1
-    except RuntimeError:  # the first rank, which serves the store, is gone
+    except RuntimeError:  # rank 0 has ended
         raise RankFailure(lost) from error
-    codes = _wait(started, _TO_NOTICE if is_first else _TO_SAY)
+    codes = _wait(started, _SECONDS_TO_NOTICE if is_first else _SECONDS_TO_REPORT)
     if not is_first:
         sys.exit(1)
     for rank, code in enumerate(codes, start=1):
@@ -193,7 +184,7 @@ def end_all_ranks(error: Exception, children: list[subprocess.Popen[bytes]]) -> 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[int]:
-    """Return the exit codes of processes once they have ended; kill those that take too long."""
+    """Return the exit codes of processes; kill processes that do not end in time, with exit code 0."""
     deadline = time.monotonic() + seconds
     codes = []
     for process in processes:
@@ -202,5 +193,5 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            codes.append(0)  # it did not fail, it was made to end
+            codes.append(0)
     return codes

@@ -1,6 +1,6 @@
-"""Nested observations and actions: arrays or tensors in dicts and tuples, as `Dict` and `Tuple` spaces have them.
+"""Functions for nested observations and actions: dicts and tuples of arrays or tensors, and their spaces.
 
-A leaf alone is the simplest nesting, so that code which maps over leaves needs no case for flat spaces.
+A single array or tensor is the simplest nesting, a leaf, so that flat spaces need no special case.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from gymnasium import spaces
 
 Nested = Any
-"""A leaf, or a dict or tuple of `Nested`; Python's types cannot say that of any kind of leaf."""
+"""A leaf, or a dict or tuple of `Nested`; Python's types cannot express this for leaves of any type."""
 
 T = TypeVar("T")
 
 
 def map_leaves(function: Callable[..., T], first: Nested, *rest: Nested) -> Nested:
-    """Apply `function` to every leaf of `first`, and to those at the same place in `rest`."""
+    """Apply `function` to every leaf of `first` and the leaves at the same place in `rest`."""
     if isinstance(first, dict):
         return {key: map_leaves(function, x, *(other[key] for other in rest)) for key, x in first.items()}
     if isinstance(first, tuple):
@@ -35,17 +35,17 @@ def leaves(x: Nested) -> Iterator[Any]:
 
 
 def first_leaf(x: Nested) -> Any:  # noqa: ANN401
-    """Return one leaf: what is the same for all, such as the leading dimensions, can be read off it."""
+    """Return the first leaf, for properties that all leaves share, such as the leading dimensions."""
     return next(leaves(x))
 
 
 def map_stacked(function: Callable[[list[Any]], T], xs: Sequence[Nested]) -> Nested:
-    """Apply `function` to the lists of leaves at the same place in all of `xs`: `map_stacked(torch.stack, actions)`."""
+    """Apply `function` to the list of leaves at each place in `xs`: `map_stacked(torch.stack, actions)`."""
     return map_leaves(lambda *parts: function(list(parts)), *xs)
 
 
 def map_space(function: Callable[[spaces.Space[Any]], T], space: spaces.Space[Any]) -> Nested:
-    """Apply `function` to every space of leaves in a space, `Dict` giving a dict and `Tuple` a tuple."""
+    """Apply `function` to every leaf of a space, and return a dict for a `Dict`, a tuple for a `Tuple`."""
     if isinstance(space, spaces.Dict):
         return {key: map_space(function, part) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -53,27 +53,10 @@ def map_space(function: Callable[[spaces.Space[Any]], T], space: spaces.Space[An
     return function(space)
 
 
-def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.Space[Any]]:
-    """Return the spaces of leaves by their path: `{"camera": …, "arm.0": …}`; a flat space has the path ''."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
-        return {name: leaf for key, part in parts for name, leaf in space_leaves(part, join(path, key)).items()}
-    return {path: space}
-
-
-def nested_paths(space: spaces.Space[Any], path: str = "") -> Nested:
-    """Return the path of every leaf, nested as the elements of the space are."""
-    if isinstance(space, spaces.Dict):
-        return {key: nested_paths(part, join(path, key)) for key, part in space.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(space))
-    return path
-
-
 def replace_leaves(
     function: Callable[[str, spaces.Space[Any]], spaces.Space[Any]], space: spaces.Space[Any], path: str = ""
 ) -> spaces.Space[Any]:
-    """Return a space like `space`, with `function(path, leaf)` in the place of each leaf."""
+    """Return a space with each leaf replaced by `function(path, leaf)`."""
     if isinstance(space, spaces.Dict):
         return spaces.Dict({k: replace_leaves(function, part, join(path, k)) for k, part in space.items()})
     if isinstance(space, spaces.Tuple):
@@ -81,15 +64,32 @@ def replace_leaves(
     return function(path, space)
 
 
+def space_leaves(space: spaces.Space[Any], path: str = "") -> dict[str, spaces.Space[Any]]:
+    """Return the leaves of a space by path: `{"camera": …, "arm.0": …}`; the path of a flat space is ''."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+        return {name: leaf for key, part in parts for name, leaf in space_leaves(part, join(path, key)).items()}
+    return {path: space}
+
+
+def nested_paths(space: spaces.Space[Any], path: str = "") -> Nested:
+    """Return the path of every leaf of a space, nested as its elements."""
+    if isinstance(space, spaces.Dict):
+        return {key: nested_paths(part, join(path, key)) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(nested_paths(part, join(path, i)) for i, part in enumerate(space))
+    return path
+
+
 def part_at(x: Nested, path: str) -> Any:  # noqa: ANN401
-    """Return the part that a path leads to, of nested values or of a space; all of it for the path ''."""
+    """Return the part of nested values or of a space at a path; all of it for the path ''."""
     for key in path.split(".") if path else ():
         x = x[int(key)] if isinstance(x, tuple | spaces.Tuple) else x[key]
     return x
 
 
 def without(x: Nested, paths: Collection[str], path: str = "") -> Nested:
-    """Return a nested dict, or a `Dict` space, without the parts at some paths, none of which leads into a tuple."""
+    """Return a nested dict, or a `Dict` space, without the parts at some paths; the paths must not enter tuples."""
     if not isinstance(x, dict | spaces.Dict):
         return x
     kept = {k: without(part, paths, join(path, k)) for k, part in x.items() if join(path, k) not in paths}
@@ -97,10 +97,10 @@ def without(x: Nested, paths: Collection[str], path: str = "") -> Nested:
 
 
 def join(path: str, key: str | int) -> str:
-    """Return the path of the part `key` of what is at `path`."""
+    """Return the path of the part `key` of the part at `path`."""
     return f"{path}.{key}" if path else str(key)
 
 
 def module_name(path: str) -> str:
-    """Return a name for what belongs to a leaf: PyTorch's names have no dots, and may not be those of attributes."""
+    """Return a name for a submodule that belongs to a leaf; names of submodules must not contain dots."""
     return ":" + path.replace(".", ":")

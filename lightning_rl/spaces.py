@@ -1,4 +1,4 @@
-"""Gymnasium spaces as plain data, and the tensors that hold their observations."""
+"""Gymnasium spaces as plain data, and dtypes and layouts of their observations."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from lightning_rl.validation import ConfigurationError
 SpaceDict = dict[str, Any]
 SpaceOrDict = spaces.Space[Any] | SpaceDict
 """A space, or its description by `space_to_dict`."""
-
-
-def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
-    """One number where all bounds agree, nested lists otherwise."""
-    return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
-
-
-# What helps with spaces of other kinds, by the name of their class.
+# Hints for unsupported observation spaces, by class name.
 _WRAPPERS = {
     "MissionSpace": "; the wrapper minigrid.wrappers.ImgObsWrapper keeps the image alone",
     "Text": "; the wrapper gymnasium.wrappers.FilterObservation keeps chosen keys of a Dict",
@@ -33,60 +26,43 @@ _WRAPPERS = {
 _OTHER_WRAPPER = "; a gymnasium.ObservationWrapper in --data.env.wrappers can convert it"
 
 
+def _bound(array: np.ndarray) -> Any:  # noqa: ANN401 - a number or nested lists of numbers
+    """Return one number if all bounds are equal, else nested lists."""
+    return array.flat[0].item() if array.size and (array == array.flat[0]).all() else array.tolist()
+
+
 def space_to_dict(space: SpaceOrDict, field: str = "space") -> SpaceDict:
     """Describe a space by plain Python values; a description is returned unchanged.
 
     Args:
         space: Any nesting of `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, `ActionMask`, `Dict` and `Tuple`.
-        field: What it is, for errors, which add the path to the part that cannot be described.
+        field: Name of the space in errors, to which they add the path of the unsupported part.
 
     Raises:
-        ConfigurationError: The space, or a part of it, is of another kind; or a part has a name that is no path, or no
-            part is there at all.
+        ConfigurationError: A part of the space has another type, an unsupported key or no parts.
     """
-    if isinstance(space, dict):
-        return space
-    if isinstance(space, spaces.Dict | spaces.Tuple):
-        return _describe_nested(space, field)
-    if isinstance(space, spaces.Box):
-        return {
-            "type": "Box",
-            "low": _bound(space.low),
-            "high": _bound(space.high),
-            "shape": list(space.shape),
-            "dtype": space.dtype.name,
-        }
-    if isinstance(space, spaces.Discrete):
-        return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
-    if isinstance(space, spaces.MultiDiscrete):
-        return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
-    if isinstance(space, ActionMask):
-        return {"type": "ActionMask", "n": list(space.shape), "given": space.given}
-    if isinstance(space, spaces.MultiBinary):
-        # One number and a shape of one dimension are different spaces to Gymnasium.
-        return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
-    helps = _WRAPPERS.get(type(space).__name__, _OTHER_WRAPPER) if field.startswith("observation_space") else ""
+    match space:
+        case dict():
+            return space
+        case spaces.Dict() | spaces.Tuple():
+            return _describe_nested(space, field)
+        case spaces.Box():
+            bounds = {"low": _bound(space.low), "high": _bound(space.high)}
+            return {"type": "Box", **bounds, "shape": list(space.shape), "dtype": space.dtype.name}
+        case spaces.Discrete():
+            return {"type": "Discrete", "n": int(space.n), "start": int(space.start)}
+        case spaces.MultiDiscrete():
+            return {"type": "MultiDiscrete", "nvec": space.nvec.tolist(), "start": space.start.tolist()}
+        case ActionMask():
+            return {"type": "ActionMask", "n": list(space.shape), "given": space.given}
+        case spaces.MultiBinary():
+            # Gymnasium distinguishes a number from a shape of one dimension.
+            return {"type": "MultiBinary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
+    hint = _WRAPPERS.get(type(space).__name__, _OTHER_WRAPPER) if field.startswith("observation_space") else ""
     raise ConfigurationError(
         f"{field}: {type(space).__name__} is not supported; expected Box, Discrete, MultiDiscrete, MultiBinary, "
-        f"or a Dict or Tuple of these{helps}"
+        f"or a Dict or Tuple of these{hint}"
     )
-
-
-def differing(found: spaces.Space[Any], expected: spaces.Space[Any]) -> tuple[str, str]:
-    """Return what a message says of two spaces that differ: without bounds of each entry, unless these alone do."""
-    brief = _brief(found), _brief(expected)
-    return brief if brief[0] != brief[1] else (str(found), str(expected))
-
-
-def _brief(space: spaces.Space[Any]) -> str:
-    """Say of what kind a space is, with the bounds of a `Box` where all entries have the same."""
-    if isinstance(space, spaces.Dict):
-        return f"Dict({', '.join(f'{key!r}: {_brief(part)}' for key, part in space.items())})"
-    if isinstance(space, spaces.Tuple):
-        return f"Tuple({', '.join(map(_brief, space))})"
-    if isinstance(space, spaces.Box) and any(isinstance(_bound(bound), list) for bound in (space.low, space.high)):
-        return f"Box({space.shape}, {space.dtype})"
-    return str(space)
 
 
 def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> SpaceDict:
@@ -96,17 +72,17 @@ def _describe_nested(space: spaces.Dict | spaces.Tuple[Any], field: str) -> Spac
         parts = [space_to_dict(part, f"{field}.{index}") for index, part in enumerate(space)]
         return {"type": "Tuple", "spaces": parts}
     for key in space.spaces:
-        # Paths such as `arm.0` name the parts of a space, and parameters are named after them.
+        # Parts are named by paths such as `arm.0`, and submodules after the parts.
         if not isinstance(key, str) or not key or set(key) & {".", ":"}:
             raise ConfigurationError(f"{field}: the key {key!r} is not supported; expected a name without '.' and ':'")
     return {"type": "Dict", "spaces": {key: space_to_dict(part, f"{field}.{key}") for key, part in space.items()}}
 
 
 def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
-    """Build the space that `space_to_dict` described; a space is returned unchanged.
+    """Return the space that `space_to_dict` described; a space is returned unchanged.
 
     Raises:
-        ConfigurationError: It was not made by `space_to_dict`.
+        ConfigurationError: `spec` is no space and no valid description.
     """
     if isinstance(spec, spaces.Space):
         return spec
@@ -119,7 +95,7 @@ def space_from_dict(spec: SpaceOrDict) -> spaces.Space[Any]:
         raise
     except KeyError as error:
         raise ConfigurationError(f"space: {spec} lacks {error}: {expected}") from None
-    except Exception as error:  # Gymnasium asserts, and raises errors of several kinds
+    except Exception as error:  # Gymnasium asserts, and raises errors of several types
         raise ConfigurationError(f"space: {spec} describes none ({error}): {expected}") from error
 
 
@@ -145,6 +121,22 @@ def _build(spec: SpaceDict) -> spaces.Space[Any]:
             raise ConfigurationError(f"space: type {other!r} is unknown: expected a description made by space_to_dict")
 
 
+def differing(found: spaces.Space[Any], expected: spaces.Space[Any]) -> tuple[str, str]:
+    """Return texts for two different spaces, without the bounds of single entries if the texts differ without them."""
+    brief = _brief(found), _brief(expected)
+    return brief if brief[0] != brief[1] else (str(found), str(expected))
+
+
+def _brief(space: spaces.Space[Any]) -> str:
+    if isinstance(space, spaces.Dict):
+        return f"Dict({', '.join(f'{key!r}: {_brief(part)}' for key, part in space.items())})"
+    if isinstance(space, spaces.Tuple):
+        return f"Tuple({', '.join(map(_brief, space))})"
+    if isinstance(space, spaces.Box) and any(isinstance(_bound(bound), list) for bound in (space.low, space.high)):
+        return f"Box({space.shape}, {space.dtype})"
+    return str(space)
+
+
 def is_image(space: spaces.Space[Any]) -> bool:
     """Whether `space` holds one image: a uint8 `Box` of three dimensions."""
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
@@ -153,7 +145,7 @@ def is_image(space: spaces.Space[Any]) -> bool:
 def image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
     """Return whether channels come last, and the number of channels, height and width.
 
-    Gymnasium has both orders: stacked frames come channels first, colour images channels last.
+    Gymnasium has both orders: stacked frames have channels first, color images channels last.
     """
     first, middle, last = shape
     is_square = middle in (first, last)
@@ -162,9 +154,9 @@ def image_layout(shape: Sequence[int]) -> tuple[bool, int, int, int]:
 
 
 def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the dtype in which a rollout stores observations of `space`, a leaf of a nested one.
+    """Return the dtype in which a rollout stores observations of a leaf.
 
-    Integers stay as they are; floating-point ones are float32, or float64 for a float64 network.
+    Integers keep their dtype; floating-point numbers are float32, or float64 with float64 parameters.
     """
     assert space.dtype is not None
     if not np.issubdtype(space.dtype, np.floating):
@@ -175,17 +167,10 @@ def observation_dtype(space: spaces.Space[Any], parameter_dtype: torch.dtype) ->
 def sampled_observations(
     space: spaces.Space[Any], parameter_dtype: torch.dtype, num_rows: int, seed: int = 0
 ) -> Nested:
-    """Return the same observation from a space several times, with masks that allow everything.
-
-    Args:
-        space: Of one environment.
-        parameter_dtype: Of the policy that they are for.
-        num_rows: How often.
-        seed: Which one.
-    """
+    """Return `num_rows` copies of one random observation, with masks that allow everything, for policies of a dtype."""
 
     def rows(leaf: spaces.Space[Any]) -> Tensor:
-        leaf = copy.deepcopy(leaf)  # a space has a generator
+        leaf = copy.deepcopy(leaf)  # seeding changes the space
         leaf.seed(seed)
         row = np.asarray(leaf.sample()).astype(observation_dtype(leaf, parameter_dtype))
         return torch.from_numpy(np.stack([np.ones_like(row) if isinstance(leaf, ActionMask) else row] * num_rows))

@@ -238,7 +238,7 @@ class RolloutDataModule(LightningDataModule):
         return self._loader(self.run_episodes, 1)
 
     def test_dataloader(self) -> OnDemandLoader[list[Episode]]:
-        """Return a loader of one batch of test episodes, whose seeds differ from those of validation."""
+        """Return a loader of one batch of test episodes, with other seeds than in validation."""
         return self._loader(partial(self.run_episodes, role=TESTING), 1)
 
     def predict_dataloader(self) -> OnDemandLoader[list[Episode]]:
@@ -301,11 +301,7 @@ class RolloutDataModule(LightningDataModule):
                     rank_zero_info(f"Resuming with {name}={value!r} (before: {before[name]!r}){effect}")
 
     def check_resumable(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise unless a run with this data module can resume from such a state.
-
-        Raises:
-            ConfigurationError: The state is of another environment.
-        """
+        """Raise a `ConfigurationError` if a state is of another environment."""
         stored, env_id = state_dict["settings"]["env_id"], self.spec.env_id
         if stored.rpartition(":")[2] != env_id.rpartition(":")[2]:  # the module that registers it may differ
             raise ConfigurationError(
@@ -370,9 +366,9 @@ class RolloutDataModule(LightningDataModule):
         return BoundedLag(source, self.actors.max_policy_lag, version)
 
     def call_while_waiting(self, function: Callable[[], None]) -> None:
-        """Set a function that is called twice a second, in the main thread, while the learner waits for actors.
+        """Call a function twice a second, in the main thread, while the learner waits for actors, until the run ends.
 
-        An exception of the function ends the wait. The end of the run removes the function.
+        An exception of the function ends the wait.
         """
         self._while_waiting = function
 
@@ -447,9 +443,7 @@ class RolloutDataModule(LightningDataModule):
     def run_episodes(self, role: int = EVALUATION, record: bool = False) -> list[Episode]:
         """Play this rank's share of the evaluation episodes with the current policy.
 
-        Args:
-            role: Which seeds to play: `EVALUATION` or `TESTING` of `environments.seeding`.
-            record: Keep observations, actions and rewards.
+        `role` selects the seeds, `EVALUATION` or `TESTING`; `record` keeps observations, actions and rewards.
         """
         assert self.trainer is not None
         evaluator, films = self._filming if record and self._filming is not None else (self._evaluator, None)
@@ -479,10 +473,7 @@ class RolloutDataModule(LightningDataModule):
         return episodes
 
     def check_filmable(self, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Render one frame of an environment.
-
-        Args:
-            env_kwargs: More arguments of the environment's constructor, such as the size of the frames.
+        """Render one frame of an environment, with `env_kwargs` for its constructor, such as the size of the frames.
 
         Raises:
             ConfigurationError: The backend does not render, or rendering fails on this machine.
@@ -498,10 +489,7 @@ class RolloutDataModule(LightningDataModule):
     def film(self, films: FilmMaker, num_episodes: int, env_kwargs: dict[str, Any] | None = None) -> list[Episode]:
         """Play and film episodes with the current policy: the same episodes each time, with separate seeds.
 
-        Args:
-            films: Receives the frames of each episode, numbered from 0.
-            num_episodes: Number of episodes on this rank.
-            env_kwargs: See `check_filmable`.
+        `films` receives the frames of each episode, numbered from 0; for `env_kwargs` see `check_filmable`.
         """
         evaluator = Evaluator(self.eval_spec.for_filming(env_kwargs), None)
         try:
@@ -510,11 +498,9 @@ class RolloutDataModule(LightningDataModule):
             evaluator.close()
 
     def film_predictions(self, films: FilmMaker | None, env_kwargs: dict[str, Any] | None = None) -> None:
-        """Film the episodes of `predict` from now on; nothing else about them changes.
+        """Film the episodes of `predict` from now on, or stop with None; nothing else about the episodes changes.
 
-        Args:
-            films: Receives the frames of each episode, numbered from 0 over all ranks. None stops filming.
-            env_kwargs: See `check_filmable`.
+        `films` receives the frames of each episode, numbered from 0 over all ranks.
         """
         if self._filming is not None:
             self._filming[0].close()

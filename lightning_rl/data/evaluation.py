@@ -93,18 +93,9 @@ def run_episodes(
     """Reset the environments and play whole episodes.
 
     The number of episodes of each environment is fixed beforehand, so that short episodes are not favored. If an
-    environment fails and is replaced, its next episode counts instead.
-
-    Args:
-        environments: The environments.
-        policy: Chooses the actions.
-        observation_space: Observation space of one environment.
-        action_space: Action space of one environment.
-        episodes_per_environment: Number of episodes of each environment.
-        generator: Draws the actions if `deterministic` is false; its device is the policy's.
-        dtype: Dtype of the policy's parameters.
-        deterministic: Take the mode of the action distribution rather than a sample.
-        record: Keep observations, actions and rewards.
+    environment fails and is replaced, its next episode counts instead. The `generator`, on the policy's device, draws
+    the actions unless `deterministic` takes the mode of each distribution; `record` keeps observations, actions and
+    rewards; `dtype` is the dtype of the policy's parameters.
 
     Returns:
         The episodes of the first environment in the order of time, then of the second, and so on.
@@ -142,12 +133,7 @@ def run_episodes(
 
 
 class Evaluator:
-    """Makes evaluation environments for the first episodes, and keeps them for the next ones.
-
-    Args:
-        spec: Describes one environment.
-        num_envs: Number of environments; see `EvaluationConfig`.
-    """
+    """Makes evaluation environments for the first episodes, and keeps them for the next ones."""
 
     def __init__(self, spec: EnvironmentSpec, num_envs: int | None) -> None:
         self.spec = spec

@@ -31,18 +31,9 @@ def write_minari(
     env_id: str,
     algorithm: str,
 ) -> str:
-    """Write recorded episodes as a new data set, losslessly.
+    """Write recorded episodes as a new data set, losslessly, and return its id, `<name>-v<version>`.
 
-    Args:
-        episodes: Episodes with observations, actions and rewards.
-        folder: The folder of all data sets, as in the variable `MINARI_DATASETS_PATH`.
-        name: Name of the data set; its first free version is written.
-        space_pair: Observation and action space of one environment.
-        env_id: Id of the environment, stored in the data set.
-        algorithm: Name of the algorithm, stored in the data set.
-
-    Returns:
-        Id of the data set, `<name>-v<version>`.
+    The first free version of `name` in `folder` is written; `folder` holds all data sets, as `MINARI_DATASETS_PATH`.
 
     Raises:
         ConfigurationError: Minari is not installed, or cannot store these episodes.
@@ -86,11 +77,7 @@ def write_minari(
 
 
 def read_minari(source: str, field: str) -> Iterator[Episode]:
-    """Yield the episodes of a data set.
-
-    Args:
-        source: Id or folder of the data set.
-        field: Name of the option in error messages.
+    """Yield the episodes of a data set, given by its id or folder; error messages begin with `field`.
 
     Raises:
         ConfigurationError: Minari is not installed, or there is no such data set.

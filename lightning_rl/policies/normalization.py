@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from lightning_rl.distributed import Reduce, _identity, exact_dtype
+from lightning_rl.distributed import Reduce, exact_dtype, identity
 from lightning_rl.nested import Nested, join, module_name, part_at, replace_leaves, space_leaves
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import check, check_number, is_one_of
@@ -59,7 +59,7 @@ class RunningMoments(ExactStates):
         self.register_buffer("variance", torch.full(shape, float(initial_variance), dtype=torch.float64))
 
     @torch.no_grad()
-    def update(self, x: Tensor, reduce: Reduce = _identity) -> None:
+    def update(self, x: Tensor, reduce: Reduce = identity) -> None:
         """Merge the rows `x`, shape `[N, *shape]`, of all ranks that `reduce` sums over.
 
         Ranks exchange sums of the new rows only, so that no row counts twice. If an entry is not finite, the update is
@@ -110,7 +110,7 @@ class ObservationNormalizer(nn.Module):
         mean, scale = self.moments.mean.to(x.dtype), self.moments.scale(self.epsilon).to(x.dtype)
         return ((x - mean) * scale).clamp(-self.clip, self.clip)
 
-    def update(self, observations: Tensor, reduce: Reduce = _identity) -> None:
+    def update(self, observations: Tensor, reduce: Reduce = identity) -> None:
         """Merge observations `[N, *shape]` into the moments."""
         self.moments.update(observations, reduce)
 
@@ -133,7 +133,7 @@ class NestedNormalizer(nn.Module):
         """Normalize nested observations, leaves `[..., *shape]`."""
         return self._normalize(observations, "")
 
-    def update(self, observations: Nested, reduce: Reduce = _identity) -> None:
+    def update(self, observations: Nested, reduce: Reduce = identity) -> None:
         """Merge nested observations, leaves `[N, *shape]`, into the moments."""
         for path in self.paths:
             self._of(path).update(part_at(observations, path), reduce)

@@ -190,16 +190,7 @@ def on_grid(rows: Tensor, indices: Tensor, elsewhere: Tensor) -> Tensor:
 
 
 def check_minibatches(num_rows: int, num_minibatches: int, num_sequences: int | None = None) -> None:
-    """Raise unless a rollout can be cut into equal minibatches.
-
-    Args:
-        num_rows: Steps of a rollout.
-        num_minibatches: Number of minibatches.
-        num_sequences: Sequences of a rollout with a recurrent policy, which minibatches do not cut.
-
-    Raises:
-        ConfigurationError: `num_minibatches` does not divide the number of steps or sequences.
-    """
+    """Raise a `ConfigurationError` unless a rollout can be cut into equal minibatches of whole sequences."""
     if num_sequences is not None and num_sequences % num_minibatches:
         raise ConfigurationError(
             f"num_minibatches={num_minibatches} does not divide the {num_sequences} sequences of a rollout "

@@ -63,14 +63,7 @@ class ActorConfig:
     ray_address: str | None = None
 
     def check(self, environments: Backend) -> None:
-        """Raise if an option is out of range or does not fit another one.
-
-        Args:
-            environments: Backend of the environments.
-
-        Raises:
-            ConfigurationError: Names the option as `actors.count`; or `environments` cannot run in an actor.
-        """
+        """Raise a `ConfigurationError` if an option is out of range or does not fit the backend `environments`."""
         count, lag, methods = self.count, self.max_policy_lag, get_args(StartMethod)
         check(is_int(count) and count >= 0, "actors.count", count, "an integer of at least 0")
         if self.prefetch is not None:
@@ -123,7 +116,7 @@ else:  # the command line only accepts fields of the class
 
 
 class RolloutSource(Protocol):
-    """Asynchronous actors: the learner sends them policies, and receives rollouts as soon as they are ready."""
+    """Asynchronous actors: the learner sends them policies and receives rollouts when one is ready."""
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send a policy to the actors, which collect their next rollouts with it.
@@ -134,10 +127,7 @@ class RolloutSource(Protocol):
         ...
 
     def next_rollout(self, while_waiting: Callable[[], None]) -> Rollout:
-        """Wait for the next rollout, with `actor` and `policy_version` set.
-
-        Args:
-            while_waiting: Called about twice a second until a rollout arrives; an exception ends the wait.
+        """Wait for the next rollout. `while_waiting` is called twice a second, and its exceptions end the wait.
 
         Raises:
             EnvironmentFailure: An actor failed, died or hung, and was not replaced.
@@ -150,13 +140,7 @@ class RolloutSource(Protocol):
 
 
 class BoundedLag:
-    """Drops rollouts of policies that are too old.
-
-    Args:
-        source: The actors.
-        max_policy_lag: See `ActorConfig`.
-        version: Version of the policy that the actors were started with.
-    """
+    """Drops rollouts of policies that are too old; `version` is the version that the actors were started with."""
 
     def __init__(self, source: RolloutSource, max_policy_lag: int | None, version: int) -> None:
         self.source = source
@@ -192,16 +176,10 @@ class BoundedLag:
 
 @dataclass(frozen=True)
 class ActorSetup:
-    """Environments and seeds of actors.
+    """Environments and seeds of the actors of one rank.
 
     Attributes:
-        spec: Describes one environment.
-        num_envs: Environments of each actor.
-        rollout_length: Steps of each environment in a rollout.
-        info_keys: Keys of `info` whose values are collected.
         spaces: Observation and action space of one environment.
-        seed: Seed of the run.
-        rank: Rank of the learner.
         start: See `Sampler.starts`.
     """
 
@@ -245,14 +223,7 @@ def silence_other_actors(actor: int) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """Description of an actor's exception; not every exception can be pickled.
-
-    Attributes:
-        actor: The actor.
-        kind: Class of the exception that the learner raises.
-        message: Message of the exception; names environment, episode, seed and step if an environment failed.
-        trace: Traceback in the actor.
-    """
+    """Class, message and traceback of an actor's exception, since not every exception can be pickled."""
 
     actor: int
     kind: type[Exception]

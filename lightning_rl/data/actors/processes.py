@@ -68,13 +68,7 @@ def run_actor(
 ) -> None:
     """Collect a rollout for each request of the learner; the main function of an actor process.
 
-    Args:
-        actor: Index of this actor.
-        setup: Its environments and seeds.
-        module: The policy, on the CPU; this process acts with a copy.
-        weights: Weights that the learner publishes.
-        status: Shared with the learner.
-        pipe: Receives requests, True for each rollout and False at the end; sends rollouts to the learner.
+    The `pipe` receives requests, True for each rollout and False at the end, and sends rollouts to the learner.
     """
     live_with_parent()
     torch.set_num_threads(1)
@@ -121,12 +115,6 @@ class ProcessActors:
     Each process has environments and a copy of the policy, and `rollouts_ahead` requests for rollouts. If several
     rollouts are ready, the learner takes one from the actor that was served least recently. Each actor has a separate
     pipe, so a killed process does not block the others.
-
-    Args:
-        options: Options of the actors.
-        setup: Environments and seeds of the actors.
-        policy: The learner's policy, on any device.
-        version: Number of updates of the policy.
 
     Raises:
         ConfigurationError: The policy cannot be sent to a process with this start method.

@@ -59,16 +59,9 @@ class RayWorker:
         return f"process {os.getpid()} on {platform.node()}"
 
     def collect(self, number: int, weights: NDArray[np.uint8], version: int) -> PackedRollout | Failure | None:
-        """Collect a rollout.
+        """Return a rollout or a failure; None if this process has replaced another one and has not joined.
 
-        Args:
-            number: Number of the request, counted over all processes of this actor.
-            weights: Block of `gather_weights`, in read-only memory.
-            version: Version of the policy.
-
-        Returns:
-            The rollout, or the exception that ended the actor; None if this process replaced another one and has not
-            joined.
+        `number` counts the requests to all processes of this actor; `weights` is a read-only block of `gather_weights`.
         """
         if self._policy is None:
             return None
@@ -118,12 +111,6 @@ class RayActors:
     Ray places the actors, replaces those that die, and carries weights and rollouts through its object store. An actor
     that has joined has `rollouts_ahead` requests for rollouts. The rollout that an actor was collecting when it died is
     not requested again.
-
-    Args:
-        options: Options of the actors.
-        setup: Environments and seeds of the actors.
-        policy: The learner's policy, on any device.
-        version: Number of updates of the policy.
 
     Raises:
         ConfigurationError: There is no such cluster, or the policy cannot be pickled.

@@ -69,13 +69,7 @@ class PackedRollout:
 
 
 def pack(rollout: Rollout, actor: int = 0, share: bool = True) -> PackedRollout:
-    """Copy a rollout on the CPU into one block.
-
-    Args:
-        rollout: The rollout; its storage may be reused afterwards.
-        actor: The actor that collected it.
-        share: Put a large block into memory that processes of this machine share.
-    """
+    """Copy a rollout of an actor on the CPU into one block, by default into shared memory if it is large."""
     fields = rollout.tensors()
     tensors = [*leaves(fields)]
     places, size = _places(tensors)
@@ -104,10 +98,6 @@ class SharedWeights:
     """Parameters and buffers of a policy, and its version, in shared memory.
 
     A lock prevents actors from reading half-written weights. Each side holds it for one copy of the weights.
-
-    Args:
-        policy: A policy like those that will be published.
-        context: Context in which the actor processes are started.
     """
 
     def __init__(self, policy: nn.Module, context: BaseContext) -> None:
@@ -118,10 +108,7 @@ class SharedWeights:
     def publish(self, policy: nn.Module, version: int, while_locked: Callable[[], None] = lambda: None) -> None:
         """Make the weights of a policy, on any device, the ones that actors use from their next rollout on.
 
-        Args:
-            policy: The policy.
-            version: Number of updates of the policy.
-            while_locked: Called twice a second while an actor holds the lock; an exception ends the wait.
+        While an actor holds the lock, `while_locked` is called twice a second, and its exceptions end the wait.
 
         Raises:
             EnvironmentFailure: An actor does not release the lock.

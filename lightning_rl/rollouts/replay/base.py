@@ -86,13 +86,7 @@ class Layout(NamedTuple):
 
 
 def drop_unless_alike(memory: Replay, layout: Layout, name: str) -> None:
-    """Clear a memory, and log it, if the layout of its rollouts differs from the layout of the next rollout.
-
-    Args:
-        memory: The memory.
-        layout: Layout of the next rollout.
-        name: What restarts without the rollouts, for the message.
-    """
+    """Clear a memory whose rollouts differ from the next one in `layout`, and log that `name` restarts without them."""
     if memory.layout not in (None, layout):
         rank_zero_info(f"The kept rollouts have {memory.layout}, new ones {layout}: {name} restarts without them")
         memory.clear()

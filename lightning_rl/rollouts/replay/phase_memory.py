@@ -71,14 +71,7 @@ class RolloutMemory(Replay):
         states: Nested | None = None,
         burn_in: int = 0,
     ) -> None:
-        """Copy one rollout into the memory.
-
-        Args:
-            fields: Tensors `[T, B, ...]`.
-            valid: Which steps are real, `[T, B]`. None: all.
-            starts: For a recurrent policy, whether an observation is the first of an episode, `[T, B]`.
-            states: For a recurrent policy, the states that its sequences begin with, `[K, B, ...]`.
-            burn_in: Number of steps between these states and the sequences.
+        """Copy fields `[T, B, ...]` of one rollout into the memory; the other arguments are attributes of `Rollout`.
 
         Raises:
             ValueError: The memory is full, or the layout differs from the earlier rollouts.
@@ -138,12 +131,7 @@ class RolloutMemory(Replay):
         return torch.stack([everything if k.valid is None else k.valid for k in self._kept] or [everything])
 
     def gather(self, addresses: Tensor, only: str | None = None) -> Fields:
-        """Return copies of the steps at some addresses, each field of shape `[*addresses.shape, ...]`.
-
-        Args:
-            addresses: Addresses, of any shape.
-            only: Return this field alone, or nothing if it does not exist. None: all fields.
-        """
+        """Return copies of steps, each field of shape `[*addresses.shape, ...]`; with `only`, at most that field."""
         wanted = [{n: x for n, x in kept.fields.items() if only in (None, n)} for kept in self._kept]
         if not wanted or not wanted[0]:
             return {}

@@ -68,12 +68,7 @@ class UnrollMemory(Replay):
         return Layout.of((len(first_leaf(fields["actions"])), 1), fields.get("memory"), fields["burn_in"])
 
     def append(self, rollout: Rollout, generator: torch.Generator | None = None, **per_step: Nested) -> None:
-        """Copy the unroll of each environment into the memory, and drop unrolls that do not fit.
-
-        Args:
-            rollout: The rollout.
-            generator: Decides which unrolls `reservoir` drops.
-            **per_step: More tensors `[T, B, ...]`.
+        """Copy the unroll of each environment, with further tensors `[T, B, ...]`, and drop unrolls that do not fit.
 
         Raises:
             ValueError: The layout differs from the earlier unrolls.
