@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch.optim import Optimizer
 
-from lightning_rl import IMPALA, PPG, PPO, AtariPreprocessing, RolloutDataModule
+from lightning_rl import IMPALA, PPG, PPO, VMPO, AtariPreprocessing, PPOKLPenalty, RolloutDataModule
 from lightning_rl.algorithms import OnPolicyAlgorithm
 from lightning_rl.environments import Backend
 from lightning_rl.fast import FastEngine, FlatAdam
@@ -74,14 +74,13 @@ def make_model(workload: dict[str, Any], data: RolloutDataModule, kind: type[PPO
         kind: A subclass of PPO; None: the algorithm itself.
     """
     algorithm = workload.get("algorithm", "ppo")
-    made: dict[str, Any] = {"ppo": _ppo, "ppg": _ppg, "impala": _impala}[algorithm](workload)
-    return (kind or {"ppo": PPO, "ppg": PPG, "impala": IMPALA}[algorithm])(
+    cls, options = _ALGORITHMS[algorithm]
+    return (kind or cls)(
         data.observation_space,
         data.action_space,
-        **made,
+        **options(workload),
         learning_rate=workload["lr"],
         gamma=workload["gamma"],
-        entropy_coef=workload["ent_coef"],
         value_coef=workload["vf_coef"],
         policy=_policy(workload),
         normalization={"observations": workload["normalize"], "rewards": workload["normalize"]},
@@ -109,6 +108,7 @@ def _ppo(workload: dict[str, Any]) -> dict[str, Any]:
         },
         "gae_lambda": workload["gae_lambda"],
         "clip_range": workload["clip"],
+        "entropy_coef": workload["ent_coef"],
         "advantages": {"normalize": "minibatch" if workload["norm_adv"] else "none"},
     }
 
@@ -128,7 +128,27 @@ def _impala(workload: dict[str, Any]) -> dict[str, Any]:
             "max_grad_norm": workload["max_grad_norm"],
         },
         "reduction": workload["reduction"],
+        "entropy_coef": workload["ent_coef"],
     }
+
+
+def _vmpo(workload: dict[str, Any]) -> dict[str, Any]:
+    same = ("num_epochs", "num_minibatches", "optimizer", "gae_lambda")
+    return {name: option for name, option in _ppo(workload).items() if name in same}
+
+
+def _ppo_kl(workload: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of PPO with a KL penalty instead of clipping."""
+    return _ppo(workload) | {"clip_range": None}
+
+
+_ALGORITHMS: dict[str, tuple[type[OnPolicyAlgorithm], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "ppo": (PPO, _ppo),
+    "ppo_kl": (PPOKLPenalty, _ppo_kl),
+    "ppg": (PPG, _ppg),
+    "vmpo": (VMPO, _vmpo),
+    "impala": (IMPALA, _impala),
+}
 
 
 class BareEngine(FastEngine):
