@@ -215,6 +215,7 @@ class BareLoop:
             precision_plugin=Precision(),
             profiler=PassThroughProfiler(),
             callbacks=[],
+            lr_scheduler_configs=[],
             max_epochs=1,
             num_training_batches=self.rollouts,
         )
