@@ -71,11 +71,21 @@ def try_package(entry: dict[str, Any]) -> dict[str, Any]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return entry | {"failed": "run", "error": f"no end within {RUN_SECONDS} s"}
+            error = f"no end within {RUN_SECONDS} s"
+            return entry | {"versions": installed(python, wanted), "failed": "run", "error": error}
         found = [line for line in done.stdout.splitlines() if line.startswith('{"versions"')]
         if done.returncode or not found:
-            return entry | {"failed": "run", "error": last_lines(done.stderr + f"\nstatus {done.returncode}", folder)}
+            error = last_lines(done.stderr + f"\nstatus {done.returncode}", folder)
+            return entry | {"versions": installed(python, wanted), "failed": "run", "error": error}
         return entry | json.loads(found[-1])
+
+
+def installed(python: Path, wanted: list[str]) -> dict[str, str]:
+    """Return the versions of packages in a virtual environment."""
+    names = [re.split(r"[\[=<>]", name)[0] for name in (*wanted, "numpy", "gymnasium")]
+    script = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    found: dict[str, str] = json.loads(subprocess.check_output([str(python), "-c", script, *names], text=True))
+    return found
 
 
 def cpu_seconds() -> float:
@@ -89,7 +99,6 @@ def cpu_seconds() -> float:
 
 def run_one(entry: dict[str, Any]) -> dict[str, Any]:
     """Train PPO; return versions and environment steps per CPU second, without the first rollout."""
-    import importlib.metadata as metadata
     import logging
     import time
     import warnings
@@ -115,8 +124,8 @@ def run_one(entry: dict[str, Any]) -> dict[str, Any]:
             self.wall, self.cpu, self.steps = (b - a for a, b in zip(self.started, now, strict=True))
             trainer.should_stop = self.wall > MEASURE_SECONDS or trainer.current_epoch >= MAX_ROLLOUTS
 
-    options = {"num_envs": 8} | entry["data"]
-    data = RolloutDataModule(**options, rollout_length=64, rollouts_per_epoch=1, seed=0)
+    options = {"num_envs": 8, "rollout_length": 64} | entry["data"]
+    data = RolloutDataModule(**options, rollouts_per_epoch=1, seed=0)
     model = PPO(data.observation_space, data.action_space, **entry.get("model", {}))
     meter = Meter()
     trainer = Trainer(
@@ -124,9 +133,8 @@ def run_one(entry: dict[str, Any]) -> dict[str, Any]:
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
     )  # fmt: skip
     trainer.fit(model, data)
-    names = [re.split(r"[\[=<>]", name)[0] for name in (entry["package"], *entry.get("with", []))]
     return {
-        "versions": {name: metadata.version(name) for name in (*names, "numpy", "gymnasium")},
+        "versions": installed(Path(sys.executable), [entry["package"], *entry.get("with", [])]),
         "steps_per_cpu_second": round(meter.steps / meter.cpu),
         "steps": meter.steps,
         "seconds": round(meter.wall, 1),
@@ -135,15 +143,50 @@ def run_one(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def table(entries: list[dict[str, Any]]) -> str:
+    """Return the rows of the guide: what works first, then what does not."""
+    lines = ["| package | id | options | steps/s |", "| --- | --- | --- | --- |"]
+    failed = ["| package | id | what failed |", "| --- | --- | --- |"]
+    for entry in sorted(entries, key=lambda entry: entry["package"].lower()):
+        data, versions = entry["data"], entry.get("versions", {})
+        packages = [re.split(r"[\[=<>]", name)[0] for name in (entry["package"], *entry.get("with", []))]
+        named = ", ".join(f"{name} {versions.get(name, '')}".strip() for name in packages)
+        start = f"| {named} | `{data['env_id']}` |"
+        if "failed" in entry:
+            failed.append(f"{start} {entry.get('note') or entry['error'].splitlines()[0]} |")
+            continue
+        env = data.get("env", {})
+        options = [f"imports `{module}`" for module in env.get("imports", ())]
+        for wrapper in env.get("wrappers", ()):
+            options.append(f"wrapper `{wrapper if isinstance(wrapper, str) else wrapper['class_path']}`")
+        options += [f"`kwargs: {json.dumps(env['kwargs'])}`"] if "kwargs" in env else []
+        options += [f"`backend: {data['backend']}`"] if "backend" in data else []
+        options += [entry["note"]] if entry.get("note") else []
+        lines.append(f"{start} {'; '.join(options)} | {entry['steps_per_cpu_second']:,} |")
+    return "\n".join([*lines, "", "These did not work:", "", *failed]) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", help="try these only, and keep the other results")
+    parser.add_argument("--out", type=Path, default=RESULT, help="file of the results")
+    parser.add_argument("--page", action="store_true", help="only write the table of the guide")
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         print(json.dumps(run_one(arguments.one)))
         return
-    before = json.loads(RESULT.read_text())["packages"] if RESULT.exists() else []
+    before = json.loads(arguments.out.read_text())["packages"] if arguments.out.exists() else []
+    if arguments.page:
+        notes = {
+            (entry["package"], entry["data"]["env_id"]): entry.get("note") for entry in json.loads(LIST.read_text())
+        }
+        for entry in before:
+            if (note := notes.get((entry["package"], entry["data"]["env_id"]))) is not None:
+                entry["note"] = note
+        rows = table(before)
+        PAGE.write_text(TABLE.sub(lambda match: match[1] + rows + match[2], PAGE.read_text()))
+        return
     known = {(entry["package"], entry["data"]["env_id"]): entry for entry in before}
     for entry in json.loads(LIST.read_text()):
         if arguments.packages and entry["package"] not in arguments.packages:
@@ -153,7 +196,7 @@ def main() -> None:
         print(found.get("steps_per_cpu_second", found.get("error")), flush=True)
         listed = [(one["package"], one["data"]["env_id"]) for one in json.loads(LIST.read_text())]
         kept = [known[key] for key in listed if key in known]
-        RESULT.write_text(json.dumps({"packages": kept}, indent=2) + "\n")
+        arguments.out.write_text(json.dumps({"packages": kept}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,13 @@ def make_soft_robot(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the en
     return gymnasium.make("Walker-v0", body=np.array([[3, 3, 3], [3, 3, 3], [3, 0, 3]]), **kwargs).unwrapped
 
 
+def make_deep_sea(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
+    """Return MO-Gymnasium's deep sea treasure with the mean of its two rewards."""
+    import mo_gymnasium
+
+    return mo_gymnasium.wrappers.LinearReward(mo_gymnasium.make("deep-sea-treasure-v0", **kwargs), np.array([0.5, 0.5]))
+
+
 if find_spec("minatar"):
     from minatar.gym import register_envs
 
@@ -69,4 +76,5 @@ gymnasium.register("adapters/Crafter-v0", entry_point=Crafter)
 gymnasium.register("adapters/Spread-v0", vector_entry_point=make_spread)
 gymnasium.register("adapters/Pursuit-v0", vector_entry_point=make_pursuit)
 gymnasium.register("adapters/Ocean-v0", vector_entry_point=make_pufferlib)
+gymnasium.register("adapters/DeepSea-v0", entry_point=make_deep_sea)
 gymnasium.register("adapters/SoftRobot-v0", entry_point=make_soft_robot, max_episode_steps=500)
