@@ -643,7 +643,7 @@ class OnPolicyAlgorithm(LightningModule):
         on_xla = "xla" in (self.device.type, device.type)
         precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
         check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
-        problem = fast.compiler_problem(device)
+        problem = fast.compiler_problem(device) or None
         possible = self.fast_paths != "compiled" or problem is None
         check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
         check_modes_agree(self.policy)

@@ -1,11 +1,11 @@
-"""The plain engine, which computes gradients and steps optimizers; `lightning_rl.fast` has faster ones."""
+"""How gradients are computed and optimizers are stepped: the interface of engines, and the plain engine."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,17 +22,43 @@ WHAT_TO_TRY = (
 _ANOMALY = re.compile(r"Function '(\w+)' returned nan values")
 
 
-class EagerEngine:
-    """Computes gradients with autograd and steps optimizers through Lightning, with all of its hooks.
+class Engine(Protocol):
+    """Computes gradients and steps optimizers. All engines give the same results up to rounding.
 
     Attributes:
         compiles_loss: Whether the loss is compiled into one program.
     """
 
+    compiles_loss: bool
+
+    def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> Any:  # noqa: ANN401
+        """Compute loss, gradient and step at once, and return a `StepResult`; None if the engine cannot do this."""
+        ...
+
+    def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
+        """Return the loss of a minibatch."""
+        ...
+
+    def backward(self, model: LightningModule, total: Tensor) -> None:
+        """Compute the gradient of `Loss.total`."""
+        ...
+
+    def gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the gradients that `step` applies. One tensor may hold the gradients of several parameters."""
+        ...
+
+    def step(self, model: LightningModule, optimizer: LightningOptimizer, counts: bool) -> None:
+        """Step an optimizer; `counts` increments Lightning's global step."""
+        ...
+
+
+class EagerEngine:
+    """Computes gradients with autograd and steps optimizers through Lightning, with all of its hooks."""
+
     compiles_loss = False
 
     def whole_step(self, steps: Any, loss_of: Callable[[Any], Any], batch: Any) -> None:  # noqa: ANN401
-        """Return None; a compiled engine may compute loss, gradient and step at once, and return a `StepResult`."""
+        """Return None."""
         return None
 
     def loss(self, model: Any, loss_of: Callable[[Any], Loss], batch: Any, part: ActorOrCritic | None) -> Loss:  # noqa: ANN401
@@ -45,7 +71,7 @@ class EagerEngine:
             model.manual_backward(total)
 
     def gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Return the gradients that `step` applies; in other engines one tensor may hold several gradients."""
+        """Return the gradients of all parameters that have one."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
