@@ -43,9 +43,6 @@ class ActorCritic(nn.Module):
         observation_space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these in `Dict` and
             `Tuple`. `ActionMask`s in one part of it say which actions are valid; the encoders do not see them.
         action_space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box`, or any nesting of these in `Dict` and `Tuple`.
-
-    Attributes:
-        memory: Options of the recurrent cores; None without memory.
     """
 
     def __init__(
@@ -238,7 +235,7 @@ class ActorCritic(nn.Module):
     def _acting_features(self, x: Nested, memory: Nested | None) -> tuple[Tensor, Tensor | None, Nested | None]:
         """Return features of one step for actor and critic, and the next recurrent state.
 
-        The critic's features are None if they would cost a pass of its own encoder, or its state is missing.
+        The critic's features are None if they need the critic's own encoder, or a recurrent state that is missing.
 
         Args:
             x: Prepared observations.

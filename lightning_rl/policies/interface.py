@@ -65,11 +65,7 @@ class Policy(Protocol):
 
 
 class RecurrentPolicy(Protocol):
-    """The methods that collecting and learning need of a policy with memory, such as `ActorCritic` with `memory`.
-
-    Attributes:
-        memory: How rollouts are cut into sequences; None without memory.
-    """
+    """The methods that collecting and learning need of a policy with memory, such as `ActorCritic` with `memory`."""
 
     memory: MemoryOptions | None
 
@@ -132,12 +128,7 @@ def to_environment(space: spaces.Space[Any], action: Nested) -> Nested:
 
 
 def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
-    """Convert actions `[B, ...]` that environments took to actions in the units of the space; undoes `to_environment`.
-
-    Args:
-        space: Action space of one environment.
-        action: Arrays, nested as the space is.
-    """
+    """Undo `to_environment`: convert actions `[B, ...]` that environments took to the units of the space."""
     if isinstance(space, spaces.Dict):
         return {key: from_environment(part, action[key]) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):
@@ -153,12 +144,7 @@ def from_environment(space: spaces.Space[Any], action: Nested) -> Nested:
 
 
 def tensor_conversion(space: spaces.Space[Any], device: torch.device) -> Callable[[Nested], Nested]:
-    """Return a function that converts tensors as `to_environment` converts arrays.
-
-    Args:
-        space: Action space of one environment.
-        device: Device of the environments, and of the result.
-    """
+    """Return a function that converts tensors, as `to_environment` converts arrays, and moves them to `device`."""
 
     def conversion(leaf: spaces.Space[Any]) -> Callable[[Tensor], Tensor]:
         if isinstance(leaf, spaces.Discrete):

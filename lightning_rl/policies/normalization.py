@@ -41,12 +41,7 @@ class ExactStates(nn.Module):
 
 
 class RunningMoments(ExactStates):
-    """Running count, mean and population variance, merged by Chan et al. 1983.
-
-    Args:
-        shape: Shape of one observation.
-        initial_variance: Variance before any data.
-    """
+    """Running count, mean and population variance of rows `[N, *shape]`, merged by Chan et al. 1983."""
 
     count: Tensor
     mean: Tensor
@@ -89,11 +84,7 @@ class RunningMoments(ExactStates):
 class ObservationNormalizer(nn.Module):
     """Subtracts the running mean, divides by the running standard deviation, and clips.
 
-    Args:
-        shape: Shape of one observation.
-        clip: Bound of the absolute normalized value.
-        epsilon: Added to the variance.
-        initial_variance: Variance before any data.
+    See the option `observations` of `NormalizationConfig` for the arguments.
     """
 
     def __init__(
@@ -116,12 +107,7 @@ class ObservationNormalizer(nn.Module):
 
 
 class NestedNormalizer(nn.Module):
-    """An `ObservationNormalizer` for some leaves; other leaves stay unchanged.
-
-    Args:
-        shapes: Shapes of the normalized leaves, by path.
-        **options: Options of each `ObservationNormalizer`.
-    """
+    """An `ObservationNormalizer` for each leaf in `shapes`, by path; other leaves stay unchanged."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], **options: float) -> None:
         super().__init__()
@@ -154,10 +140,6 @@ def make_normalizer(
 ) -> tuple[ObservationNormalizer | NestedNormalizer, spaces.Space[Any]]:
     """Return a normalizer of every `Box` that is no image, and the space of normalized observations.
 
-    Args:
-        space: Observation space.
-        options: Any of `clip`, `epsilon` and `initial_variance`, see `ObservationNormalizer`.
-
     Raises:
         ConfigurationError: The space has no such `Box`, or an option is unknown or out of range.
     """
@@ -188,9 +170,6 @@ class ValueNormalizer(nn.Module):
     """The value head predicts returns divided by their running standard deviation, as DI-engine's `value_norm`.
 
     Nothing is subtracted. When the standard deviation changes, so do the predicted values.
-
-    Args:
-        epsilon: Added to the variance.
     """
 
     def __init__(self, epsilon: float = 1e-8) -> None:
@@ -208,13 +187,7 @@ class ValueNormalizer(nn.Module):
         return outputs / self.moments.scale(self.epsilon).to(outputs.dtype)
 
     def update(self, returns: Tensor, heads: Sequence[nn.Linear], reduce: Reduce) -> None:
-        """Merge returns `[N]` into the moments, after the update that learned from them.
-
-        Args:
-            returns: Valid returns of this rank.
-            heads: The value heads, for `PopArt`.
-            reduce: Sums over ranks.
-        """
+        """Merge valid returns `[N]` into the moments. `PopArt` also rescales the value `heads`."""
         self.moments.update(returns, reduce)
 
 
@@ -243,11 +216,7 @@ class PopArt(ValueNormalizer):
 
 
 def make_value_normalizer(kind: ValueNormalization | None) -> ValueNormalizer | None:
-    """Return the value normalizer of a kind; None for None.
-
-    Raises:
-        ConfigurationError: The kind is unknown.
-    """
+    """Return the value normalizer of a kind; None for None."""
     kinds = get_args(ValueNormalization)
     check(kind is None or is_one_of(kind, kinds), "value_normalization", kind, "null or one of " + ", ".join(kinds))
     if kind is None:

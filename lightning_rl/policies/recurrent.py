@@ -42,11 +42,7 @@ class MemoryOptions:
 
     @classmethod
     def parse(cls, value: Any) -> MemoryOptions | None:  # noqa: ANN401 - unchecked input of a user
-        """Return the options for a value of `memory`.
-
-        Raises:
-            ConfigurationError: The kind or an option is unknown, or an option is out of range.
-        """
+        """Return the checked options for a value of `memory`."""
         if value is None:
             return None
         names = [field.name for field in fields(cls)]
@@ -69,11 +65,7 @@ class MemoryOptions:
         return options
 
     def are_separate(self, shared_encoder: bool) -> bool:
-        """Return whether actor and critic have a core each.
-
-        Raises:
-            ConfigurationError: `separate` is False, but they have an encoder each.
-        """
+        """Return whether actor and critic have a core each."""
         if self.separate is None:
             return not shared_encoder
         expected = "true or None, since actor and critic have an encoder each (shared_encoder)"
@@ -81,11 +73,7 @@ class MemoryOptions:
         return self.separate
 
     def num_sequences(self, rollout_shape: tuple[int, int]) -> int:
-        """Return the number of sequences in a rollout of shape `(T, B)`.
-
-        Raises:
-            ConfigurationError: `sequence_length` does not divide `T`.
-        """
+        """Return the number of sequences in a rollout of shape `(T, B)`, whose `T` must be divisible."""
         length, num_envs = rollout_shape
         size = self.sequence_length or length
         expected = f"a divisor of the {length} steps of a rollout (rollout_length)"

@@ -181,9 +181,9 @@ def test_number_that_is_not_finite_is_reported_with_the_path_of_its_leaf(at, val
     ("spoil", "message"),
     [
         ("shape", r"an observation body\.wheels of shape \(3,\): expected \(2,\)"),
-        ("missing", r"another structure than its space has \(KeyError: 'lamps'\): expected one in Dict\("),
-        ("array", r"another structure than its space has \(IndexError: .*\): expected one in Dict\("),
-        ("entries", r"another structure than its space has \(ValueError: .*\): expected one in Dict\("),
+        ("missing", r"another structure than its space has \(KeyError: 'lamps'\): expected an element of Dict\("),
+        ("array", r"another structure than its space has \(IndexError: .*\): expected an element of Dict\("),
+        ("entries", r"another structure than its space has \(ValueError: .*\): expected an element of Dict\("),
     ],
 )
 def test_observation_of_another_structure_is_refused(spoil, message):

@@ -84,15 +84,11 @@ class AutoregressiveHead(nn.Module):
 
     Args:
         in_features: Number of features.
-        space: `MultiDiscrete`, `MultiBinary`, integer `Box`, or `Dict` or `Tuple` of these and `Discrete`.
+        space: See `is_suitable`.
         hidden_size: Width of the hidden layer of each component but the first.
         order: Names of the components in the order of the choices; None for their order in the space.
         initialization: See `Initialization`.
         mask_space: Space of the masks; None without masks.
-
-    Raises:
-        ConfigurationError: `order` does not list the components, or lists a masked component before the component on
-            which its mask depends.
     """
 
     strides: Tensor

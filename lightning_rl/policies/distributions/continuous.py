@@ -23,12 +23,7 @@ _NUM_NODES = 32
 class Bounds:
     """Bounds of the components of a `Box`, flattened to `[a]`, as tensors of any dtype on any device.
 
-    The tensors are no buffers, because a bfloat16 module would round them.
-
-    Attributes:
-        low: Lower bounds, float64.
-        high: Upper bounds, float64.
-        log_volume: Logarithm of the volume of the box.
+    The tensors are no buffers, because a bfloat16 module would round them. `low` and `high` are arrays of float64.
     """
 
     def __init__(self, space: spaces.Box) -> None:
@@ -140,8 +135,8 @@ class SquashedGaussian(DiagonalGaussian):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Return the log-density of the bounded action to which `action` (u, shape `[..., a]`) maps."""
-        log_slope = _log_tanh_slope(action) + self._log_half_volume / action.shape[-1]
-        return super().log_prob(action) - log_slope.sum(-1)
+        log_density = super().log_prob(action)
+        return log_density - (_log_tanh_slope(action) + self._log_half_volume / action.shape[-1]).sum(-1)
 
     def entropy(self) -> Tensor:
         """Return the entropy of u plus the mean log-slope of the map, by Gauss-Hermite quadrature.
@@ -357,11 +352,7 @@ def _check_stds(low: float | None, high: float | None, initial: float | None, in
 class GaussianHead(_GaussianHead):
     """A diagonal Gaussian for a `Box`. Only the environment clips its actions to the bounds.
 
-    Args:
-        in_features: Number of features.
-        space: The box.
-        mean_transform: `none`, or `tanh` to squash the mean into the bounds, which must be finite.
-        **options: See `_GaussianHead`.
+    `mean_transform` is `none`, or `tanh` to squash the mean into the bounds, which must be finite.
     """
 
     def __init__(

@@ -81,12 +81,7 @@ class _ImageEncoder(nn.Module):
 
 
 class NatureEncoder(_ImageEncoder):
-    """Three convolutions and one linear layer (Mnih et al. 2015).
-
-    Args:
-        space: An image of at least 36×36 pixels, channels first or last.
-        out_features: Width of the linear layer.
-    """
+    """Three convolutions and one linear layer (Mnih et al. 2015), for images of at least 36×36 pixels."""
 
     def __init__(self, space: spaces.Space[Any], out_features: int = 512) -> None:
         super().__init__(space, out_features)
@@ -127,7 +122,7 @@ class ImpalaEncoder(_ImageEncoder):
     blocks 1/√n. Otherwise features and first values would be tens of times as large as in the other networks.
 
     Args:
-        space: An image of any size, channels first or last.
+        space: An image of any size.
         channels: Channels of each stage. A stage halves the image and has two residual blocks.
         out_features: Width of the linear layer.
     """

@@ -41,7 +41,7 @@ def make_encoder(
             the paths of some leaves to one of these; other leaves stay at `auto`.
         hidden_sizes: Layer widths of each MLP, for leaves with the network `mlp` too.
         activation: See `PolicyConfig`.
-        discrete_encoding: See `PolicyConfig`; an `embedding` of n classes has round(1.6 · n^0.56) entries.
+        discrete_encoding: See `PolicyConfig`.
 
     Raises:
         ConfigurationError: The space is not supported, or a name, a path or a class is not valid.
@@ -70,11 +70,7 @@ def make_encoder(
 
 
 def network_to_plain_data(network: Any) -> Network:  # noqa: ANN401 - names, classes, or dicts of them
-    """Replace the classes in a value of `network` by their class paths and arguments.
-
-    Raises:
-        ConfigurationError: A class cannot be rebuilt from these.
-    """
+    """Replace the classes in a value of `network` by their class paths and arguments."""
     if isinstance(network, str):
         return network
     if isinstance(network, dict) and "class_path" not in network:

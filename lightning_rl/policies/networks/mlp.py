@@ -141,12 +141,8 @@ def _make_input(space: spaces.Space[Any], discrete_encoding: DiscreteEncoding) -
 class MLPEncoder(nn.Module):
     """Fully connected layers over the flattened observation; the leaves of a nested observation are concatenated.
 
-    Args:
-        space: `Box`, `Discrete`, `MultiDiscrete`, `MultiBinary`, or any nesting of these.
-        hidden_sizes: See `PolicyConfig`. With no layers the features are the flattened observation.
-        activation: See `PolicyConfig`; follows each layer.
-        discrete_encoding: See `PolicyConfig`.
-        encoders: Modules with `out_features` by the path of a leaf; their features replace the leaf.
+    `encoders` are modules with `out_features` by the path of a leaf; their features replace the leaf. Without hidden
+    layers the features are the flattened observation. For the other arguments see `make_encoder`.
     """
 
     def __init__(
