@@ -88,15 +88,15 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Ends the learning episode when a life is lost; the next episode continues the same game.
 
     Gymnasium's own `terminal_on_life_loss` starts a new game after each life, so that an agent never plays later lives.
-    `reset` after a lost life takes one no-op step instead, whatever the seed, unless it gets `first_options`. `went_on`
-    says whether the last reset continued the same game.
+    `reset` after a lost life takes one no-op step instead, whatever the seed, unless it gets `first_options`;
+    `continued_game` is True then.
     """
 
     first_options: ClassVar = {"new_game": True}
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env)
-        self.went_on = False
+        self.continued_game = False
         self._lives = 0
         self._game_over = True
 
@@ -106,13 +106,13 @@ class EpisodicLife(gymnasium.Wrapper[Any, Any, Any, Any]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Continue the game after a lost life, or begin a new game."""
         new_game = bool((options or {}).get("new_game"))
-        self.went_on = not (self._game_over or new_game)
-        if self.went_on:
+        self.continued_game = not (self._game_over or new_game)
+        if self.continued_game:
             observation, _, terminated, truncated, info = self.env.step(0)
             self._game_over = terminated or truncated
         if self._game_over or new_game:
             observation, info = self.env.reset(seed=seed, options=options)
-            self._game_over = self.went_on = False
+            self._game_over = self.continued_game = False
         self._lives = self._current_lives()
         return observation, info
 
@@ -318,6 +318,7 @@ class AtariPreprocessing:
             "episodic_life": False,
             "reward_clipping": self.clip_rewards,
             "grayscale": True,
+            "autoreset_mode": AutoresetMode.SAME_STEP,  # wastes no step on resets
             **self._vector_kwargs(),
             **self._limited(max_episode_steps),
         }

@@ -424,9 +424,7 @@ class EnvironmentBatch:
 
         A copy, since environments may overwrite their arrays before the end of the rollout.
         """
-        if isinstance(batch, np.ndarray):
-            if batch.dtype != object and batch.ndim > 1:  # the usual case of a flat space
-                return batch[index].copy()
+        if isinstance(batch, np.ndarray) and batch.dtype == object:
             return map_leaves(lambda _, x: np.array(x), self._float_names, batch[index])
         return map_leaves(lambda _, x: np.array(x[index]), self._float_names, batch)
 

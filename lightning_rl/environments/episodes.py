@@ -166,9 +166,9 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._bounds_checked = False
         self._observation: Any = None
         self._begin_log()
-        self._continues_games = env.has_wrapper_attr("went_on")
+        self._may_continue_game = env.has_wrapper_attr("continued_game")
         # The reset options that begin a stream with a new game.
-        self.first_options = env.get_wrapper_attr("first_options") if self._continues_games else None
+        self.first_options = env.get_wrapper_attr("first_options") if self._may_continue_game else None
         own = env.unwrapped
         self._has_own_state = (
             hasattr(own, "state_dict")
@@ -196,7 +196,7 @@ class SeededEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         if not self._bounds_checked:
             self._bounds_checked = True
             map_leaves(self._check_bounds, self._paths, self._leaf_spaces, observation)
-        if self._continues_games and self.env.get_wrapper_attr("went_on"):
+        if self._may_continue_game and self.env.get_wrapper_attr("continued_game"):
             self._log.append(_RESET)
         else:
             self._begin_log()
@@ -397,7 +397,7 @@ class RestartingEpisodes(SeededEpisodes):
         self._restarts_in_a_row = 0
         return observation, reward, terminated, truncated, info
 
-    def go_on(self, stream_seed: int, episode: int) -> tuple[Any, dict[str, Any]]:
+    def next_episode(self, stream_seed: int, episode: int) -> tuple[Any, dict[str, Any]]:
         """Begin the episode after `episode` of the stream of a lost worker process."""
         self.stream_seed, self.episode = stream_seed, episode
         observation, info = self.reset(options=self.first_options)

@@ -126,13 +126,11 @@ def make_native(
             f"backend={spec.backend!r} is not valid: {spec.env_id} registers no vector_entry_point; expected sync, "
             "async or envpool"
         )
-    kwargs = limited(spec.env.max_episode_steps)
-    if atari is not None:
-        used = atari.for_evaluation() if spec.evaluation else atari
-        kwargs = used.native_kwargs(spec.env.max_episode_steps)
-        kwargs["autoreset_mode"] = AutoresetMode.SAME_STEP  # wastes no step on resets
-    kwargs |= spec.env.kwargs
-    if atari is not None:
+    limit = spec.env.max_episode_steps
+    if atari is None:
+        kwargs = limited(limit) | spec.env.kwargs
+    else:
+        kwargs = (atari.for_evaluation() if spec.evaluation else atari).native_kwargs(limit) | spec.env.kwargs
         clips_rewards, kwargs["reward_clipping"] = kwargs["reward_clipping"], False  # scores need raw rewards
     with explained(spec, gym_spec):
         env = gymnasium.make_vec(gym_spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)

@@ -208,7 +208,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
             if self._losses_in_a_row[index] > MAX_RESTARTS_IN_A_ROW:
                 give_up(EnvironmentFailure(failures[-1]))
             self._start(index)
-            self._send({index: ("go_on", {"stream_seed": stream_seed, "episode": episode})})
+            self._send({index: ("next_episode", {"stream_seed": stream_seed, "episode": episode})})
             (info,) = self._answers([index])
             if info is not None:
                 row = list(iterate(self.observation_space, self.observations))[index]
@@ -378,8 +378,8 @@ def _work(index: int, make: Factory, pipe: Any, shared: Any, mode: AutoresetMode
 def _serve(env: gymnasium.Env[Any, Any], index: int, pipe: Any, shared: Any, mode: AutoresetMode) -> None:  # noqa: ANN401
     """Answer the parent's messages until it sends `("close",)`.
 
-    The other messages are `("step", action)`, `("reset" or "go_on", keyword arguments)` and `("call", name, arguments,
-    keyword arguments)`.
+    The other messages are `("step", action)`, `("reset" or "next_episode", keyword arguments)` and
+    `("call", name, arguments, keyword arguments)`.
     """
     space = env.observation_space
     resets_next = False
