@@ -102,10 +102,11 @@ def read_yaml(path: str | Path, field: str) -> Any:  # noqa: ANN401 - YAML
         ConfigurationError: The file is not readable or not YAML, names Python objects, or grows huge through aliases.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        if _num_entries(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_ENTRIES:
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if _num_entries(node, {}) > _MAX_ENTRIES:
             raise yaml.YAMLError(f"it has more than {_MAX_ENTRIES} entries once its aliases are followed")
-        return yaml.safe_load(text)
+        return None if node is None else loader.construct_document(node)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise ConfigurationError(f"{field}={str(path)!r} cannot be read: expected plain YAML: {why}") from error
