@@ -1,9 +1,9 @@
-"""Tell a policy which actions are valid: tic-tac-toe against a player who moves at random.
+"""Action masks: tic-tac-toe against a player who moves at random.
 
     python examples/action_masks.py
 
-The environment says with `action_masks()` which fields are free. `env={"action_mask": "method.action_masks"}` makes
-that a part of the observation, and the policy never draws another field, in training and evaluation.
+The method `action_masks()` of the environment returns the free fields. With
+`env={"action_mask": "method.action_masks"}` the mask is part of the observation, and the policy only draws free fields.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ LINES = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 3, 6], [1, 4, 7], [2, 5, 
 
 
 class TicTacToe(gymnasium.Env[np.ndarray, int]):
-    """Own stones are 1, the other player's -1. A win earns 1, a loss -1; a field that is taken is an error."""
+    """The board has 1 for own stones and -1 for the other player's. A win gives the reward 1, a loss -1."""
 
     observation_space = spaces.Box(-1, 1, (9,), np.float32)
     action_space = spaces.Discrete(9)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        """Begin a game, as the first or the second to move."""
+        """Start a game as the first or second player."""
         super().reset(seed=seed)
         self.board = np.zeros(9, np.float32)
         if self.np_random.integers(2):
@@ -44,7 +44,7 @@ class TicTacToe(gymnasium.Env[np.ndarray, int]):
         return self.board.copy(), 0.0, False, False, {}
 
     def action_masks(self) -> np.ndarray:
-        """Return which fields are free."""
+        """Return the free fields."""
         return self.board == 0
 
 
@@ -52,7 +52,7 @@ gymnasium.register("TicTacToe-v0", TicTacToe)
 
 
 def main(max_env_steps: int = 100_000) -> float:
-    """Train, and return the mean result of 200 games."""
+    """Train, and return the mean return of 200 games."""
     torch.set_num_threads(1)
     seed_everything(0)
     masks = {"action_mask": "method.action_masks"}

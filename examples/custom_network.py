@@ -1,9 +1,9 @@
-"""Bring your own network, in the two ways there are.
+"""Two ways to use a custom network.
 
     python examples/custom_network.py
 
-An *encoder* turns observations into features; heads for actions and value are put on top of it. Named by its class path
-it works from YAML too and survives `load_from_checkpoint`. Overriding `make_policy` changes the whole actor-critic.
+An *encoder* turns observations into features; the package adds the heads for actions and value. Given by its class path
+it also works in YAML and with `load_from_checkpoint`. Overriding `make_policy` changes the whole actor-critic.
 """
 
 import torch
@@ -21,7 +21,7 @@ class FourierEncoder(nn.Module):
         super().__init__()
         self.register_buffer("frequencies", torch.randn(space.shape[0], num_frequencies))
         self.linear = nn.Linear(2 * num_frequencies, out_features)
-        self.out_features = out_features  # the heads need to know it
+        self.out_features = out_features  # input size of the heads
 
     def forward(self, observations: Tensor) -> Tensor:
         """Map observations `[..., n]` to features `[..., out_features]`."""
@@ -41,7 +41,7 @@ class LinearCriticPPO(PPO):
 
 
 def main(max_env_steps: int = 20_000) -> list[PPO]:
-    """Train one of each for a while."""
+    """Train one model with each network."""
     torch.set_num_threads(1)
     seed_everything(0)
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=128)

@@ -1,9 +1,9 @@
-"""Actions of several parts, observations of several parts: choose a club, and how hard to hit the ball.
+"""Nested actions and observations: choose a golf club, and how hard to hit the ball.
 
     python examples/hybrid_actions.py
 
-The club is a choice that depends on where the ball lies: in the sand only the wedge moves it, as the mask says. The
-swing is a number within bounds, of a beta distribution.
+The club is a discrete action with a mask: in the sand only the wedge is allowed. The swing is a number between bounds,
+with a beta distribution.
 """
 
 from typing import Any
@@ -20,34 +20,34 @@ REACH = {"putter": 0.3, "wedge": 1.0, "driver": 3.0}
 
 
 class Golf(gymnasium.Env[dict[str, Any], dict[str, Any]]):
-    """Get the ball into the hole, up to 3 away, with few strokes, each of which costs 1; ten at the most.
+    """Get the ball into the hole, up to 3 away, with at most ten strokes. Each stroke gives the reward -1.
 
-    A stroke goes where it should but for 3 % of the reach of the club; within 0.1 the ball falls in.
+    The error of a stroke is 3 % of the club's reach. Within a distance of 0.1 the ball falls into the hole.
     """
 
     observation_space = spaces.Dict({"distance": spaces.Box(0, np.inf, (1,)), "in_sand": spaces.Discrete(2)})
     action_space = spaces.Dict({"club": spaces.Discrete(len(REACH)), "swing": spaces.Box(0, 1, (1,))})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict]:
-        """Put the ball somewhere."""
+        """Put the ball at a random distance."""
         super().reset(seed=seed)
         self.distance, self.strokes = self.np_random.uniform(0.2, 3), 0
-        return self.look(), {}
+        return self.observe(), {}
 
     def step(self, action: dict[str, Any]) -> tuple[dict[str, Any], float, bool, bool, dict]:
-        """Hit it."""
+        """Hit the ball."""
         reach = list(REACH.values())[action["club"]]
         self.distance = abs(self.distance - reach * (action["swing"].item() + 0.03 * self.np_random.normal()))
         self.strokes += 1
-        return self.look(), -1.0, self.distance < 0.1, self.strokes == 10, {}
+        return self.observe(), -1.0, self.distance < 0.1, self.strokes == 10, {}
 
-    def look(self) -> dict[str, Any]:
-        """Return what is seen of where the ball lies."""
+    def observe(self) -> dict[str, Any]:
+        """Return the distance to the hole, and whether the ball lies in the sand."""
         self.in_sand = self.distance > 0.5 and self.np_random.random() < 0.2
         return {"distance": np.array([self.distance], np.float32), "in_sand": int(self.in_sand)}
 
     def action_masks(self) -> dict[str, np.ndarray]:
-        """Return which clubs are of use; the swing needs no mask."""
+        """Return the allowed clubs; the swing needs no mask."""
         return {"club": np.array([not self.in_sand, True, not self.in_sand])}
 
 
@@ -56,7 +56,7 @@ gymnasium.register("Golf-v0", Golf)
 
 def main(max_env_steps: int = 100_000) -> float:
     """Train, and return the mean number of strokes."""
-    torch.set_num_threads(1)  # the fastest for a network as small as this one
+    torch.set_num_threads(1)  # fastest for a small network
     seed_everything(0)
     masks = {"action_mask": "method.action_masks"}
     data = RolloutDataModule("Golf-v0", 16, 64, env=masks, evaluation={"episodes": 200})

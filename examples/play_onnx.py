@@ -1,10 +1,10 @@
-"""Play with an exported policy where there is no PyTorch: onnxruntime, NumPy and Gymnasium are all it takes.
+"""Run an exported policy without PyTorch: onnxruntime, NumPy and Gymnasium are enough.
 
     python examples/play_onnx.py
 
-after `lightning-rl fit --config ppo/cartpole` and `lightning-rl export --ckpt_path last --output policy`.
-Names, dtypes and shapes of what goes in and comes out are in the model's own metadata. A memory is zero where an
-episode begins, and `memory.…` of the next step is `next_memory.…` of this one.
+Run `lightning-rl fit --config ppo/cartpole` and `lightning-rl export --ckpt_path last --output policy` before.
+The metadata of the model has the names, dtypes and shapes of inputs and outputs. Recurrent state is zero at the start
+of an episode; the output `next_memory.…` is the input `memory.…` of the next step.
 """
 
 import json
@@ -19,7 +19,7 @@ import onnxruntime
 
 
 class Policy:
-    """A model that `lightning-rl export` wrote, for one environment whose observation is an array."""
+    """A policy from `lightning-rl export`, for one environment with array observations."""
 
     def __init__(self, path: str) -> None:
         if not Path(path).is_file():
@@ -29,13 +29,13 @@ class Policy:
         self.outputs = [output["name"] for output in self.about["outputs"]]
 
     def reset(self) -> None:
-        """Begin an episode: remember nothing."""
+        """Set the recurrent state to zero, at the start of an episode."""
         rows = {part["name"]: np.zeros((1, *part["shape"]), part["dtype"]) for part in self.about["inputs"]}
         self.memory = {name: zeros for name, zeros in rows.items() if name.startswith("memory")}
         self.dtype = rows["observation"].dtype
 
     def act(self, observation: np.ndarray) -> Any:  # noqa: ANN401 - an action of any space
-        """Return the action, and remember."""
+        """Return the action, and keep the recurrent state."""
         inputs = {"observation": observation[None].astype(self.dtype), **self.memory}
         outputs = dict(zip(self.outputs, self.session.run(self.outputs, inputs), strict=True))
         self.memory = {name: outputs[f"next_{name}"] for name in self.memory}
@@ -43,16 +43,16 @@ class Policy:
 
 
 def positions(observation: np.ndarray) -> np.ndarray:
-    """Return what a policy sees that was trained without velocities, as in configs/ppo/cartpole_memory.yaml."""
+    """Return the observation without velocities, as in configs/ppo/cartpole_memory.yaml."""
     return observation[[0, 2]]
 
 
 def main(
     path: str = "policy/greedy.onnx",
     episodes: int = 5,
-    see: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    transform: Callable[[np.ndarray], np.ndarray] = np.asarray,
 ) -> list[float]:
-    """Play episodes, print and return what they gave; `see=positions` plays the task that needs a memory."""
+    """Play episodes, and return their returns; `transform=positions` hides the velocities."""
     policy, returns = Policy(path), []
     env = gymnasium.make(policy.about["env_id"])
     for seed in range(episodes):
@@ -60,7 +60,7 @@ def main(
         policy.reset()
         total, over = 0.0, False
         while not over:
-            observation, reward, terminated, truncated, _ = env.step(policy.act(see(observation)))
+            observation, reward, terminated, truncated, _ = env.step(policy.act(transform(observation)))
             total, over = total + float(reward), terminated or truncated
         returns.append(total)
         print(f"episode {seed}: return {total:g}")

@@ -1,8 +1,8 @@
-"""REINFORCE with a learned baseline: an algorithm of your own in `__init__`, `update` and `loss`.
+"""REINFORCE with a learned baseline: a custom algorithm in `__init__`, `update` and `loss`.
 
     python examples/reinforce.py
 
-docs/custom.md explains each call, in the section Algorithm. The base class adds devices, ranks, masks, recurrent
+docs/custom.md explains each call in its section Algorithm. The base class adds devices, ranks, masks, recurrent
 policies, checkpoints, schedules and logging.
 """
 
@@ -19,7 +19,7 @@ from lightning_rl.training.loss import Loss
 class Reinforce(OnPolicyAlgorithm):
     """REINFORCE with a value baseline (Williams 1992): one gradient step per rollout."""
 
-    def __init__(self, *args: Any, value_coef: float = 0.5, **kwargs: Any) -> None:  # noqa: ANN401 - those of the base class
+    def __init__(self, *args: Any, value_coef: float = 0.5, **kwargs: Any) -> None:  # noqa: ANN401 - options of the base class
         super().__init__(*args, **kwargs)
         self.value_coef = value_coef
         self.estimator.gae_lambda = 1.0  # advantage = return - value
@@ -47,7 +47,7 @@ def main(max_env_steps: int = 100_000) -> float:
     options = {"gamma": 0.98, "learning_rate": 5e-3, "optimizer": {"anneal": True}}
     model = Reinforce(data.observation_space, data.action_space, **options)
     trainer = Trainer(
-        max_epochs=-1,  # the environment steps decide
+        max_epochs=-1,  # EnvStepLimit ends the run
         limit_val_batches=0,
         accelerator="cpu",
         callbacks=[EnvStepLimit(max_env_steps), EnvStepProgressBar()],

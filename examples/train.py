@@ -2,8 +2,7 @@
 
     python examples/train.py
 
-Lightning's Trainer does everything that is not reinforcement learning: add `accelerator`, `devices`, `strategy`,
-`precision`, `logger` or more callbacks as for any other LightningModule.
+The Trainer takes `accelerator`, `devices`, `strategy`, `precision`, `logger` and callbacks as for any LightningModule.
 """
 
 from dataclasses import replace
@@ -17,14 +16,14 @@ from lightning_rl import PPO, EnvStepLimit, EnvStepProgressBar, RolloutDataModul
 
 def main(max_env_steps: int = 100_000, root: str = "runs/examples/train") -> float:
     """Train for `max_env_steps` environment steps and return the mean return of 100 episodes."""
-    torch.set_num_threads(1)  # the fastest for a network as small as this one
+    torch.set_num_threads(1)  # fastest for a small network
     seed_everything(0)
     data = RolloutDataModule("CartPole-v1", num_envs=8, rollout_length=32, rollouts_per_epoch=50)
     # The learning rate is annealed to 0 at the limit below.
     model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, optimizer={"anneal": True})
     best = ModelCheckpoint(f"{root}/checkpoints", filename="best-{step}", monitor="val/episode_return", mode="max")
     trainer = Trainer(
-        max_epochs=-1,  # the environment steps decide
+        max_epochs=-1,  # EnvStepLimit ends the run
         callbacks=[EnvStepLimit(max_env_steps), EnvStepProgressBar(), best],
         accelerator="cpu",
         log_every_n_steps=10,

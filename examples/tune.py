@@ -1,10 +1,10 @@
-"""Look for settings with Optuna, each tried with several seeds; the best become a configuration.
+"""Tune hyper-parameters with Optuna, several seeds per trial, and write the best as a configuration.
 
     python examples/tune.py
 
-A trial reports the return of every validation at its environment steps, and is stopped where others did better there.
-Trials are kept in a file: started again, or started twice at once, this goes on with the same study. What it writes
-runs as it is: `lightning-rl fit --config best.yaml`.
+A trial reports its validation returns against environment steps, and is pruned if other trials were better there.
+Trials are stored in `tune.db`: a second process, or a second start, continues the same study. Train with the result by
+`lightning-rl fit --config best.yaml`.
 """
 
 import logging
@@ -23,7 +23,7 @@ RETURN = "val/episode_return"
 
 
 class ReportReturn(Callback):
-    """Tell a trial of each validation, and stop where it is not worth going on; steps of earlier seeds come first."""
+    """Report the return of each validation to a trial, and prune it; counts the steps of earlier seeds too."""
 
     def __init__(self, trial: optuna.Trial, earlier_steps: int) -> None:
         self.trial, self.earlier_steps = trial, earlier_steps
@@ -35,7 +35,7 @@ class ReportReturn(Callback):
 
 
 def suggest(trial: optuna.Trial) -> dict[str, Any]:
-    """Return the options of PPO that a trial is about."""
+    """Return the options of PPO for a trial."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-4, 3e-3, log=True),
         "num_epochs": trial.suggest_categorical("num_epochs", [4, 10, 20]),
@@ -45,7 +45,7 @@ def suggest(trial: optuna.Trial) -> dict[str, Any]:
 
 
 def run(trial: optuna.Trial, seed: int, earlier_steps: int, max_env_steps: int) -> float:
-    """Train once, and return the last validation's mean return."""
+    """Train with one seed, and return the mean return of the last validation."""
     seed_everything(seed, verbose=False)
     data = RolloutDataModule(**DATA)
     model = PPO(data.observation_space, data.action_space, **suggest(trial))
@@ -57,16 +57,16 @@ def run(trial: optuna.Trial, seed: int, earlier_steps: int, max_env_steps: int) 
 
 
 def main(num_trials: int = 30, seeds: tuple[int, ...] = (0, 1, 2), max_env_steps: int = 30_000) -> optuna.Study:
-    """Look for the best mean return over seeds, and write `best.yaml`."""
+    """Maximize the mean return over seeds, and write `best.yaml`."""
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # every run would say which devices there are
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # hides the devices of every run
 
     def objective(trial: optuna.Trial) -> float:
         runs = [run(trial, seed, n * 2 * max_env_steps, max_env_steps) for n, seed in enumerate(seeds)]
         return sum(runs) / len(runs)
 
     pruner = optuna.pruners.MedianPruner(n_startup_trials=5)
-    sampler = optuna.samplers.TPESampler()  # without a seed: a study that goes on would try the same again
+    sampler = optuna.samplers.TPESampler()  # without a seed: a continued study would repeat its trials
     names = {"storage": "sqlite:///tune.db", "study_name": "ppo-cartpole", "load_if_exists": True}
     study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner, **names)
     study.optimize(objective, n_trials=num_trials)

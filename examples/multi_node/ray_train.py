@@ -3,8 +3,7 @@
     pip install "ray[train]"
     python examples/multi_node/ray_train.py
 
-Without a cluster Ray starts one on this machine. On a cluster, submit the script as a job or set RAY_ADDRESS; Ray
-places the workers, restarts them and collects what they report.
+Without a cluster Ray starts one on this machine. On a cluster, submit the script as a job or set RAY_ADDRESS.
 """
 
 import ray.train
@@ -17,16 +16,16 @@ from lightning_rl import PPO, EnvStepLimit, RolloutDataModule
 
 
 def train_worker(config: dict[str, int]) -> None:
-    """Run in each worker: what a script for one process does, but for `strategy` and `plugins`."""
+    """Run in each worker: like a script for one process, with another `strategy` and `plugins`."""
     torch.set_num_threads(1)
-    seed_everything(0)  # the same in all workers: seeds of environments are derived from it and the rank
+    seed_everything(0)  # same seed in all workers; environments also use the rank
     data = RolloutDataModule("CartPole-v1", num_envs=4, rollout_length=128, rollouts_per_epoch=4)
     model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, num_epochs=10, num_minibatches=4)
     trainer = Trainer(
         strategy=RayDDPStrategy(),
         plugins=[RayLightningEnvironment()],
         accelerator="cpu",
-        devices="auto",  # as Ray has assigned them
+        devices="auto",  # assigned by Ray
         max_epochs=-1,
         callbacks=[EnvStepLimit(config["max_env_steps"])],
         logger=False,

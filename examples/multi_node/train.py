@@ -5,8 +5,8 @@ On the first node, whose address is 10.0.0.1 here, and on the second:
     torchrun --nnodes 2 --node_rank 0 --nproc_per_node 1 --master_addr 10.0.0.1 examples/multi_node/train.py
     torchrun --nnodes 2 --node_rank 1 --nproc_per_node 1 --master_addr 10.0.0.1 examples/multi_node/train.py
 
-Both may run on one machine, with 127.0.0.1 as address, to try it out. Each process has its own environments; together
-they take the gradient steps of one process that has them all.
+To try it on one machine, use the address 127.0.0.1. Each process has its own environments; together they take the same
+gradient steps as one process with all environments.
 """
 
 import torch
@@ -18,12 +18,12 @@ from lightning_rl import PPO, EnvStepLimit, EnvStepProgressBar, LastCheckpoint, 
 def main(max_env_steps: int = 100_000, root: str = "runs/examples/multi_node") -> PPO:
     """Train for `max_env_steps` environment steps of both nodes together, and return the algorithm."""
     torch.set_num_threads(1)
-    seed_everything(0)  # the same on all nodes: seeds of environments are derived from it and the rank
+    seed_everything(0)  # same seed on all nodes; environments also use the rank
     data = RolloutDataModule("CartPole-v1", num_envs=4, rollout_length=128, rollouts_per_epoch=4)
     model = PPO(data.observation_space, data.action_space, learning_rate=1e-3, num_epochs=10, num_minibatches=4)
     trainer = Trainer(
         num_nodes=2,
-        devices=1,  # on each node: as many as processes that torchrun or SLURM starts there
+        devices=1,  # number of processes per node that torchrun or SLURM starts
         strategy="ddp",
         accelerator="cpu",
         max_epochs=-1,
@@ -38,4 +38,4 @@ def main(max_env_steps: int = 100_000, root: str = "runs/examples/multi_node") -
 
 if __name__ == "__main__":
     main()
-    torch.distributed.destroy_process_group()  # or else PyTorch may abort the process at its very end
+    torch.distributed.destroy_process_group()  # otherwise PyTorch may abort the process at exit
