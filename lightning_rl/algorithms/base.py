@@ -14,7 +14,6 @@ from gymnasium import spaces
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info  # type: ignore[attr-defined]
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_rl import fast
 from lightning_rl.checkpointing.atomic import AtomicCheckpointIO
@@ -45,7 +44,7 @@ from lightning_rl.options import (
     refuse_unknown_options,
 )
 from lightning_rl.policies.acting import act
-from lightning_rl.policies.actor_critic import ActorCritic, check_modes_agree
+from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.config import POLICY_OPTIONS, PolicyConfig, PolicyOptions
 from lightning_rl.policies.distributions import Distribution
 from lightning_rl.policies.values import on_rows
@@ -53,11 +52,13 @@ from lightning_rl.rollouts.batch import Batch, set_global_weights
 from lightning_rl.rollouts.episode import Episode
 from lightning_rl.rollouts.replay import Replay
 from lightning_rl.rollouts.rollout import Rollout
-from lightning_rl.spaces import SpaceOrDict, differing, space_from_dict, space_to_dict
+from lightning_rl.spaces import SpaceOrDict, space_from_dict
 from lightning_rl.training.advantages import AdvantageEstimator, explained_variance
 from lightning_rl.training.checks import (
     check_options,
+    check_spaces,
     check_strategy,
+    check_trainer,
     plain_options,
     refuse_automatic_optimization,
     refuse_tuners,
@@ -78,13 +79,12 @@ from lightning_rl.training.gradient_steps import GradientSteps, NotFiniteError
 from lightning_rl.training.loss import Loss
 from lightning_rl.training.metrics import RolloutMetrics, StepMetric
 from lightning_rl.training.normalizers import Normalizers, make_reward_normalizer
-from lightning_rl.training.observing import HistogramLogger, SaturationCheck, histogram_loggers
+from lightning_rl.training.observing import HistogramLogger, SaturationCheck
 from lightning_rl.training.optimizers import (
-    SCHEDULER,
     adam,
     check_optimizers,
+    has_own_critic_optimizer,
     make_optimizers,
-    optimizer_specs,
     scheduler_spec,
     step_scheduler,
     try_optimizers,
@@ -105,7 +105,6 @@ from lightning_rl.validation import (
     check,
     constructor_options,
     import_class,
-    instantiate,
     loading,
 )
 
@@ -551,45 +550,34 @@ class OnPolicyAlgorithm(LightningModule):
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         """Return the optimizer, or a list of it and the critic's own one; with a scheduler, lists of both."""
-        rates = [self.schedules.first(name, getattr(self, name)) for name in RATES]
-        self._try_optimizers(on_any_device=False)
-        optimizers = make_optimizers(self.policy, self._optimizer_specs(), self.options["optimizer.groups"], rates)
-        if (scheduler := scheduler_spec(self.options)) is None:
-            return optimizers if len(optimizers) > 1 else optimizers[0]
-        return optimizers, [instantiate(SCHEDULER, scheduler, LRScheduler, optimizer) for optimizer in optimizers]
-
-    def _optimizer_specs(self) -> dict[str, ClassSpec]:
-        return optimizer_specs(self.options, self.default_optimizer())
+        default, rates = self.default_optimizer(), [self.schedules.first(name, getattr(self, name)) for name in RATES]
+        try_optimizers(self.policy, self.options, default, on_any_device=False)
+        optimizers, schedulers = make_optimizers(self.policy, self.options, default, rates)
+        if schedulers:
+            return optimizers, schedulers
+        return optimizers if len(optimizers) > 1 else optimizers[0]
 
     def _set_learning_rates(self, learning_rate: Scheduled) -> None:
         """Set the initial learning rates of the optimizer and of the critic's own one, and their schedules."""
         self.learning_rate = self.critic_learning_rate = self.scheduled("learning_rate", learning_rate, above=0)
-        rates = RATES[: len(self._optimizer_specs())]
-        if len(rates) > 1:
+        if has_critic := has_own_critic_optimizer(self.options):
             option = "optimizer.critic.learning_rate"
             option = "learning_rate" if self.options[option] is None else option
             rate = self.options[option]
             self.critic_learning_rate = self.scheduled("critic_learning_rate", rate, above=0, option=option)
         if self.options["optimizer.anneal"]:
-            for name in rates:
+            for name in RATES[: 1 + has_critic]:
                 self.schedules.anneal(name, getattr(self, name))
 
     def _check_policy(self) -> None:
         """Raise a `ConfigurationError` unless the optimizers and penalties of the options fit the policy."""
-        check_optimizers(self.policy, self._optimizer_specs(), self.options["optimizer.groups"])
-        self._try_optimizers(on_any_device=True)
+        check_optimizers(self.policy, self.options, self.default_optimizer())
+        try_optimizers(self.policy, self.options, self.default_optimizer(), on_any_device=True)
         penalties = (self.options[f"optimizer.l2.{part}"] for part in ("policy", "value", "shared"))
         self.weight_penalty = WeightPenalty(*penalties)
         self.weight_penalty.check_policy(self.policy)
         if warmup_steps := self.options["optimizer.critic_warmup_steps"]:
             check_critic(self.policy, "optimizer.critic_warmup_steps", warmup_steps)
-
-    def _try_optimizers(self, on_any_device: bool) -> None:
-        """Take test steps with optimizers and schedulers other than the default ones."""
-        names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
-        if any(self.options[f"optimizer.{name}"] for name in names):
-            groups, scheduler = self.options["optimizer.groups"], scheduler_spec(self.options)
-            try_optimizers(self.policy, self._optimizer_specs(), groups, scheduler, on_any_device)
 
     # ------------------------------------------------------------------ hooks of Lightning
 
@@ -619,15 +607,7 @@ class OnPolicyAlgorithm(LightningModule):
         self.updating = False
         check_strategy(self.trainer.strategy)
         compile_policy_alone(self, self.policy)
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        for name in ("observation_space", "action_space"):
-            if (space := getattr(data, name, None)) is not None and space_to_dict(space) != self.options[name]:
-                found, expected = differing(space, getattr(self, name))
-                env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
-                raise ConfigurationError(
-                    f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
-                    f"{type(self).__name__} was made for"
-                )
+        check_spaces(self, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     def check_run(self, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:
         """Raise a `ConfigurationError` if an option does not work with the Trainer or the shape `(T, B)` of rollouts.
@@ -636,25 +616,11 @@ class OnPolicyAlgorithm(LightningModule):
         """
         has_update = type(self).update is not OnPolicyAlgorithm.update
         check(has_update, "model", type(self).__name__, "an algorithm, a class that has an update")
-        refuse_tuners(trainer)
-        device = trainer.strategy.root_device
-        # float16 needs loss scaling, which hides gradient norms. XLA would cast the learner's policy, not the acting
-        # copy.
-        on_xla = "xla" in (self.device.type, device.type)
-        precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
-        check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
-        problem = fast.compiler_problem(device) or None
+        check_trainer(self, trainer, rollout_shape)
+        problem = fast.compiler_problem(trainer.strategy.root_device) or None
         possible = self.fast_paths != "compiled" or problem is None
         check(possible, "debug.fast_paths", self.fast_paths, f"auto, since {problem}")
-        check_modes_agree(self.policy)
-        if (memory := getattr(self.policy, "memory", None)) is not None:
-            expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
-            check(not on_xla, "policy.memory", self.options["policy.memory"], expected)
-            if rollout_shape is not None:
-                memory.num_sequences(rollout_shape)
         self.schedules.check_end(self, is_bounded(trainer), "a run with an end: set max_env_steps or max_epochs")
-        shown = not self.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
-        check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")
 
     def check_actors(self, num_actors: int) -> None:
         """Raise a `ConfigurationError` for asynchronous actors if the algorithm needs on-policy rollouts."""

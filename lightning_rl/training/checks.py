@@ -18,10 +18,12 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_rl.options import options_named
+from lightning_rl.policies.actor_critic import check_modes_agree
 from lightning_rl.policies.networks import network_to_plain_data
 from lightning_rl.policies.recurrent import MemoryOptions
-from lightning_rl.spaces import space_to_dict
+from lightning_rl.spaces import differing, space_to_dict
 from lightning_rl.training.config import AdvantageConfig, DebugConfig, NormalizationConfig, OptimizerConfig
+from lightning_rl.training.observing import histogram_loggers
 from lightning_rl.training.optimizers import (
     SCHEDULER,
     AdaptiveLearningRate,
@@ -224,3 +226,47 @@ def check_strategy(strategy: str | Strategy) -> None:
             f"strategy={value!r} averages gradients after each device has clipped its own: expected one XLA device, "
             "devices=1 and strategy='single_xla'"
         )
+
+
+def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorithm
+    """Check that a data module has the spaces that an algorithm was made for.
+
+    Raises:
+        ConfigurationError: It has another space.
+    """
+    for name in ("observation_space", "action_space"):
+        space = getattr(data, name, None)
+        if space is not None and space_to_dict(space) != model.options[name]:
+            found, expected = differing(space, getattr(model, name))
+            env_id = getattr(getattr(data, "spec", None), "env_id", "the environments")
+            raise ConfigurationError(
+                f"{name}={found} of {env_id} does not fit: expected {expected}, the space that "
+                f"{type(model).__name__} was made for"
+            )
+
+
+def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
+    """Check that a Trainer can train an algorithm.
+
+    Args:
+        model: The algorithm.
+        trainer: The Trainer.
+        rollout_shape: `(T, B)` of the rollouts of one rank. None: unknown.
+
+    Raises:
+        ConfigurationError: It has a tuner, a precision or loggers that do not work with the algorithm, or the policy
+            cannot learn from rollouts of this shape, or behaves differently during collection and updates.
+    """
+    refuse_tuners(trainer)
+    # float16 needs loss scaling, which hides gradient norms. XLA would cast the learner's policy, not the acting copy.
+    on_xla = "xla" in (model.device.type, trainer.strategy.root_device.type)
+    precisions = ("32-true",) if on_xla else ("32-true", "bf16-mixed", "bf16-true", "64-true")
+    check(trainer.precision in precisions, "precision", trainer.precision, "one of " + ", ".join(precisions))
+    check_modes_agree(model.policy)
+    if (memory := getattr(model.policy, "memory", None)) is not None:
+        expected = "None on XLA, which would compile for every way in which episodes can end in a rollout"
+        check(not on_xla, "policy.memory", model.options["policy.memory"], expected)
+        if rollout_shape is not None:
+            memory.num_sequences(rollout_shape)
+    shown = not model.options["debug.histograms"] or bool(histogram_loggers(trainer.loggers))
+    check(shown, "debug.histograms", True, "false, or a TensorBoardLogger to show them")

@@ -102,9 +102,19 @@ def optimizers_and_schedulers(made: Any) -> tuple[Sequence[Optimizer], Sequence[
     return (made if isinstance(made, list) else [made]), []
 
 
-def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups) -> None:
+def _parts(
+    policy: nn.Module, options: Mapping[str, Any], default: ClassSpec
+) -> list[tuple[str, ClassSpec, dict[str | None, list[nn.Parameter]]]]:
+    """Return option group, class and arguments, and parameters by pattern of each optimizer."""
+    specs = optimizer_specs(options, default)
+    parts = split_parameters(policy, options["optimizer.groups"], separate=len(specs) > 1)
+    return [(field, spec, part) for (field, spec), part in zip(specs.items(), parts, strict=True)]
+
+
+def check_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec) -> None:
     """Check that all patterns match a parameter, and that the optimizers know the options of the groups."""
-    for (field, spec), part in zip(specs.items(), split_parameters(policy, groups, len(specs) > 1), strict=True):
+    groups: ParameterGroups = options["optimizer.groups"]
+    for field, spec, part in _parts(policy, options, default):
         known = set(inspect.signature(import_class(field, spec["class_path"], Optimizer)).parameters) - {"params", "lr"}
         for pattern in filter(None, part):
             unknown = sorted({*groups[pattern]} - known - {SCALE})
@@ -112,31 +122,22 @@ def check_optimizers(policy: nn.Module, specs: Mapping[str, ClassSpec], groups: 
             check(not unknown, f"optimizer.groups: {pattern}", groups[pattern], expected)
 
 
-def try_optimizers(
-    policy: nn.Module,
-    specs: Mapping[str, ClassSpec],
-    groups: ParameterGroups,
-    scheduler: ClassSpec | None,
-    on_any_device: bool,
-) -> None:
-    """Check that optimizers and schedulers can take steps, with small dummy parameters; see `make_optimizers`.
+def try_optimizers(policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, on_any_device: bool) -> None:
+    """Check that optimizers and schedulers that a user chose can take steps, with small dummy parameters.
 
-    Args:
-        policy: Policy with the real parameters.
-        specs: Class and arguments of the optimizers.
-        groups: Options of single parameters.
-        scheduler: Class and arguments of the scheduler.
-        on_any_device: Try the optimizers that run on every device. False tries the others, which need the policy on
-            its final device.
+    `on_any_device` tries the optimizers that run on every device; otherwise those that need the policy on its device.
     """
-    parts = split_parameters(policy, groups, separate=len(specs) > 1)
-    for (field, spec), part in zip(specs.items(), parts, strict=False):
-        capturable = any(options.get("capturable") for options in (spec["init_args"], *groups.values()))
+    names = ("name", "options", "critic.name", "critic.options", "groups", "scheduler.name")
+    if not any(options[f"optimizer.{name}"] for name in names):
+        return
+    groups: ParameterGroups = options["optimizer.groups"]
+    for field, spec, part in _parts(policy, options, default):
+        capturable = any(some.get("capturable") for some in (spec["init_args"], *groups.values()))
         runs_anywhere = spec["class_path"].startswith(("torch.", "lightning_rl.")) and not capturable
         devices = {parameter.device.type for members in part.values() for parameter in members}
         # Meta tensors have no numbers, and XLA would compile each step.
         if runs_anywhere == on_any_device and not devices & {"meta", "xla"}:
-            _try_optimizer(field, spec, part, groups, scheduler)
+            _try_optimizer(field, spec, part, groups, scheduler_spec(options))
 
 
 def _try_optimizer(
@@ -171,21 +172,21 @@ def _try_optimizer(
 
 
 def make_optimizers(
-    policy: nn.Module, specs: Mapping[str, ClassSpec], groups: ParameterGroups, rates: Sequence[float]
-) -> list[Optimizer]:
-    """Return the optimizer of a policy, or the optimizers of its actor and of its critic.
+    policy: nn.Module, options: Mapping[str, Any], default: ClassSpec, rates: Sequence[float]
+) -> tuple[list[Optimizer], list[LRScheduler]]:
+    """Return the optimizer of a policy, or the optimizers of its actor and of its critic, and their schedulers, if any.
 
     Args:
         policy: Policy with the parameters.
-        specs: Class and arguments of one or two optimizers, by option group.
-        groups: Options of single parameters, by pattern.
+        options: Options of the algorithm by full name.
+        default: Default optimizer of the algorithm.
         rates: Learning rate of each optimizer.
     """
-    parts = split_parameters(policy, groups, separate=len(specs) > 1)
-    return [
-        _make(field, spec, part, groups, rate)
-        for (field, spec), part, rate in zip(specs.items(), parts, rates, strict=False)
-    ]
+    parts, groups = _parts(policy, options, default), options["optimizer.groups"]
+    optimizers = [_make(*part, groups, rate) for part, rate in zip(parts, rates, strict=False)]
+    if (scheduler := scheduler_spec(options)) is None:
+        return optimizers, []
+    return optimizers, [instantiate(SCHEDULER, scheduler, LRScheduler, optimizer) for optimizer in optimizers]
 
 
 def _make(
