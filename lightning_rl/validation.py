@@ -84,7 +84,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     meant = {**initials, **endings}
     asked = name.lower().split(".")
     exact = [short for start in range(len(asked)) if (short := "_".join(asked[start:])) in meant][:1]
-    near = exact or difflib.get_close_matches(asked[-1], endings, cutoff=0.7)
+    near = exact or difflib.get_close_matches(asked[-1], endings, cutoff=0.65)
     names = [*dict.fromkeys(full for short in near for full in meant[short])][:3]
     return f"; did you mean {' or '.join(names)}?" if names else ""
 

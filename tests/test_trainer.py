@@ -59,7 +59,7 @@ def test_loaders_without_their_data_module_are_refused_with_what_to_pass(used_be
         make_trainer().fit(model, data)
     message = (
         "the Trainer got a loader of RolloutDataModule without the data module.*"
-        r"pass the data module itself, as in trainer.fit\(model, datamodule=data\)"
+        r"pass the data module, as in trainer.fit\(model, datamodule=data\)"
     )
     with pytest.raises(ConfigurationError, match=message):
         make_trainer().fit(model, train_dataloaders=data.train_dataloader())

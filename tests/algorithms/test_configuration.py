@@ -214,7 +214,7 @@ def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, ref
 def test_an_option_that_there_is_not_is_named_with_the_algorithm_and_what_was_meant(algorithm):
     with pytest.raises(ConfigurationError) as caught:
         algorithm(VECTOR, DISCRETE, learning_rat=3e-4)
-    begin = f"learning_rat=0.0003 is no option of {algorithm.__name__}; did you mean learning_rate,"
+    begin = f"learning_rat=0.0003 is no option of {algorithm.__name__}; did you mean learning_rate or"
     assert str(caught.value).startswith(begin)
     with pytest.raises(ConfigurationError, match=rf"^xyz=1 is no option of {algorithm.__name__}$"):
         algorithm(VECTOR, DISCRETE, xyz=1)

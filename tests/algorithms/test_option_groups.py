@@ -185,7 +185,7 @@ def test_what_is_no_field_of_a_group_is_refused_with_the_nearest_name(options, m
     ],
 )
 def test_the_name_of_an_option_without_its_group_suggests_the_full_name(name, full):
-    with pytest.raises(ConfigurationError, match=rf"^{name}=1 is no option of PPO; did you mean {full}(, .*)?\?$"):
+    with pytest.raises(ConfigurationError, match=rf"^{name}=1 is no option of PPO; did you mean {full}( or .*)?\?$"):
         PPO(VECTOR, DISCRETE, **{name: 1})
 
 
