@@ -1,6 +1,7 @@
-"""What an update begins with, option by option: values, returns, normalisers, weights of steps."""
+"""Advantages, value targets, normalizers, step weights and weight penalties, option by option."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_rl import A2C, CLEAR, IMPALA, PPO, VMPO, FailedUpdate, PPOKLPenalty, Rollout, TFAgentsPPO
+from lightning_rl.distributed import moments
 from lightning_rl.rollouts.batch import Batch
 from lightning_rl.training.advantages import AdvantageEstimator
 from lightning_rl.training.loss import Loss
+from lightning_rl.training.normalizers import Normalizers
 from lightning_rl.training.parameter_groups import weights_by_part
 from lightning_rl.validation import ConfigurationError
 from tests.helpers import (
@@ -51,17 +54,17 @@ def fit(model: PPO, *rollouts: Rollout, **trainer: Any) -> Recorder:
 
 
 def empirical_returns(rollout: Rollout, gamma: float) -> Tensor:
-    """Rewards summed step by step, to the end of the episode or of the rollout and the value there."""
+    """Sum rewards step by step up to the end of the episode, or of the rollout plus the value there."""
     returns, length = torch.zeros_like(rollout.rewards), len(rollout.rewards)
     for b in range(rollout.shape[1]):
         for t in reversed(range(length)):
-            goes_on = t + 1 < length and not rollout.dones[t, b]
-            following = returns[t + 1, b] if goes_on else rollout.next_values[t, b]
+            continues = t + 1 < length and not rollout.dones[t, b]
+            following = returns[t + 1, b] if continues else rollout.next_values[t, b]
             returns[t, b] = rollout.rewards[t, b] + (0.0 if rollout.terminated[t, b] else gamma) * following
     return returns
 
 
-def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
+def test_monte_carlo_advantages_are_discounted_rewards_minus_value():
     model = make(advantages={"estimator": "monte_carlo"})
     rollout = random_rollout(model.policy)
     assert rollout.truncated.any()
@@ -71,7 +74,7 @@ def test_monte_carlo_advantages_are_sums_of_rewards_less_the_value():
     torch.testing.assert_close(batch.advantages, returns - batch.values, **EXACT)
 
 
-def test_empirical_value_targets_leave_the_advantages_alone():
+def test_empirical_value_targets_do_not_change_advantages():
     model, usual = make(advantages={"value_target": "empirical"}), make()
     rollout = random_rollout(model.policy)
     batch = model.batch(rollout)
@@ -81,13 +84,13 @@ def test_empirical_value_targets_leave_the_advantages_alone():
 
 
 class EveryOther(PPOKLPenalty):
-    """Nothing of every second rollout counts."""
+    """All steps of every second rollout have weight 0."""
 
     def step_weights(self, rollout: Rollout) -> Tensor | None:
         return torch.zeros(rollout.shape) if self.policy_version % 2 else None
 
 
-def test_a_rollout_of_which_nothing_counts_moves_no_parameter_along_the_moments_of_adam():
+def test_no_step_is_taken_if_all_steps_have_weight_0():
     model = make(EveryOther)
     rollouts = [random_rollout(model.policy, seed=seed) for seed in range(3)]
     states: list[dict[str, Tensor]] = []
@@ -100,15 +103,15 @@ def test_a_rollout_of_which_nothing_counts_moves_no_parameter_along_the_moments_
     changed = [
         {n for n in after if not torch.equal(after[n], before[n])} for before, after in itertools.pairwise(states)
     ]
-    assert changed[0] == set()  # nor the coefficient of the penalty
+    assert changed[0] == set()  # not even the KL coefficient
     assert "kl_coef" in changed[1]
     assert len(changed[1]) > 5
 
 
 @pytest.mark.parametrize("cls", [PPO, A2C, VMPO, IMPALA])
 @pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 4}])
-def test_no_algorithm_takes_a_step_where_no_row_counts(cls, memory):
-    """With memory rows of weight 0 are in sequences all the same."""
+def test_no_algorithm_takes_a_step_without_counted_rows(cls, memory):
+    """With memory, rows of weight 0 stay in their sequences."""
     data = make_data("Pendulum-v1", rollouts_per_epoch=3)
     changed: list[bool] = []
 
@@ -130,8 +133,8 @@ def test_no_algorithm_takes_a_step_where_no_row_counts(cls, memory):
 
 
 @pytest.mark.parametrize("replayed", [False, True])
-def test_a_step_of_clear_may_be_of_replayed_rows_alone(replayed):
-    """Where nothing of the new rollout counts; what it kept is no less worth learning from."""
+def test_clear_can_learn_from_replayed_rows_only(replayed):
+    """All steps of the new rollout have weight 0."""
     data = make_data("Pendulum-v1", rollouts_per_epoch=2)
 
     class Late(CLEAR):
@@ -145,20 +148,20 @@ def test_a_step_of_clear_may_be_of_replayed_rows_alone(replayed):
 
 
 class Doubled(AdvantageEstimator):
-    """Normalizes to twice the usual."""
+    """Doubles the standardized advantages."""
 
     def standardize(self, parts: Any) -> Any:
         return [2 * part for part in super().standardize(parts)]
 
 
 class WithDoubled(PPO):
-    """Has it."""
+    """PPO with the estimator above."""
 
     def make_estimator(self, **options: Any) -> AdvantageEstimator:
         return Doubled(self.policy, self.normalizers, **options)
 
 
-def test_an_override_of_how_advantages_are_normalized_counts_in_minibatches_too():
+def test_overridden_standardize_is_used_for_minibatches():
     model, usual = make(WithDoubled), make()
     rollout = random_rollout(model.policy)
     for own, other in zip(*(one.minibatches(one.batch(rollout), 1, 2) for one in (model, usual)), strict=True):
@@ -166,7 +169,7 @@ def test_an_override_of_how_advantages_are_normalized_counts_in_minibatches_too(
         assert other.advantages.std().item() == pytest.approx(1)
 
 
-def test_rewards_are_divided_by_their_own_deviation():
+def test_reward_std_divides_rewards_by_their_standard_deviation():
     model, usual = make(normalization={"rewards": "reward_std", "reward_clip": 1.5}), make()
     first, second = (random_rollout(model.policy, seed=seed) for seed in (1, 2))
     first.rewards *= 5
@@ -181,7 +184,7 @@ def test_rewards_are_divided_by_their_own_deviation():
     torch.testing.assert_close(usual.batch(second).advantages.mean(), usual.estimator.gae(second, 0.7).mean(), **EXACT)
 
 
-def test_reward_clip_bounds_and_none_does_not():
+def test_reward_clip_bounds_normalized_rewards():
     for clip, expected in ((2.0, 2.0), (None, 50.0)):
         model = make(normalization={"rewards": True, "reward_clip": clip})
         rollout = random_rollout(model.policy)
@@ -189,7 +192,7 @@ def test_reward_clip_bounds_and_none_does_not():
         torch.testing.assert_close(model.normalizers.rewards(rollout).max().item(), expected, rtol=1e-6, atol=0)
 
 
-def test_observations_are_clipped_and_scaled_as_asked():
+def test_options_of_observation_normalization_take_effect():
     model = make(normalization={"observations": {"clip": 0.5, "epsilon": 3.0, "initial_variance": 1.0}})
     x = torch.tensor([[0.2, -7.0, 0.6]], dtype=torch.float64)
     expected = torch.tensor([[0.1, -0.5, 0.3]], dtype=torch.float64)
@@ -197,7 +200,7 @@ def test_observations_are_clipped_and_scaled_as_asked():
 
 
 class Watching(PPO):
-    """Keeps what the first loss of each rollout sees."""
+    """Keeps the inputs of the first loss of each rollout."""
 
     def loss(self, batch: Batch) -> Loss:
         if not hasattr(self, "seen"):
@@ -210,7 +213,7 @@ NORMALIZED = {"observations": True, "rewards": "reward_std"}
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
-def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
+def test_normalizers_are_updated_before_or_after_the_updates(when):
     model = make(Watching, normalization=NORMALIZED | {"update": when})
     rollout = random_rollout(model.policy, off_policy=0.0)
     recorder = fit(model, rollout)
@@ -221,7 +224,7 @@ def test_normalizers_take_a_rollout_in_before_or_after_its_updates(when):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_values_are_those_of_collection_or_computed_anew(recompute):
+def test_recompute_values_uses_values_of_the_current_normalizer(recompute):
     model = make(
         Watching,
         normalization=NORMALIZED | {"update": "before"},
@@ -232,12 +235,12 @@ def test_values_are_those_of_collection_or_computed_anew(recompute):
     before = rollout.values.clone()
     fit(model, rollout)
     _, batch, current = model.seen
-    assert torch.equal(rollout.values, before)  # the caller's own stays
+    assert torch.equal(rollout.values, before)  # the rollout is not modified
     assert torch.allclose(batch.values, current, rtol=0, atol=1e-12) == recompute
     assert {*batch.values.tolist()} == {*before.flatten().tolist()} or recompute
 
 
-def test_recomputed_values_end_episodes_as_collected_ones_do():
+def test_recomputed_values_treat_episode_ends_like_collected_values():
     model = make(advantages={"recompute_values": True})
     rollout = random_rollout(model.policy)
     expected = make().batch(rollout)
@@ -247,7 +250,7 @@ def test_recomputed_values_end_episodes_as_collected_ones_do():
         torch.testing.assert_close(getattr(batch, name), getattr(expected, name), **EXACT)
 
 
-def test_a_rollout_that_is_skipped_leaves_the_normalizers_as_they_were(tmp_path):
+def test_skipped_update_does_not_change_the_normalizers(tmp_path):
     model = make(normalization=NORMALIZED | {"update": "before"}, debug={"max_skipped_updates": 1})
     good, bad = random_rollout(model.policy, seed=1), random_rollout(model.policy, seed=2)
     bad.log_probs[3, 1] = torch.nan
@@ -263,7 +266,7 @@ def test_a_rollout_that_is_skipped_leaves_the_normalizers_as_they_were(tmp_path)
 
 
 class Weighing(PPO):
-    """Weighs steps by a given tensor."""
+    """Uses given step weights."""
 
     given: Tensor
 
@@ -271,7 +274,7 @@ class Weighing(PPO):
         return self.given
 
 
-def test_loss_is_a_weighted_mean():
+def test_step_weights_make_the_loss_a_weighted_mean():
     model, usual = make(Weighing, advantages={"normalize": "none"}), make(advantages={"normalize": "none"})
     rollout = random_rollout(model.policy)
     model.given = torch.rand(rollout.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -284,8 +287,8 @@ def test_loss_is_a_weighted_mean():
 
 
 @pytest.mark.parametrize("cls", [PPO, TFAgentsPPO])
-def test_weights_of_environments_or_of_times_alone_are_refused(cls):
-    """With as many environments as steps either would be taken for the other."""
+def test_step_weights_of_another_shape_are_refused(cls):
+    """With as many environments as steps, weights of one dimension would be ambiguous."""
     model = type("Weighed", (Weighing, cls), {})(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)})
     rollout = random_rollout(model.policy, length=4, num_envs=4)
     model.given = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -293,7 +296,7 @@ def test_weights_of_environments_or_of_times_alone_are_refused(cls):
         model.batch(rollout)
 
 
-def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
+def test_steps_of_weight_0_do_not_affect_the_update():
     weights = torch.ones(12, 4, dtype=torch.float64)
     weights[5, 2] = weights[9, 0] = 0
     results = []
@@ -313,7 +316,7 @@ def test_steps_of_weight_0_are_left_out_whatever_is_in_them():
 
 
 class WeighingA2C(A2C):
-    """Likewise."""
+    """Uses given step weights."""
 
     given: Tensor
 
@@ -322,8 +325,8 @@ class WeighingA2C(A2C):
 
 
 @pytest.mark.parametrize("kind", [Weighing, WeighingA2C])
-def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
-    """They stay in their sequences."""
+def test_steps_of_weight_0_do_not_affect_advantage_normalization_with_memory(kind):
+    """The steps stay in their sequences."""
     data = make_data(rollout_length=8, rollouts_per_epoch=1)
     torch.manual_seed(0)
     model = kind(
@@ -346,7 +349,7 @@ def test_with_memory_nothing_is_standardised_over_steps_of_weight_0(kind):
 
 
 @pytest.mark.parametrize("part", ["policy", "value", "shared"])
-def test_weight_penalty_is_on_its_part_alone(part):
+def test_weight_penalty_changes_only_its_part(part):
     policy = {"hidden_sizes": (8,), "shared_encoder": part == "shared", "action_distribution": "gaussian"}
     torch.manual_seed(0)
     model = PPO(VECTOR, CONTINUOUS, policy=policy, optimizer={"l2": {part: 0.3}})
@@ -367,7 +370,7 @@ def test_weight_penalty_is_on_its_part_alone(part):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
+def test_weights_of_a_memory_belong_to_the_parts_that_use_it(separate):
     memory = {"kind": "gru", "hidden_size": 5, "separate": separate}
     model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,), "shared_encoder": True, "memory": memory})
     parts = weights_by_part(model.policy)
@@ -398,6 +401,54 @@ def test_a_memory_is_penalised_as_part_of_those_who_have_it(separate):
         ({"debug": {"histograms": 1}}, r"debug.histograms=1 .* true or false"),
     ],
 )
-def test_bad_value_is_refused(options, message):
+def test_invalid_options_raise_a_configuration_error(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
+
+
+class Ranks:
+    """Simulates three ranks in two rounds: in the second round `all_reduce` knows the tensors of all ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = 0
+        self.tensors: dict[int, torch.Tensor] = {}
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: self.rank)
+        monkeypatch.setattr("lightning_rl.distributed.world_size", lambda: 3)
+        monkeypatch.setattr("lightning_rl.training.advantages.world_size", lambda: 3)
+        monkeypatch.setattr("lightning_rl.distributed.all_reduce", self.add_up)
+
+    def add_up(self, x: torch.Tensor, operation: str = "sum") -> torch.Tensor:
+        self.tensors[self.rank] = x
+        return torch.stack(list(self.tensors.values())).sum(0)
+
+    def __iter__(self) -> Iterator[int]:
+        self.tensors.clear()
+        for self.rank in (0, 1, 2, 0, 1, 2):
+            yield self.rank
+
+
+def estimator() -> AdvantageEstimator:
+    policy = PPO(VECTOR, DISCRETE).policy
+    return AdvantageEstimator(policy, Normalizers(policy, None, "after"))
+
+
+def test_moments_cover_all_ranks(monkeypatch):
+    parts = [torch.randn(2, n, dtype=torch.float64) * scale + 1e3 for n, scale in ((5, 1.0), (0, 1.0), (8, 30.0))]
+    ranks = Ranks(monkeypatch)
+    for rank in ranks:
+        count, mean, squares = moments(parts[rank].unbind())
+    whole = torch.cat(parts, 1)
+    assert count.tolist() == [13, 13]
+    torch.testing.assert_close(mean, whole.mean(1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(squares, (whole - whole.mean(1, keepdim=True)).square().sum(1), rtol=1e-12, atol=0)
+    for rank in ranks:
+        standardized = estimator().standardize(parts[rank][:1])[0]
+    torch.testing.assert_close(
+        standardized, (parts[2][0] - whole[0].mean()) / (whole[0].std() + 1e-8), rtol=1e-11, atol=0
+    )
+
+
+def test_equal_advantages_on_several_ranks_become_0(monkeypatch):
+    for rank in Ranks(monkeypatch):
+        standardized = estimator().standardize([torch.full((rank + 3,), 0.1)])[0]
+    assert not standardized.any()

@@ -1,4 +1,4 @@
-"""The rollouts that one log is about: none of another run, none twice, none left out."""
+"""Log windows: every rollout of a run is logged exactly once, also after resuming."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def fit(
     ckpt_path: Path | None = None,
     logger: MemoryLogger | None = None,
 ) -> MemoryLogger:
-    """Learn from eight rollouts of 32 steps, a log for every few of them."""
+    """Train on eight rollouts of 32 steps, with a log after every few rollouts."""
     logger = logger or MemoryLogger()
     trainer = make_trainer(callbacks=[*callbacks], logger=logger, log_every_n_steps=every)
     trainer.fit(model, make_data(rollouts_per_epoch=8), ckpt_path=ckpt_path)
@@ -27,11 +27,11 @@ def fit(
 
 
 def values(logger: MemoryLogger) -> list[tuple[int | None, dict[str, float]]]:
-    """What was logged, without seconds."""
+    """Logged values without durations."""
     return [(step, {k: v for k, v in row.items() if not k.startswith("time/")}) for row, step in logger.calls]
 
 
-def test_what_was_learned_after_the_checkpoint_is_not_logged_by_the_run_that_goes_on_from_it(tmp_path):
+def test_resumed_run_does_not_log_rollouts_after_the_checkpoint(tmp_path):
     class Fails(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: PPO, *_: object) -> None:
             if pl_module.policy_version == 5:
@@ -48,7 +48,7 @@ def test_what_was_learned_after_the_checkpoint_is_not_logged_by_the_run_that_goe
 
 
 class StopsAfter(Callback):
-    """As early stopping and `max_time` do, or by what a signal ends in."""
+    """Stops like early stopping and `max_time`, or raises like a signal."""
 
     def __init__(self, rollouts: int, error: type[BaseException] | None = None) -> None:
         self.rollouts, self.error = rollouts, error
@@ -61,14 +61,14 @@ class StopsAfter(Callback):
 
 
 @pytest.mark.parametrize(("every", "steps"), [(50, [192]), (4, [128, 192]), (3, [96, 192]), (0, [])])
-def test_a_run_that_a_callback_stops_logs_what_is_left_once(every, steps):
+def test_run_stopped_by_a_callback_logs_the_rest_once(every, steps):
     model = make_model(make_data())
     logger = fit(model, StopsAfter(6), every=every)
     assert [step for step, _ in logger.rows("train/policy_loss")] == steps
     assert model.metrics.is_empty == bool(every)
 
 
-def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_checkpoint():
+def test_run_ended_by_an_exception_does_not_log_the_rest():
     model, logger = make_model(make_data()), MemoryLogger()
     with pytest.raises(SystemExit):
         fit(model, StopsAfter(6, SystemExit), logger=logger)
@@ -76,8 +76,8 @@ def test_a_run_that_a_signal_or_an_exception_ends_leaves_what_is_left_to_its_che
     assert not model.metrics.is_empty
 
 
-def test_steps_that_only_reset_leave_no_rollout_of_a_whole_run_unlogged():
-    """They are planned, and do not count, so that the clock ends below what was planned."""
+def test_last_rollout_is_logged_although_resets_reduce_the_env_steps():
+    """Resets are planned but not counted, so the clock ends below the planned steps."""
     logger = MemoryLogger()
     data = make_data(rollouts_per_epoch=3, backend="native")
     trainer = make_trainer(logger=logger)
@@ -88,7 +88,7 @@ def test_steps_that_only_reset_leave_no_rollout_of_a_whole_run_unlogged():
 
 
 def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
-    """A window that some rollouts were taken into, each with other numbers."""
+    """Return a window with some rollouts, each with other numbers."""
     window = LogWindow() if window is None else window
     for k in rollouts:
         episodes = EpisodeSummary([0.1 * k] * (k % 3), [k] * (k % 3))
@@ -96,8 +96,8 @@ def learned(rollouts: range, window: LogWindow | None = None) -> LogWindow:
     return window
 
 
-def test_a_window_that_a_checkpoint_takes_along_is_the_one_that_goes_on():
-    """Whatever there was before, to the last digit, and however often the metrics take in what is pending."""
+def test_restored_log_window_equals_an_uninterrupted_one():
+    """Exactly, whatever the window contained before, and however often pending values are flushed."""
     whole = learned(range(70))
     assert not whole.is_empty
     twin = learned(range(500, 540))
@@ -114,13 +114,13 @@ def test_a_window_that_a_checkpoint_takes_along_is_the_one_that_goes_on():
     assert learned(range(5, 6), whole).compute()["train/b"] == 0.5
 
 
-def test_windows_have_no_part_in_the_state_dict_and_move_with_the_module():
+def test_log_window_is_not_in_the_state_dict():
     window = learned(range(3))
     assert window.state_dict() == {} and not [*window.buffers()]
     assert {type(module).__name__ for module in window.modules()} >= {"EpisodeStatistics", "ScalarMeans", "Total"}
 
 
-def test_an_empty_window_is_restored_as_one():
+def test_empty_log_window_can_be_restored():
     snapshot = LogWindow().snapshot()
     assert (snapshot["names"], snapshot["means"], snapshot["counts"]) == ([], None, {})
     window = learned(range(3))
@@ -128,8 +128,8 @@ def test_an_empty_window_is_restored_as_one():
     assert window.is_empty and str(window.snapshot()) == str(snapshot)
 
 
-def test_callbacks_that_monitor_training_see_every_epoch_though_no_log_is_due():
-    """As in Lightning, where what is monitored does not depend on what loggers get."""
+def test_monitored_values_are_current_at_every_epoch_end_without_a_log():
+    """As in Lightning, monitored values do not depend on the logging interval."""
     data, seen = make_data(rollouts_per_epoch=2), []
 
     class Sees(EarlyStopping):
@@ -149,12 +149,12 @@ def test_callbacks_that_monitor_training_see_every_epoch_though_no_log_is_due():
     make_trainer(max_epochs=3, callbacks=[losses, stopping], logger=logger, log_every_n_steps=5).fit(
         make_model(data), data
     )
-    # Of two rollouts, of four, and of the one after the log.
+    # Means of two rollouts, of four, and of the one after the log.
     assert seen == pytest.approx([sum(losses.all[:2]) / 2, sum(losses.all[:4]) / 4, losses.all[5]])
     assert logger.rows("train/loss") == [(5 * 32, pytest.approx(sum(losses.all[:5]) / 5)), (6 * 32, losses.all[5])]
 
 
-def test_callbacks_that_monitor_training_see_it_at_each_validation():
+def test_monitored_values_are_current_at_every_validation():
     data = make_data(rollouts_per_epoch=4)
     stopping = EarlyStopping("train/loss", patience=100, check_on_train_epoch_end=False)
     seen: list[float] = []

@@ -1,15 +1,12 @@
-"""Statistics of a logging window: values by hand, precision, ranks, growing names; and the record of updates."""
-
-import math
+"""Metrics of a log window: values by hand, precision, ranks and new names."""
 
 import pytest
 import torch
 
-from lightning_rl.training.gradient_steps import UpdateRecord
 from lightning_rl.training.metrics import EpisodeStatistics, ScalarMeans, Total
 
 
-def test_episode_statistics_are_those_of_every_episode_since_the_reset():
+def test_episode_statistics_cover_all_episodes_since_the_reset():
     metric = EpisodeStatistics()
     metric.update([1.0, 4.0], [10, 20])
     metric.update([], [])
@@ -30,14 +27,14 @@ def test_episode_statistics_are_those_of_every_episode_since_the_reset():
     assert metric.compute()["episode_return_min"] == 7.0
 
 
-def test_scalar_means_are_over_all_values_not_over_means():
+def test_scalar_means_average_values_not_means():
     metric = ScalarMeans(["a", "b", "c"])
     metric.update({"a": [1.0, 2.0, 3.0], "b": [5.0], "c": []})
     metric.update({"a": [10.0], "b": [], "c": []})
     assert metric.compute() == {"a": 4.0, "b": 5.0}
 
 
-def test_names_may_be_reported_now_and_then_and_join_later():
+def test_scalar_means_accept_new_and_missing_names():
     metric = ScalarMeans()
     metric.update({"a": [1.0]})
     metric.update({"b": [4.0], "a": [3.0]})
@@ -48,7 +45,7 @@ def test_names_may_be_reported_now_and_then_and_join_later():
     assert metric.compute() == {"b": 1.0}
 
 
-def test_ranks_that_report_names_in_different_orders_and_windows_keep_them_in_the_same():
+def test_scalar_means_sort_names_equally_on_all_ranks():
     ones = [{"b": [1.0], "a": [2.0]}, {"d": [3.0]}, {"c": [4.0], "b": [5.0]}]
     others = [{"a": [2.0], "b": [1.0]}, {"b": [5.0], "c": [4.0]}, {"d": [3.0]}]
     metrics = ScalarMeans(), ScalarMeans()
@@ -76,7 +73,7 @@ def test_total_is_the_sum_since_the_reset():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_statistics_keep_their_digits_in_a_module_cast_to(dtype):
+def test_statistics_stay_float64_after_a_cast(dtype):
     module = torch.nn.ModuleDict({"episodes": EpisodeStatistics(), "means": ScalarMeans(["x"])}).to(dtype)
     torch.set_default_dtype(dtype)  # as under Lightning's bf16-true
     try:
@@ -94,7 +91,7 @@ def test_statistics_keep_their_digits_in_a_module_cast_to(dtype):
     assert module["episodes"].compute()["episode_return"] == 1001
 
 
-def test_a_snapshot_goes_on_where_it_was_taken():
+def test_restored_statistics_continue_from_the_snapshot():
     metric, twin = EpisodeStatistics(), EpisodeStatistics()
     metric.update([1.0, 4.0], [10, 20])
     twin.restore(metric.snapshot())
@@ -104,37 +101,7 @@ def test_a_snapshot_goes_on_where_it_was_taken():
     assert twin.update_called == metric.update_called
 
 
-def test_records_average_over_minibatches():
-    record = UpdateRecord(torch.device("cpu"))
-    for value in (1.0, 2.0, 6.0):
-        record.add(loss=torch.tensor(value), norm=torch.tensor(2 * value, dtype=torch.float64))
-    assert record.means() == {"loss": 3.0, "norm": 6.0}
-    assert UpdateRecord(torch.device("cpu")).means() == {}
-
-
-def test_sums_of_bfloat16_terms_go_on_growing():
-    record = UpdateRecord(torch.device("cpu"))
-    for _ in range(1000):
-        record.add(grad_norm=torch.tensor(1.0, dtype=torch.bfloat16))
-    assert record.means() == {"grad_norm": 1.0}
-
-
-def test_only_terms_that_make_up_the_update_must_be_finite():
-    record = UpdateRecord(torch.device("cpu"))
-    record.add(entropy=torch.tensor(1.0), policy_loss=torch.tensor(math.inf))
-    record.observe(explained_variance=torch.tensor(math.nan))
-    assert record.not_finite(record.means()) == {"policy_loss": math.inf}
-
-
-def test_once_closed_record_stay_closed():
-    record = UpdateRecord(torch.device("cpu"))
-    assert not record.stopped
-    for condition in (True, False, True):
-        record.stop_unless(torch.tensor(condition))
-    assert record.stopped
-
-
-def test_values_taken_in_one_by_one_or_together_are_the_same_to_the_last_digit():
+def test_rounding_does_not_depend_on_the_number_of_updates():
     values, lengths = [0.1, 0.2, 0.3, 1e16, -1e16, 0.7], [1, 2, 3, 4, 5, 6]
     one_by_one, together = (EpisodeStatistics(), ScalarMeans()), (EpisodeStatistics(), ScalarMeans())
     for value, length in zip(values, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""Contract 8: what is not finite never reaches the weights, and the message names the term."""
+"""Non-finite losses and gradients never change the weights, and the error names the term."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Sabotaged(PPO):
-    """Something breaks in the third minibatch; the parameters before it are remembered."""
+    """Makes a term of the third minibatch non-finite, and keeps the parameters before it."""
 
     def __init__(self, *args: Any, spoil: str = "nothing", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ def rollouts(model: PPO) -> FixedRollouts:
         ("gradient", "grad_norm is (nan|inf)"),
     ],
 )
-def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_numerics):
+def test_non_finite_minibatch_does_not_change_weights(spoil, named, check_numerics):
     model = make(spoil, debug={"check_numerics": check_numerics}, normalization={"observations": True, "rewards": True})
     with pytest.raises(
         FloatingPointError, match=f"^{named} in the update from rollout 0 .environment step 0.; the para"
@@ -94,7 +94,7 @@ def test_weights_stay_as_they_were_before_the_minibatch(spoil, named, check_nume
 
 
 @pytest.mark.parametrize("check_numerics", [False, True])
-def test_checking_numerics_stops_at_the_minibatch(check_numerics):
+def test_check_numerics_stops_at_the_minibatch(check_numerics):
     model = make("return", debug={"check_numerics": check_numerics})
     steps = []
     descend = model.descend
@@ -105,7 +105,7 @@ def test_checking_numerics_stops_at_the_minibatch(check_numerics):
 
 
 @pytest.mark.parametrize("field", ["rewards", "values", "log_probs"])
-def test_a_rollout_that_is_not_finite_changes_nothing(field):
+def test_non_finite_rollout_changes_nothing(field):
     model = make("nothing", num_minibatches=1)
     loader = rollouts(model)
     getattr(loader.rollouts[0], field)[2, 1] = NAN
@@ -115,7 +115,7 @@ def test_a_rollout_that_is_not_finite_changes_nothing(field):
     assert_equal_parameters(model, before)
 
 
-def test_explained_variance_may_be_undefined():
+def test_undefined_explained_variance_is_no_error():
     model, recorder = make("nothing", advantages={"normalize": "none"}), Recorder()
     loader = rollouts(model)
     loader.rollouts[0].values.fill_(0)
@@ -129,8 +129,8 @@ def test_explained_variance_may_be_undefined():
 
 
 @pytest.mark.parametrize(("target_kl", "updates"), [(1e-9, 1), (1e9, 12)])
-def test_no_update_is_made_once_the_divergence_exceeds_its_target(target_kl, updates):
-    """Ratios are 1 at first, so the first minibatch always counts; the second sees what it did."""
+def test_target_kl_stops_the_updates(target_kl, updates):
+    """The ratios of the first minibatch are 1, so its update is always made."""
     torch.manual_seed(0)
     model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, num_epochs=3, target_kl=target_kl, learning_rate=1e-2)
     recorder = Recorder()

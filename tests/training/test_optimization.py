@@ -1,4 +1,4 @@
-"""Schedules in a run, an optimiser of the critic's own, groups of parameters, and steps that are taken back."""
+"""Schedules in a run, separate critic optimizers, parameter groups, and checks of optimizers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(algorithm: type[PPO] = PPO, **options: Any) -> PPO:
 
 
 def learn(model: PPO, num_rollouts: int = 3, **trainer: Any) -> Any:
-    """Learn from rollouts of 48 steps; return the trainer."""
+    """Train on rollouts of 48 steps and return the trainer."""
     rollouts = [random_rollout(model.policy, seed=seed) for seed in range(num_rollouts)]
     fitted = make_trainer(precision="64-true", **trainer)
     fitted.fit(model, FixedRollouts(rollouts, model))
@@ -62,7 +62,7 @@ def rates(model: PPO) -> list[list[float]]:
 
 
 class Values(Callback):
-    """What the scheduled attributes and learning rates are while each rollout is learned from."""
+    """Records the scheduled attributes and learning rates in each update."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -83,7 +83,7 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-def test_attributes_and_learning_rate_follow_their_schedules_by_environment_steps():
+def test_attributes_and_learning_rate_follow_schedules_by_env_steps():
     names = {"gae_lambda": "estimator.gae_lambda", "clipping": "clip_range_value"}
     values = Values(*(names.get(name, name) for name in SCHEDULES))
     learn(make(**SCHEDULES), callbacks=[values, EnvStepLimit(3 * ROWS)])
@@ -94,7 +94,7 @@ def test_attributes_and_learning_rate_follow_their_schedules_by_environment_step
     ]
 
 
-def test_a_run_with_a_schedule_is_one_whose_numbers_are_changed_by_hand():
+def test_schedule_equals_changing_the_attribute_by_hand():
     class ByHand(PPO):
         def training_step(self, rollout: Any, batch_idx: int) -> None:
             self.clip_range, self.entropy_coef = [(0.4, 0.1), (0.3, 0.2), (0.2, 0.4)][batch_idx]
@@ -110,7 +110,7 @@ def test_a_run_with_a_schedule_is_one_whose_numbers_are_changed_by_hand():
     assert any(not torch.equal(p, expected[name]) for name, p in constant.named_parameters())
 
 
-def test_what_is_scheduled_is_logged_and_constants_are_not():
+def test_scheduled_options_are_logged_and_constants_are_not():
     logger = MemoryLogger()
     model = make(**SCHEDULES)
     learn(model, logger=logger, log_every_n_steps=1, callbacks=[EnvStepLimit(3 * ROWS)])
@@ -120,14 +120,14 @@ def test_what_is_scheduled_is_logged_and_constants_are_not():
     assert logger.rows("train/clip_range_value") == []
 
 
-def test_annealing_is_short_for_a_line_to_zero():
+def test_anneal_equals_a_linear_schedule_to_zero():
     models = [make(optimizer={"anneal": True}), make(learning_rate={"kind": "linear", "start": 3e-4, "end": 0.0})]
     for model in models:
         learn(model, callbacks=[EnvStepLimit(3 * ROWS)])
     assert_equal_parameters(models[0], parameters_of(models[1]))
 
 
-def test_a2c_takes_schedules_too():
+def test_a2c_accepts_schedules():
     schedule = {"kind": "piecewise", "points": [[0, 0.5], [ROWS, 0.1]]}
     values = Values("entropy_coef")
     model = A2C(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, entropy_coef=schedule, learning_rate=schedule).double()
@@ -142,17 +142,17 @@ def test_a2c_takes_schedules_too():
         ("optimizer.critic.learning_rate", {"optimizer": {"critic": {"learning_rate": LINE}}}),
     ],
 )
-def test_schedule_to_the_end_of_a_run_without_one_is_refused(name, options):
+def test_schedule_to_the_end_of_an_endless_run_is_refused(name, options):
     data = make_data()
     model = make_model(data, **options)
     with pytest.raises(ConfigurationError, match=rf"^{name}=.* a run with an end: set max_env_steps or max_epochs"):
         make_trainer(max_epochs=-1).fit(model, data)
 
 
-# -- two optimisers
+# -- two optimizers
 
 
-def test_two_optimisers_alike_take_the_steps_of_one():
+def test_two_equal_optimizers_take_the_steps_of_one():
     one = make(optimizer={"max_grad_norm": None})
     two = make(optimizer={"max_grad_norm": None, "critic": {"learning_rate": 3e-4}})
     for model in (one, two):
@@ -161,7 +161,7 @@ def test_two_optimisers_alike_take_the_steps_of_one():
     assert [len(of_one) for of_one in groups(two)] == [1, 1]
 
 
-def test_each_has_its_own_class_rate_and_parameters():
+def test_critic_optimizer_has_its_own_class_rate_and_parameters():
     model = make(learning_rate=1e-3, optimizer={"critic": SGD | {"learning_rate": 0.5}})
     actor, critic = model.configure_optimizers()
     assert (type(actor), type(critic)) == (FlatAdam, torch.optim.SGD)
@@ -172,7 +172,7 @@ def test_each_has_its_own_class_rate_and_parameters():
     assert {name.split(".")[0] for name in of_actor} == {"actor_encoder", "action_head"}
 
 
-def test_each_gradient_is_clipped_by_its_own_norm():
+def test_gradients_of_actor_and_critic_are_clipped_separately():
     """One step of SGD at rate 1 moves each half by its own clipped gradient."""
     recorder = Recorder()
     optimizer = SGD | {"max_grad_norm": 0.1, "critic": {"learning_rate": 1.0}}
@@ -188,7 +188,7 @@ def test_each_gradient_is_clipped_by_its_own_norm():
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
-def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
+def test_max_grad_value_is_applied_before_max_grad_norm(max_grad_norm):
     """One step of SGD at rate 1 moves each parameter by its clipped gradient."""
     options = {"learning_rate": 1.0, "num_epochs": 1, "num_minibatches": 1}
     gradients = {}
@@ -206,18 +206,18 @@ def test_every_entry_of_the_gradient_is_clipped_before_its_norm(max_grad_norm):
         torch.testing.assert_close(gradients[2][name], gradient * scale, rtol=1e-4, atol=1e-6)
 
 
-def test_one_update_is_one_global_step_with_two_optimisers_too():
+def test_update_with_two_optimizers_is_one_global_step():
     trainer = learn(make(optimizer={"critic": {"learning_rate": 1e-3}}))
     assert trainer.global_step == 3 * 2 * 2
 
 
-def test_updates_of_the_critic_alone_are_global_steps_too():
-    """By which callbacks know that there is something to save."""
+def test_critic_updates_are_global_steps():
+    """Checkpoint callbacks save only if the global step has increased."""
     trainer = learn(make(optimizer={"critic": {"learning_rate": 1e-3}, "critic_warmup_steps": 10**6}))
     assert trainer.global_step == 3 * 2 * 2
 
 
-def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor():
+def test_critic_rate_follows_its_own_schedule_or_the_actors():
     line = {"kind": "linear", "start": 3e-3, "end": 0}
     for critic, critics in (
         ({"learning_rate": {"kind": "piecewise", "points": [[0, 1.0], [ROWS, 0.5]]}}, [1.0, 0.5, 0.5]),
@@ -230,7 +230,7 @@ def test_each_rate_follows_its_own_schedule_and_a_missing_one_that_of_the_actor(
         assert [row[1] for row in values.rows] == pytest.approx(critics)
 
 
-def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
+def test_learning_rate_of_a_separate_critic_optimizer_is_logged():
     for critic, critics in (({"learning_rate": 0.25}, [0.25, 0.25]), ({}, [])):
         logger = MemoryLogger()
         learn(make(learning_rate=0.5, optimizer={"critic": critic}), 2, logger=logger, log_every_n_steps=1)
@@ -247,19 +247,19 @@ def test_both_rates_are_logged_and_nothing_of_a_critic_without_an_optimiser():
     ],
     ids=["scheduler", "adaptive_learning_rate"],
 )
-def test_the_rate_that_is_logged_is_that_of_the_updates_not_of_the_next_ones(halving):
+def test_logged_learning_rate_is_the_rate_of_the_updates(halving):
     logger = MemoryLogger()
     learn(make(learning_rate=4e-3, optimizer=halving), logger=logger, log_every_n_steps=1)
     assert [rate for _, rate in logger.rows("train/learning_rate")] == pytest.approx([4e-3, 2e-3, 1e-3])
 
 
-def test_a_scheduler_steps_both():
+def test_scheduler_steps_both_optimizers():
     model = make(learning_rate=1.0, optimizer={"critic": {"learning_rate": 5.0}, "scheduler": STEP_LR})
     learn(model, 2)
     assert rates(model) == [[pytest.approx(0.01)], [pytest.approx(0.05)]]
 
 
-def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
+def test_non_finite_gradient_of_one_optimizer_skips_both(in_tmp_path):
     class Broken(PPO):
         def loss(self, batch: Any) -> Loss:
             loss = super().loss(batch)
@@ -274,7 +274,7 @@ def test_a_gradient_of_either_that_is_not_finite_touches_neither(in_tmp_path):
 
 
 @pytest.mark.parametrize("critic", [{"learning_rate": 1e-3}, SGD])
-def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(critic):
+def test_critic_optimizer_needs_a_separate_encoder(critic):
     with pytest.raises(ConfigurationError, match=r"actor and critic share parameters: expected separate encoders"):
         make(policy={"shared_encoder": True}, optimizer={"critic": critic})
 
@@ -282,7 +282,7 @@ def test_a_critic_that_shares_its_encoder_has_no_optimiser_of_its_own(critic):
 # -- groups of parameters
 
 
-def test_groups_scale_the_rate_and_have_options_of_their_own():
+def test_groups_scale_the_rate_and_set_options():
     model = make(
         optimizer={
             "name": "torch.optim.AdamW",
@@ -310,7 +310,7 @@ def test_groups_scale_the_rate_and_have_options_of_their_own():
     ]
 
 
-def test_a_scale_of_zero_leaves_parameters_as_they_are_and_schedules_keep_the_proportions():
+def test_scale_0_freezes_parameters_and_schedules_keep_the_scales():
     model = make(
         learning_rate={"kind": "linear", "start": 3e-3, "end": 0},
         optimizer={"groups": {"actor_encoder": {"learning_rate_scale": 0}, "value_head": {"learning_rate_scale": 10}}},
@@ -323,7 +323,7 @@ def test_a_scale_of_zero_leaves_parameters_as_they_are_and_schedules_keep_the_pr
         assert torch.equal(parameter, before[name]) == name.startswith("actor_encoder"), name
 
 
-def test_groups_are_divided_among_two_optimisers():
+def test_groups_are_split_between_two_optimizers():
     model = make(optimizer={"critic": {"learning_rate": 1e-2}, "groups": {"*.bias": {"learning_rate_scale": 2.0}}})
     learn(model, 1)
     assert rates(model) == [[3e-4, 6e-4], [1e-2, 2e-2]]
@@ -340,14 +340,14 @@ def test_groups_are_divided_among_two_optimisers():
         ({"value_head": 3}, r"optimizer.groups=.* dict of options"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(options, message):
+def test_invalid_groups_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make(optimizer={"groups": options})
 
 
 @pytest.mark.parametrize("other", [{"anneal": True}, {"scheduler": {"name": "torch.optim.lr_scheduler.LRScheduler"}}])
 @pytest.mark.parametrize("of_critic", [False, True])
-def test_only_one_thing_sets_a_learning_rate(of_critic, other):
+def test_schedule_with_anneal_or_scheduler_is_refused(of_critic, other):
     name = "optimizer.critic.learning_rate" if of_critic else "learning_rate"
     options: dict[str, Any] = {"critic": {"learning_rate": LINE}} if of_critic else {}
     with pytest.raises(ConfigurationError, match=rf"^{name}=.* a number, since optimizer\.{next(iter(other))} is set"):
@@ -377,19 +377,19 @@ def test_only_one_thing_sets_a_learning_rate(of_critic, other):
         ({"scheduler": {"name": f"{SCHEDULERS}.LRScheduler"}}, r"optimizer.scheduler.*NotImplementedError"),
     ],
 )
-def test_an_optimizer_or_a_scheduler_that_cannot_take_a_step_is_refused_when_the_model_is_made(options, message):
+def test_optimizer_or_scheduler_that_cannot_step_is_refused_by_the_constructor(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         PPO(VECTOR, DISCRETE, optimizer=options)
 
 
 class NeedsItsDevice(torch.optim.SGD):
-    """Steps on no device at all; the model can be made, since the device may come later."""
+    """No device can step it; the constructor accepts it, because the device is not known yet."""
 
     def step(self, closure: Any = None) -> None:
         raise RuntimeError("no kernel")
 
 
-def test_an_optimizer_of_another_package_is_tried_where_training_begins(monkeypatch):
+def test_optimizer_of_another_package_is_tried_when_training_starts(monkeypatch):
     data = make_data()
     model = make_model(data, optimizer={"name": NeedsItsDevice})
     monkeypatch.setattr(data, "collect", lambda: pytest.fail("a rollout was collected"))
@@ -398,13 +398,13 @@ def test_an_optimizer_of_another_package_is_tried_where_training_begins(monkeypa
 
 
 @pytest.mark.parametrize("name", ["torch.optim.Adam", "torch.optim.RMSprop"])
-def test_an_optimizer_for_another_device_can_be_given_before_the_model_is_there(name):
+def test_constructor_accepts_optimizers_of_another_device(name):
     model = PPO(VECTOR, DISCRETE, optimizer={"name": name, "options": {"capturable": True}})
     assert model.options["optimizer.name"] == name
     assert model.options["optimizer.options"] == {"capturable": True}
 
 
-def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
+def test_trying_an_optimizer_changes_no_parameters_or_generators():
     torch.manual_seed(3)
     plain = PPO(VECTOR, DISCRETE)
     state = torch.get_rng_state()
@@ -415,7 +415,7 @@ def test_trying_an_optimizer_leaves_parameters_and_generators_alone():
     assert all(parameter.grad is None for parameter in tried.parameters())
 
 
-def test_a_scheduler_that_ends_before_the_run_says_so():
+def test_scheduler_that_ends_before_the_run_raises():
     data = make_data(rollouts_per_epoch=4)
     scheduler = {"name": f"{SCHEDULERS}.OneCycleLR", "options": {"max_lr": 0.1, "total_steps": 2}}
     model = make_model(data, optimizer={"scheduler": scheduler})

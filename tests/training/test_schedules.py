@@ -1,4 +1,4 @@
-"""Schedules: each kind by hand-worked numbers, and what is refused."""
+"""Schedules: each kind with values by hand, and errors."""
 
 import ast
 
@@ -28,12 +28,12 @@ STEPS = [[100, 1.0], [200, 3.0], [400, 2.0]]
         ),
     ],
 )
-def test_values_are_those_worked_out_by_hand(value, expected):
+def test_schedule_values_by_hand(value, expected):
     schedule = parse_schedule("x", value)
     assert {step: schedule.at(step, 800) for step in expected} == pytest.approx(expected, rel=1e-12)
 
 
-def test_only_what_ends_with_the_run_needs_to_know_its_length():
+def test_only_schedules_without_over_need_the_length_of_the_run():
     line = {"kind": "linear", "start": 1, "end": 0}
     assert parse_schedule("x", line).over_run
     assert parse_schedule("x", line).at(0, None) == 1
@@ -42,7 +42,7 @@ def test_only_what_ends_with_the_run_needs_to_know_its_length():
     assert not parse_schedule("x", {"kind": "constant", "value": 1}).varies
 
 
-def test_an_open_bound_may_be_reached_by_a_schedule_but_not_by_a_number():
+def test_schedule_may_reach_an_exclusive_bound():
     line = {"kind": "linear", "start": 1, "end": 0, "over": 10}
     assert parse_schedule("x", line, above=0).at(10, None) == 0
     for value in (0, {"kind": "constant", "value": 0}):
@@ -74,13 +74,13 @@ LINE = {"kind": "linear", "start": 1, "end": 0}
         ({"kind": "piecewise", "points": [[0, 1]], "interpolate": 1}, r"x: interpolate=1 .* true or false"),
     ],
 )
-def test_what_describes_no_schedule_is_refused(value, message):
+def test_invalid_schedules_are_refused(value, message):
     with pytest.raises(ConfigurationError, match=message):
         parse_schedule("x", value, at_least=0, at_most=1)
 
 
 @pytest.mark.parametrize("value", ["linear", -1.0])
-def test_an_option_that_may_be_a_schedule_says_so_with_an_example_that_is_one(value):
+def test_error_of_a_scheduled_option_shows_a_valid_example(value):
     with pytest.raises(ConfigurationError) as refused:
         parse_schedule("clip_range", value, above=0)
     message, _, text = str(refused.value).partition(" such as ")

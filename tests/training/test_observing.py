@@ -1,4 +1,4 @@
-"""Histograms: which, of what, and when."""
+"""Which histograms are logged, and when."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from tests.helpers import VECTOR, FixedRollouts, make_data, make_model, make_tra
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_path):
+def test_histograms_are_logged_after_the_first_and_the_last_epoch(tmp_path):
     torch.manual_seed(0)
     actions = spaces.Dict({"move": spaces.Discrete(3), "aim": spaces.Box(-1, 1, (2,), np.float32)})
     model = PPO(
@@ -36,7 +36,7 @@ def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_pa
     parts += [f"{kind}/{name}" for kind in ("parameters", "gradients") for name, _ in model.policy.named_parameters()]
     assert sorted(tags) == sorted(f"{epoch}/{part}" for epoch in ("first_epoch", "last_epoch") for part in parts)
     for tag in tags:
-        # Of every second rollout, against environment steps.
+        # Every second rollout is logged, against environment steps.
         assert [event.step for event in found.Histograms(tag)] == [48, 144], tag
     moves = found.Histograms("first_epoch/actions/move")[-1].histogram_value
     assert moves.num == 48
@@ -48,7 +48,7 @@ def test_histograms_are_logged_at_the_end_of_the_first_and_the_last_epoch(tmp_pa
     assert weight.sum == pytest.approx(model.policy.value_head.weight.sum().item(), rel=1e-4)
 
 
-def test_histograms_that_no_logger_shows_are_refused(tmp_path):
+def test_histograms_need_a_tensorboard_logger(tmp_path):
     data = make_data()
     with pytest.raises(ConfigurationError, match=r"debug.histograms=True .* a TensorBoardLogger"):
         make_trainer(logger=CSVLogger(tmp_path)).fit(make_model(data, debug={"histograms": True}), data)
