@@ -116,19 +116,15 @@ def for_seeds(state: dict[str, Any], seeds: list[int]) -> dict[str, Any]:
 
 def to_tensors(values: dict[str, Any]) -> dict[str, Any]:
     """Copy arrays to tensors, nested ones too."""
-
-    def convert(x: Any) -> Any:  # noqa: ANN401
-        return torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x
-
-    return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
+    return _converted(values, lambda x: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x)
 
 
 def to_arrays(values: dict[str, Any]) -> dict[str, Any]:
     """View tensors as arrays, nested ones too."""
+    return _converted(values, lambda x: x.numpy() if isinstance(x, torch.Tensor) else x)
 
-    def convert(x: Any) -> Any:  # noqa: ANN401
-        return x.numpy() if isinstance(x, torch.Tensor) else x
 
+def _converted(values: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     return {key: x if key == OWN_STATE else map_leaves(convert, x) for key, x in values.items()}
 
 

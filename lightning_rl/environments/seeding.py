@@ -36,7 +36,7 @@ class EpisodeTracker:
 
     Attributes:
         clock: Steps since the first reset.
-        streams: Seed of each environment's stream; after resuming, the seeds of the previous run.
+        streams: Seed of each environment's stream; after resuming, the seed of the previous run.
         episodes: Current episode of each environment, `[B]`.
         began: `clock` at the start of that episode, `[B]`.
     """

@@ -84,10 +84,8 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
         autoreset_mode: When the workers reset their environments.
         timeout: Maximum seconds to make an environment, and for each step, reset or call.
         described: The spaces of each environment; this process makes no environment.
-        replaces_workers: Whether a new process replaces a worker that died or hung.
 
     Attributes:
-        pipes: The parent's ends of the pipes to the workers.
         tracker: Tracks the episode and step of every environment, also of lost workers.
         choose_ahead: Chooses the next actions of the first half of the environments while the second half still steps,
             in the next call of `step`; the call after that ignores the actions of the first half.
@@ -193,11 +191,7 @@ class WorkerPool(VectorEnv[Any, Any, Any]):
     def replace(self, index: int) -> tuple[Any, dict[str, Any]]:
         """Replace a lost worker, and begin the next episode of the environment's stream in the new process.
 
-        Returns:
-            The first observation and the `info` of the reset.
-
-        Raises:
-            EnvironmentFailure: Too many replacements in a row were lost.
+        Returns the first observation and the `info`; raises an `EnvironmentFailure` after too many losses in a row.
         """
         stream_seed, episode, step = self.tracker.where(index)
         failures: list[str] = []
