@@ -1,4 +1,4 @@
-"""Masks of invalid actions from the environment to the update: on-policy, in evaluation, and worth having."""
+"""Action masks from the environment to the update: on-policy, in evaluation, and in learning."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def masked_data(name: str = "discrete", where: str = "info", more: dict[str, Any
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 @pytest.mark.parametrize(("name", "more"), CASES)
-def test_log_probabilities_on_arrival_are_those_of_acting(name, more, algorithm):
-    """Contract 1, with networks of their own for actor and critic and with one."""
+def test_recomputed_log_probs_equal_those_of_acting(name, more, algorithm):
+    """Contract 1, with separate and with shared networks."""
     for shared in (False, True):
         data = masked_data(name, more=more, num_envs=4, rollout_length=16, rollouts_per_epoch=3)
         choice = "autoregressive" if more else None
@@ -46,11 +46,11 @@ def test_log_probabilities_on_arrival_are_those_of_acting(name, more, algorithm)
         if algorithm is PPO:
             assert max(recorder.column("first_ratio_error")) <= 1e-6
         assert all(np.isfinite(value) for row in recorder.rows for value in row.values())
-        # With the parameters after the last update, whichever way log-probabilities were computed.
+        # With the parameters after the last update, however log-probabilities were computed.
         batch = data.collect().flatten()
         with torch.no_grad():
             ratios = (model.policy.log_prob(batch.observations, batch.actions) - batch.log_probs).exp()
-        # Below -16 the last bit of a log-probability is worth more than that.
+        # Below -16 the last bit of a log-probability is larger.
         assert batch.log_probs.min() > -16
         assert (ratios - 1).abs().max() <= 1e-6
         data.teardown("fit")
@@ -66,7 +66,7 @@ def test_evaluation_obeys_masks(where, deterministic):
     assert metrics["val/episode_length"] == 3
 
 
-def test_networks_normalisers_and_the_critic_do_not_see_masks():
+def test_networks_normalizers_and_the_critic_do_not_see_masks():
     torch.manual_seed(0)
     policy = ActorCritic(MASKED, FOUR, normalize_observations=True, hidden_sizes=(8,))
     x = torch.randn(6, 3)
@@ -75,18 +75,18 @@ def test_networks_normalisers_and_the_critic_do_not_see_masks():
     assert not torch.equal(policy(few)[0].entropy(), policy(all_)[0].entropy())
     assert policy.act(few, deterministic=True).action.tolist() == [0, 1, 2, 3, 0, 1]
     assert [name for name in policy.state_dict() if "mask" in name] == []
-    # The same network as for the observation in a Dict, so that masks change nothing but what is drawn.
+    # The same network as for the observation in a Dict, so that masks only change the samples.
     torch.manual_seed(0)
     plain = ActorCritic(spaces.Dict({"observation": BOX}), FOUR, normalize_observations=True, hidden_sizes=(8,))
     assert torch.equal(plain({"observation": x})[0].logits, policy(all_)[0].logits)
 
 
-def test_a_network_of_ones_own_and_what_only_the_critic_sees_go_with_masks():
+def test_masks_work_with_custom_networks_and_critic_observations():
     space = spaces.Dict({"action_mask": ActionMask(4), "goal": BOX, "observation": BOX})
     spec = {"class_path": "tests.policies.test_nested_policy.Mean", "init_args": {"scale": 2.0}}
     policy = ActorCritic(space, FOUR, network={"observation": spec}, critic_only=["goal"])
     mask = torch.eye(4)[:2]
-    # What is for the critic only may be missing, the mask not.
+    # Observations of the critic may be missing, the mask may not.
     output = policy.act({"action_mask": mask, "observation": torch.randn(2, 3)})
     assert output.action.tolist() == [0, 1]
     assert policy.value({"action_mask": mask, "observation": torch.randn(2, 3), "goal": torch.randn(2, 3)}).shape == (
@@ -107,7 +107,7 @@ def test_a_network_of_ones_own_and_what_only_the_critic_sees_go_with_masks():
         (spaces.Tuple([BOX, ActionMask(4)]), "1"),
     ],
 )
-def test_masks_elsewhere_than_in_one_part_are_refused(space, where):
+def test_masks_must_be_in_one_part_of_a_dict(space, where):
     with pytest.raises(ConfigurationError, match=rf"has action masks at {where}: expected one part of a Dict"):
         ActorCritic(space, FOUR)
 
@@ -137,7 +137,7 @@ class TooFew(gymnasium.Wrapper):
         return [1, 0]
 
 
-def test_checkpoints_hold_the_space_and_models_come_back_from_them(tmp_path):
+def test_models_with_masks_load_from_checkpoints(tmp_path):
     data = masked_data("pair", more={"conditional": True})
     model = make_model(data, policy={"action_distribution": "autoregressive"})
     trainer = make_trainer(default_root_dir=tmp_path)

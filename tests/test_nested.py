@@ -1,4 +1,4 @@
-"""Functions over leaves treat a leaf, dicts and tuples alike."""
+"""Functions for nested data: single leaves, dicts and tuples."""
 
 import pytest
 import torch
@@ -20,39 +20,39 @@ from lightning_rl.nested import (
 X = {"b": (torch.tensor(1), {"c": torch.tensor(2)}), "a": torch.tensor(3)}
 
 
-def test_leaves_are_mapped_in_place_and_in_order():
+def test_map_leaves_keeps_structure_and_order():
     assert map_leaves(lambda x: x.item() + 1, X) == {"b": (2, {"c": 3}), "a": 4}
     assert map_leaves(lambda x, y: (x * y).item(), X, X) == {"b": (1, {"c": 4}), "a": 9}
     assert [x.item() for x in leaves(X)] == [1, 2, 3]
     assert first_leaf(X).item() == 1
 
 
-def test_keys_that_are_the_same_when_joined_have_a_path_each():
+def test_nested_paths_keeps_keys_with_dots_apart():
     leaf = spaces.Discrete(2)
     assert nested_paths(spaces.Dict({"a.b": leaf, "a": spaces.Dict({"b": leaf})})) == {"a.b": "a.b", "a": {"b": "a.b"}}
     assert nested_paths(spaces.Tuple([leaf])) == ("0",)
 
 
-def test_a_leaf_alone_is_nested_too():
+def test_single_leaf_is_nested_data():
     leaf = torch.ones(2)
     assert torch.equal(map_leaves(lambda x, y: x + y, leaf, leaf), 2 * leaf)
     assert list(leaves(leaf)) == [leaf] and first_leaf(leaf) is leaf
 
 
-def test_what_was_collected_one_after_another_is_stacked():
+def test_map_stacked_stacks_leaves():
     stacked = map_stacked(torch.stack, [X, X, X])
     assert stacked["b"][1]["c"].tolist() == [2, 2, 2]
     assert map_stacked(torch.stack, [torch.ones(2)] * 3).shape == (3, 2)
 
 
-def test_other_structures_do_not_fit():
+def test_different_structures_raise():
     with pytest.raises(ValueError, match="shorter"):
         map_leaves(lambda x, y: x, (1, 2), (1,))
     with pytest.raises(KeyError):
         map_leaves(lambda x, y: x, {"a": 1}, {"b": 1})
 
 
-def test_spaces_have_the_structure_of_their_elements():
+def test_map_space_has_the_structure_of_the_elements():
     space = spaces.Dict(
         {"arm": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (3,))]), "on": spaces.MultiBinary(4)}
     )
@@ -66,7 +66,7 @@ def test_spaces_have_the_structure_of_their_elements():
 ARM = spaces.Dict({"arm": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, (3,))})])})
 
 
-def test_paths_lead_to_parts_of_spaces_and_of_their_elements():
+def test_part_at_finds_parts_of_spaces_and_elements():
     assert nested_paths(ARM) == {"arm": ("arm.0", {"x": "arm.1.x"})}
     assert nested_paths(spaces.Discrete(2)) == ""
     x = {"arm": (1, {"x": 2})}
@@ -76,12 +76,12 @@ def test_paths_lead_to_parts_of_spaces_and_of_their_elements():
         assert part_at(ARM, path) is leaf
 
 
-def test_leaves_of_a_space_are_replaced_in_their_places():
+def test_replace_leaves_keeps_the_structure():
     replaced = replace_leaves(lambda path, leaf: spaces.Discrete(9) if path == "arm.1.x" else leaf, ARM)
     assert replaced == spaces.Dict({"arm": spaces.Tuple([spaces.Discrete(2), spaces.Dict({"x": spaces.Discrete(9)})])})
 
 
-def test_parts_are_left_out_of_dicts_and_of_their_spaces():
+def test_without_removes_parts_of_dicts_and_spaces():
     space = spaces.Dict({"a": spaces.Dict({"b": spaces.Discrete(2), "c": spaces.Discrete(3)}), "d": spaces.Discrete(4)})
     x = {"a": {"b": 0, "c": 1}, "d": 2}
     assert without(x, ["a.b"]) == {"a": {"c": 1}, "d": 2}

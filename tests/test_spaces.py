@@ -1,4 +1,4 @@
-"""Spaces as plain data and back."""
+"""Conversion of spaces to plain data and back."""
 
 import json
 
@@ -33,7 +33,7 @@ SPACES = [
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_space_survives_the_way_through_plain_data(space, tmp_path):
+def test_space_equals_itself_after_plain_data(space, tmp_path):
     description = space_to_dict(space)
     assert space_from_dict(description) == space
     assert space_from_dict(json.loads(json.dumps(description))) == space
@@ -49,24 +49,24 @@ def test_description_is_short_where_all_bounds_agree():
 
 
 @pytest.mark.parametrize("space", SPACES[:2], ids=str)
-def test_what_is_a_description_or_a_space_already_is_returned_unchanged(space):
+def test_descriptions_and_spaces_are_returned_unchanged(space):
     description = space_to_dict(space)
     assert space_to_dict(description) is description
     assert space_from_dict(space) is space
 
 
-def test_space_of_another_kind_is_refused():
+def test_unsupported_space_is_refused():
     with pytest.raises(ConfigurationError, match=r"^space.name: Text is not supported; expected Box, Discrete"):
         space_to_dict(spaces.Dict(name=spaces.Text(5)))
 
 
 @pytest.mark.parametrize("description", [{"type": "Ball"}, {}, {"type": "Discrete"}, {"type": "Box", "low": 0}])
-def test_description_that_was_made_by_nobody_is_refused(description):
+def test_invalid_description_is_refused(description):
     with pytest.raises(ConfigurationError, match=r"^space: .*expected a description made by space_to_dict$"):
         space_from_dict(description)
 
 
-def test_masks_are_no_other_space_and_vector_environments_know_what_to_do_with_them():
+def test_action_masks_differ_from_multi_binary_and_work_in_vector_environments():
     mask = ActionMask(3)
     assert mask == ActionMask([3]) and mask not in (ActionMask(4), spaces.MultiBinary(3), ActionMask(3, given="a"))
     assert spaces.MultiBinary([3]) != mask
@@ -76,11 +76,11 @@ def test_masks_are_no_other_space_and_vector_environments_know_what_to_do_with_t
     assert batch_space(mask, 2).contains(batch) and mask.contains(mask.sample())
 
 
-def test_spaces_that_differ_are_told_apart_in_few_words():
+def test_differing_spaces_are_described_briefly():
     low = np.array([-4.8, -np.inf], np.float32)
     vector, wider = spaces.Box(low, -low), spaces.Box(2 * low, -2 * low)
     nested = spaces.Dict({"pole": vector, "arm": spaces.Tuple((spaces.Discrete(2), vector))})
     brief = "Dict('arm': Tuple(Discrete(2), Box((2,), float32)), 'pole': Box((2,), float32))"
     assert differing(nested, spaces.Discrete(3)) == (brief, "Discrete(3)")
-    # Where nothing else differs, the bounds do.
+    # If nothing else differs, the bounds are shown.
     assert differing(vector, wider) == (str(vector), str(wider))

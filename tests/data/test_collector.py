@@ -1,4 +1,4 @@
-"""What a rollout holds is what the policy saw, did and thought at the time."""
+"""Contents of rollouts: observations, actions, log-probabilities, values, episodes and infos; acting ahead."""
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ def make_policy(environments, dtype=torch.float32, **options):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("start", [0, None])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_log_probs_and_values_are_those_of_the_policy_at_each_step(mode, start, shared, dtype, bound):
-    """Shared encoders give them while acting, separate ones at the end of the rollout: both are right."""
+def test_log_probs_and_values_equal_a_new_evaluation_of_each_step(mode, start, shared, dtype, bound):
+    """Shared encoders compute them while acting, separate encoders at the end of the rollout."""
     environments = make_batch("Probe/Counter-v0", 3, mode=mode, start=start, lengths=(7, 4), ends=("truncated", "both"))
     policy = make_policy(environments, dtype, shared_encoder=shared)
     assert (policy.act(torch.zeros(1, 2, dtype=dtype)).log_prob is not None) == shared
@@ -48,7 +48,7 @@ def test_log_probs_and_values_are_those_of_the_policy_at_each_step(mode, start, 
     torch.testing.assert_close(rollout.next_values, expected, rtol=10 * bound, atol=10 * bound)
 
 
-def test_log_probs_and_values_of_images_are_those_of_the_policy_at_each_step():
+def test_log_probs_and_values_of_images_equal_a_new_evaluation_of_each_step():
     environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
     policy = make_policy(environments)
     rollout = make_collector(environments, 12).collect(policy)
@@ -58,7 +58,7 @@ def test_log_probs_and_values_of_images_are_those_of_the_policy_at_each_step():
     assert (ratios - 1).abs().max() <= 1e-6
 
 
-def test_actions_are_drawn_from_the_given_generator_alone():
+def test_actions_only_depend_on_the_given_generator():
     rollouts = []
     for disturb in (False, True):
         environments = make_batch("Probe/Counter-v0", 2)
@@ -69,7 +69,7 @@ def test_actions_are_drawn_from_the_given_generator_alone():
     assert len(rollouts[0].actions.unique()) == 3
 
 
-def test_policy_sees_what_is_stored_and_rollouts_are_joined_without_a_gap():
+def test_policy_acts_on_the_stored_observations_and_rollouts_have_no_gap():
     policy = Told()
     collector = make_collector(make_batch("Probe/Counter-v0", 2, lengths=(4,)), 6)
     first = collector.collect(policy).observations.clone()
@@ -81,13 +81,13 @@ def test_policy_sees_what_is_stored_and_rollouts_are_joined_without_a_gap():
     assert second[:, 1].tolist() == [list(map(float, place)) for place in places[6:]]
 
 
-def test_actions_taken_are_the_actions_stored():
+def test_stored_actions_are_the_actions_of_the_environment():
     by_place = Told(action=lambda o: (o[..., 1] % 3).long())
     rollout = collect("Probe/Counter-v0", 6, by_place, lengths=(6,))
     assert rollout.actions[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_episodes_are_counted_across_rollouts_and_summed_in_float64():
+def test_episode_returns_continue_across_rollouts_in_float64():
     environments = make_batch("Probe/Counter-v0", 2, lengths=(7, 3), reward=0.1)
     collector = make_collector(environments, 4)
     episodes = [collector.collect(Told()).episodes for _ in range(5)]
@@ -95,7 +95,7 @@ def test_episodes_are_counted_across_rollouts_and_summed_in_float64():
     assert episodes[1].returns == pytest.approx([0.7, 0.7], rel=1e-15)  # float32 is off by 1e-8
 
 
-def test_lengths_count_only_real_steps():
+def test_episode_lengths_count_only_real_steps():
     environments = make_batch("Probe/Counter-v0", 1, mode=AutoresetMode.NEXT_STEP, lengths=(2, 3), reward=1.0)
     rollout = make_collector(environments, 12).collect(Told())
     assert rollout.episodes.lengths == [2, 3, 2] and rollout.episodes.returns == [2.0, 3.0, 2.0]
@@ -104,7 +104,7 @@ def test_lengths_count_only_real_steps():
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_infos_of_steps_are_collected_and_those_of_resets_are_not(backend, mode):
+def test_infos_are_collected_from_steps_but_not_from_resets(backend, mode):
     """`level` is reported with every step and reset, `score` with the last step of an episode only."""
     environments = make_batch("Probe/Counter-v0", 2, mode=mode, backend=backend, lengths=(2, 1))
     keys = ("level", "score", "only_reset", "absent")
@@ -117,13 +117,13 @@ def test_infos_of_steps_are_collected_and_those_of_resets_are_not(backend, mode)
     assert rollout.infos["only_reset"] == rollout.infos["absent"] == []
 
 
-def test_info_of_vectorised_environments_is_collected():
+def test_infos_of_vectorized_environments_are_collected():
     environments = make_batch("CartPole-v1", 3, backend="envpool")
     rollout = make_collector(environments, 4, info_keys=("elapsed_step",)).collect(Told())
     assert sorted(rollout.infos["elapsed_step"]) == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
 
-def test_info_that_is_no_number_is_refused():
+def test_infos_must_be_numbers():
     environments = make_batch("Probe/Counter-v0")
     with pytest.raises(
         ConfigurationError, match=r"^info_keys='name' is not valid: info\['name'\] is 'probe', expected"
@@ -132,7 +132,7 @@ def test_info_that_is_no_number_is_refused():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 10**6])
-def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(monkeypatch, rows):
+def test_values_in_chunks_equal_values_of_the_whole_rollout(monkeypatch, rows):
     monkeypatch.setattr(values, "_MAX_ROWS", rows)
     environments = make_batch("Probe/Counter-v0", 3, lengths=(2,))
     policy = make_policy(environments, torch.float64)
@@ -149,7 +149,7 @@ def test_evaluating_a_rollout_in_parts_changes_nothing_but_the_order_of_sums(mon
     torch.testing.assert_close(rollout.next_values[index[:, 0], index[:, 1]], finals, rtol=1e-14, atol=1e-14)
 
 
-def test_large_observations_are_evaluated_in_small_parts(monkeypatch):
+def test_large_observations_are_evaluated_in_small_chunks(monkeypatch):
     monkeypatch.setattr(values, "_MAX_ENTRIES", 1000)  # four images of 243
     environments = make_batch("Probe/Space-v0", 2, observation_space=IMAGES)
     policy = make_policy(environments, shared_encoder=False)
@@ -170,19 +170,19 @@ def test_large_observations_are_evaluated_in_small_parts(monkeypatch):
         (spaces.Box(-1, 1, (), np.float32), torch.float32),
     ],
 )
-def test_observations_keep_their_shape_and_integers_their_type(space, dtype):
+def test_observations_keep_their_shape_and_integers_their_dtype(space, dtype):
     environments = make_batch("Probe/Space-v0", 2, observation_space=space)
     rollout = make_collector(environments, 30).collect(make_policy(environments))
     assert rollout.observations.dtype == dtype and rollout.observations.shape == (31, 2, *space.shape)
 
 
-def test_rollout_says_which_version_of_the_policy_made_it_and_how_long_it_took():
+def test_rollout_has_policy_version_and_seconds():
     collector = make_collector(make_batch("Probe/Counter-v0"), 3)
     rollout = collector.collect(Told(), policy_version=17)
     assert rollout.policy_version == 17 and 0 < rollout.seconds < 5
 
 
-def test_nothing_that_is_collected_takes_part_in_gradients():
+def test_rollouts_have_no_gradients():
     environments = make_batch("Probe/Counter-v0", 2, lengths=(2,))
     for shared in (True, False):
         policy = make_policy(environments, shared_encoder=shared)
@@ -215,7 +215,7 @@ def test_any_object_with_three_methods_is_a_policy():
 
 @pytest.fixture
 def acts_ahead(monkeypatch):
-    """Act ahead however long environments take; returns the steps that were chosen ahead, and whether they were."""
+    """Always act ahead; return a list of the steps chosen ahead, each with False if the policy raised."""
     monkeypatch.setattr("lightning_rl.data.collector.AHEAD_FROM", 0.0)
     chosen = []
     choose = Collector._choose_ahead
@@ -230,7 +230,7 @@ def acts_ahead(monkeypatch):
 
 
 def two_rollouts(env_id, backend, num_envs, policy=None, length=7, **options):
-    """What two rollouts and the state after them hold."""
+    """Return the content of two rollouts and the state after them."""
     environments = make_batch(env_id, num_envs, backend=backend, **options)
     collector = make_collector(environments, length)
     policy = policy or make_policy(environments)
@@ -240,7 +240,7 @@ def two_rollouts(env_id, backend, num_envs, policy=None, length=7, **options):
 
 
 def clone(x):
-    """As plain values: the next rollout writes over this one."""
+    """Return a copy as plain values, since the next rollout overwrites this one."""
     if isinstance(x, dict):
         return {key: clone(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
@@ -258,12 +258,10 @@ def clone(x):
         ("Probe/Counter-v0", {"env": {"reward_scale": 0.5}}),
     ],
 )
-def test_half_of_the_environments_steps_while_the_policy_acts_on_the_others_and_no_bit_differs(
-    acts_ahead, env_id, options, num_envs
-):
+def test_acting_ahead_gives_bit_identical_rollouts(acts_ahead, env_id, options, num_envs):
     one, other = (two_rollouts(env_id, backend, num_envs, **options) for backend in ("sync", "async"))
     assert one == other
-    # The first step of a rollout waits for the policy, which learned in between.
+    # The first step of a rollout waits for the policy, which was updated in between.
     assert acts_ahead == [(t, True) for t in range(1, 7)] * 2
 
 
@@ -276,22 +274,22 @@ def test_half_of_the_environments_steps_while_the_policy_acts_on_the_others_and_
         ("Probe/Counter-v0", {"env": {"wrappers": ["tests.probes.DoubleVectorReward"]}}),
     ],
 )
-def test_no_environment_steps_ahead_where_others_decide_what_the_policy_sees(acts_ahead, env_id, options):
+def test_no_acting_ahead_if_observations_depend_on_other_environments(acts_ahead, env_id, options):
     assert two_rollouts(env_id, "async", 2, **options) == two_rollouts(env_id, "sync", 2, **options)
     assert acts_ahead == []
 
 
 @pytest.mark.parametrize("options", [{"memory": "lstm"}, {"action_distribution": "beta"}])
-def test_no_environment_steps_ahead_of_a_policy_whose_rows_share_memory_or_noise(acts_ahead, options):
+def test_no_acting_ahead_if_rows_share_memory_or_noise(acts_ahead, options):
     environments = make_batch("Probe/Counter-v0", 2, backend="async", start=None)
     make_collector(environments, 5).collect(make_policy(environments, **options))
     environments.close()
     assert acts_ahead == []
 
 
-def test_actions_taken_ahead_are_stored_even_where_rows_are_not_alone(acts_ahead):
+def test_actions_taken_ahead_are_stored_even_if_the_network_mixes_rows(acts_ahead):
     class Together(ActorCritic):
-        """What one environment does depends on all."""
+        """The action in each environment depends on all observations."""
 
         def act(self, observations, generator=None, deterministic=False):
             output = super().act(observations, generator, deterministic)
@@ -320,7 +318,7 @@ def test_actions_taken_ahead_are_stored_even_where_rows_are_not_alone(acts_ahead
     ],
 )
 @pytest.mark.parametrize("index", [0, 3])
-def test_environment_that_fails_in_a_step_ahead_is_named_with_that_step(acts_ahead, index, how, what):
+def test_failure_in_a_step_ahead_names_environment_and_step(acts_ahead, index, how, what):
     seed = derive_seed(seeds_of(4)[index], 1)
     options = {"how": how, "at": 3, "episode_seed": seed, "lengths": (5,), "env": {"step_timeout": 1.0}}
     environments = make_batch("Probe/Failing-v0", 4, backend="async", **options)
@@ -333,8 +331,8 @@ def test_environment_that_fails_in_a_step_ahead_is_named_with_that_step(acts_ahe
 
 
 @pytest.mark.parametrize("index", [0, 3])
-def test_worker_that_is_lost_in_a_step_ahead_is_replaced_as_in_any_other(acts_ahead, index):
-    """It dies in `async`, and raises in `sync`: what comes of it is the same."""
+def test_worker_lost_in_a_step_ahead_is_replaced(acts_ahead, index):
+    """The environment dies in `async` and raises in `sync`; the rollouts are the same."""
     seed = derive_seed(seeds_of(4)[index], 1)
     options = {"at": 3, "episode_seed": seed, "lengths": (5,), "env": {"on_failure": "restart"}}
     one, other = (
@@ -344,7 +342,7 @@ def test_worker_that_is_lost_in_a_step_ahead_is_replaced_as_in_any_other(acts_ah
     assert one == other and acts_ahead
 
 
-def test_policy_that_raises_does_so_in_its_own_time(acts_ahead):
+def test_policy_that_raises_while_acting_ahead_raises_in_the_next_step(acts_ahead):
     class Tired(ActorCritic):
         calls = 0
 
@@ -363,7 +361,7 @@ def test_policy_that_raises_does_so_in_its_own_time(acts_ahead):
     environments.close()
 
 
-def test_environments_that_a_rollout_left_in_a_step_ahead_answer_what_they_are_asked_next(acts_ahead):
+def test_environments_work_after_an_unfinished_step_ahead(acts_ahead):
     environments = make_batch("Probe/Counter-v0", 2, backend="async")
     environments.reset()
     environments.step(np.zeros(2, np.int64), lambda count, observations: np.zeros(2, np.int64))
@@ -371,7 +369,7 @@ def test_environments_that_a_rollout_left_in_a_step_ahead_answer_what_they_are_a
     environments.close()
 
 
-def test_policy_acts_ahead_only_where_environments_take_longer(acts_ahead, monkeypatch):
+def test_policy_acts_ahead_only_if_environments_take_longer(acts_ahead, monkeypatch):
     monkeypatch.setattr("lightning_rl.data.collector.AHEAD_FROM", float("inf"))
     two_rollouts("Probe/Counter-v0", "async", 2)
     assert acts_ahead == []

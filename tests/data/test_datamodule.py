@@ -1,4 +1,4 @@
-"""RolloutDataModule: contract 9 under the Trainer, seeds by role and rank, and what is refused."""
+"""RolloutDataModule: separate evaluation (contract 9), seeds of roles and ranks, and invalid options."""
 
 import multiprocessing
 import os
@@ -27,7 +27,7 @@ from tests.probes import Told
 
 
 def attach(data, rank=0, world_size=1, policy=None):
-    """Let the data believe that it is one rank of a run with this policy."""
+    """Attach the data to a fake Trainer with this rank and policy."""
     policy = policy or Told()
     policy.parameters = lambda: iter([torch.zeros(1)])
     data.trainer = SimpleNamespace(
@@ -49,7 +49,7 @@ def summary(episodes):
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Probe/Random-v0"])
-def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, normalize):
+def test_validation_does_not_change_training(env_id, normalize):
     """No validation, after every rollout, with the sanity check, with samples, with other numbers of episodes."""
     kinds = {
         "none": ({"limit_val_batches": 0}, {}),
@@ -75,7 +75,7 @@ def test_training_ends_with_the_same_weights_whatever_is_validated(env_id, norma
 
 
 @pytest.mark.parametrize("backend", ["sync", "async", "native", "envpool"])
-def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(backend):
+def test_every_evaluation_plays_the_same_episodes(backend):
     data = make_data(backend=backend, evaluation={"episodes": 5, "num_envs": 2})
     attach(data, policy=Told(action=lambda o: (o[..., 2] > 0).long()))
     first = summary(data.run_episodes())
@@ -87,7 +87,7 @@ def test_every_evaluation_plays_the_same_episodes_whatever_was_done_in_between(b
     data.teardown("validate")
 
 
-def test_evaluation_with_samples_is_the_same_each_time_too():
+def test_evaluation_with_sampled_actions_is_reproducible():
     data = make_data(evaluation={"deterministic": False, "episodes": 4})
     model = make_model(data)
     trainer = make_trainer(limit_val_batches=1.0)
@@ -100,7 +100,7 @@ def test_evaluation_with_samples_is_the_same_each_time_too():
 @pytest.mark.parametrize("episodes", [1, 3, 4, 10])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_envs", [None, 2])
-def test_ranks_together_play_exactly_the_asked_number_of_episodes(episodes, world_size, num_envs):
+def test_ranks_together_play_evaluation_episodes_exactly_once(episodes, world_size, num_envs):
     counts, played = [], []
     for rank in range(world_size):
         data = make_data("Probe/Random-v0", evaluation={"episodes": episodes, "num_envs": num_envs})
@@ -109,11 +109,11 @@ def test_ranks_together_play_exactly_the_asked_number_of_episodes(episodes, worl
         played += summary(share)
         data.teardown("validate")
     assert sum(counts) == episodes and max(counts) - min(counts) <= 1
-    assert len(set(played)) == episodes  # no rank plays what another plays
+    assert len(set(played)) == episodes  # ranks play different episodes
 
 
-def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
-    """3 episodes in each of two environments and 2 in the others, wherever the short ones are."""
+def test_episodes_are_assigned_to_evaluation_environments_beforehand():
+    """3 episodes in each of two environments and 2 in the others, however long the episodes are."""
     env = {"kwargs": {"lengths": [1, 9, 4]}}
     data = make_data("Probe/Counter-v0", env=env, evaluation={"episodes": 10, "num_envs": 4})
     assert [e.length for e in attach(data).run_episodes()] == [1, 9, 4, 1, 9, 4, 1, 9, 1, 9]
@@ -121,7 +121,7 @@ def test_episodes_are_shared_out_over_the_evaluation_environments_beforehand():
 
 
 def test_evaluation_has_raw_rewards_and_whole_episodes():
-    """Wrappers for training only, which double rewards and cut episodes here, are left out; the others are not."""
+    """Evaluation uses `wrappers` but not `training_wrappers`, which double rewards and cut episodes here."""
     double, kwargs = "tests.probes.DoubleReward", {"lengths": [5], "reward": 1.0}
     env = {"kwargs": kwargs, "training_wrappers": [double]}
     data = attach(make_data("Probe/Counter-v0", env=env, rollout_length=6))
@@ -157,12 +157,12 @@ def test_more_evaluation_episodes_take_more_environments():
     data.teardown("validate")
 
 
-def test_an_environment_in_place_of_its_id_is_refused():
+def test_env_id_must_be_a_string():
     with pytest.raises(ConfigurationError, match=r"env_id=<.*CartPole.* is not valid: expected an id: register"):
         RolloutDataModule(gymnasium.make("CartPole-v1"))
 
 
-def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
+def test_missing_info_key_warns_once(recwarn):
     data = attach(make_data(info_keys=["nowhere"], rollouts_per_epoch=2))
     for _ in range(5):
         data.collect()
@@ -171,7 +171,7 @@ def test_a_key_that_no_info_has_is_warned_of_once(recwarn):
     assert messages.count("info_keys='nowhere' was in no info of the first rollout, which had no keys") == 1
 
 
-def test_a_misspelt_key_is_warned_of_when_an_episode_has_ended(recwarn):
+def test_misspelled_info_key_warns_after_the_first_episode(recwarn):
     data = attach(make_data("Probe/Counter-v0", info_keys=["scroe", "level"], rollouts_per_epoch=1000))
     for _ in range(5):
         data.collect()
@@ -183,7 +183,7 @@ def test_a_misspelt_key_is_warned_of_when_an_episode_has_ended(recwarn):
     assert message == expected
 
 
-def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwarn):
+def test_info_key_of_episode_ends_does_not_warn_before_an_episode_ends(recwarn):
     data = attach(make_data("Probe/Counter-v0", info_keys=["score"], rollouts_per_epoch=1000, rollout_length=1))
     while not data.collect().infos["score"]:
         pass
@@ -192,7 +192,7 @@ def test_a_key_that_only_ends_of_episodes_have_is_not_warned_of_before_one(recwa
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
+def test_failure_of_an_environment_names_the_rank_if_there_are_several(rank):
     failing = {"env": {"kwargs": {"how": "raise", "at": 2, "episode_seed": None}}, "num_envs": 1}
     for play, role in (("collect", ""), ("run_episodes", "evaluation ")):
         data = attach(make_data("Probe/Failing-v0", **failing), rank, 2)
@@ -205,7 +205,7 @@ def test_failure_of_an_environment_names_its_rank_where_there_are_several(rank):
             getattr(alone, play)()
 
 
-def test_each_rank_tells_of_the_first_environment_that_it_replaced():
+def test_each_rank_warns_about_its_first_replaced_environment():
     failing = {"env": {"kwargs": {"how": "raise", "at": 2, "episode_seed": None}, "on_failure": "restart"}}
     data = attach(make_data("Probe/Failing-v0", **failing), 1, 2)
     with pytest.warns(UserWarning, match=r"^rank 1: environment 0 .* raised in step: .* was replaced"):
@@ -249,7 +249,7 @@ def test_statistics_are_frozen_in_evaluation():
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def test_same_seed_gives_the_same_run_and_another_one_another():
+def test_seed_determines_the_run():
     weights = []
     for seed in (3, 3, 4):
         data = make_data(seed=seed)
@@ -272,7 +272,7 @@ def test_ranks_have_different_environments_and_actions():
     assert not torch.equal(rollouts[0].actions, rollouts[1].actions)
 
 
-def test_seed_is_that_of_torch_unless_given():
+def test_seed_defaults_to_the_seed_of_torch():
     seeds = []
     for options in ({"seed": None}, {"seed": None}, {"seed": 8}):
         torch.manual_seed(8)
@@ -288,7 +288,7 @@ def test_seed_is_that_of_torch_unless_given():
     data.teardown("fit")
 
 
-def test_loaders_have_a_length_and_make_each_batch_when_it_is_asked_for():
+def test_loaders_have_a_length_and_make_batches_on_demand():
     data = make_data(rollouts_per_epoch=3)
     assert len(data.train_dataloader()) == 3
     for loader in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
@@ -320,7 +320,7 @@ def test_environments_are_closed_after_training_and_after_a_failure():
         assert data._evaluator.environments is data._sampler._collector is None
 
 
-def test_spaces_are_those_that_the_policy_sees():
+def test_spaces_include_wrappers():
     data = make_data("MiniGrid-Empty-5x5-v0", env={"wrappers": ["minigrid.wrappers.ImgObsWrapper"]})
     assert data.observation_space.shape == (7, 7, 3) and data.action_space.n == 7
     atari = make_data("ALE/Pong-v5", backend="envpool", env={"atari": AtariPreprocessing(frame_stack=2)})
@@ -328,7 +328,7 @@ def test_spaces_are_those_that_the_policy_sees():
     assert make_data(num_envs=3, rollout_length=5).rollout_shape == (5, 3)
 
 
-def test_asking_for_the_spaces_starts_no_workers_and_leaves_no_process(monkeypatch):
+def test_reading_the_spaces_starts_no_process(monkeypatch):
     monkeypatch.setattr("lightning_rl.environments.make.WorkerPool", None)  # cannot be called
     before = multiprocessing.active_children()
     assert make_data("Probe/Counter-v0", backend="async").action_space.n == 3
@@ -369,7 +369,7 @@ def test_options_out_of_range_are_refused_at_once(options, message):
         make_data(**options)
 
 
-def test_wrapper_for_training_only_that_changes_the_spaces_is_refused():
+def test_training_wrapper_must_not_change_the_spaces():
     data = make_data(env={"training_wrappers": [{"class_path": "gymnasium.wrappers.TimeAwareObservation"}]})
     with pytest.raises(ConfigurationError, match=r"^env.training_wrappers=\['gymnasium.wrappers.Time.*'\] change"):
         _ = data.observation_space
@@ -406,7 +406,7 @@ def test_unsupported_action_space_is_named_with_what_is_supported(space):
 
 
 @pytest.mark.parametrize("space", [spaces.Text(3), spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))])
-def test_action_space_of_another_kind_is_named_with_what_is_supported(space):
+def test_action_space_of_another_type_is_named_with_what_is_supported(space):
     kwargs = {"observation_space": spaces.Box(-1, 1, (2,)), "action_space": space}
     data = make_data("Probe/Space-v0", env={"kwargs": kwargs})
     with pytest.raises(

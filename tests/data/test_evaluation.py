@@ -27,7 +27,7 @@ def run(environments, counts, policy=None, **options):
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("counts", [[3, 2], [1, 5], [0, 4], [2, 0]])
-def test_every_environment_plays_its_own_number_of_whole_episodes(counts, mode):
+def test_every_environment_plays_its_number_of_whole_episodes(counts, mode):
     episodes = run(make_batch("Probe/Counter-v0", 2, mode=mode, lengths=(4, 1, 6)), counts)
     lengths = [(4, 1, 6)[episode % 3] for count in counts for episode in range(count)]
     assert [episode.length for episode in episodes] == lengths
@@ -36,8 +36,8 @@ def test_every_environment_plays_its_own_number_of_whole_episodes(counts, mode):
     assert not any(episode.terminated for episode in episodes)
 
 
-def test_short_episodes_are_not_favoured():
-    """Lengths are random: taking those that end first would prefer the short ones."""
+def test_short_episodes_are_not_favored():
+    """Lengths are random: taking the first episodes that end would prefer short ones."""
     counts = [3, 3, 2, 2, 2, 2, 2, 2]
     together = run(make_batch("Probe/Random-v0", 8), counts)
     alone = []
@@ -46,7 +46,7 @@ def test_short_episodes_are_not_favoured():
         alone += run(make_batch("Probe/Random-v0", 8), only_this)
     assert [(e.length, e.episode_return) for e in together] == [(e.length, e.episode_return) for e in alone]
     lengths = [episode.length for episode in together]
-    # What ended first, as many episodes as were played, is shorter.
+    # The same number of episodes, taken as they end, is shorter.
     ends = []
     for index in range(8):
         episodes = run(make_batch("Probe/Random-v0", 8), [20 if i == index else 0 for i in range(8)])
@@ -92,7 +92,7 @@ def test_nothing_is_recorded_unless_asked():
     assert episode.observations is episode.actions is episode.rewards is None
 
 
-def test_mode_of_the_policy_is_played_unless_samples_are_asked_for():
+def test_deterministic_evaluation_takes_the_mode():
     environments = make_batch("Probe/Counter-v0", lengths=(60,))
     torch.manual_seed(0)
     policy = ActorCritic(environments.single_observation_space, environments.single_action_space)
@@ -110,7 +110,7 @@ def test_mode_of_the_policy_is_played_unless_samples_are_asked_for():
 
 
 class Remembers(Told):
-    """Counts the steps that it remembers."""
+    """A recurrent policy whose state is the number of steps."""
 
     memory = MemoryOptions("gru")
 
@@ -124,8 +124,8 @@ class Remembers(Told):
         return output
 
 
-def test_memory_begins_anew_with_each_life_of_a_game_and_each_episode():
-    """As in training, where lives are episodes."""
+def test_recurrent_state_is_reset_with_each_life_and_each_episode():
+    """As in training, where each life is an episode."""
     games = [((0, 3), (0, 2), (0, 2), (0, 2), (0, 0)), ((0, 3), (0, 3), (0, 3), (0, 3), (0, 0))]
     vector = SyncVectorEnv(
         [lambda g=g: SeededEpisodes(whole_game(*g)) for g in games], autoreset_mode=AutoresetMode.SAME_STEP
@@ -149,7 +149,7 @@ def test_float64_policy_is_given_float64_observations():
     assert {x.dtype for x in policy.seen} == {torch.float64}
 
 
-def test_environment_that_fails_in_evaluation_is_named():
+def test_failure_in_evaluation_names_the_environment():
     seed = derive_seed(seeds_of(3)[1], 2)
     environments = make_batch("Probe/Failing-v0", 3, how="nan reward", at=2, episode_seed=seed)
     with pytest.raises(

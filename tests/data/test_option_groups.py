@@ -1,4 +1,4 @@
-"""The groups of options of the data: `env`, `actors`, `evaluation`."""
+"""The option groups of the data module: `env`, `actors`, `evaluation`."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from tests.helpers import make_model, make_trainer
 
 
 class TwoFrames(RolloutDataModule):
-    """Has another default group, and options of its own that checkpoints hold."""
+    """Has another default group, and saves its options in checkpoints."""
 
     def __init__(self, env_id="CartPole-v1", env=EnvConfig(frame_stack=2), seed=0, **kwargs):
         super().__init__(env_id, env=env, seed=seed, **kwargs)
@@ -23,7 +23,7 @@ class TwoFrames(RolloutDataModule):
 
 
 class Short(TwoFrames):
-    """Changes one field of the group of its base."""
+    """Changes one field of its base class's group."""
 
     def __init__(self, env_id="CartPole-v1", env={"max_episode_steps": 5}, **kwargs):  # noqa: B006
         super().__init__(env_id, env=env, **kwargs)
@@ -96,13 +96,13 @@ def test_options_of_atari_games_are_refused_for_other_environments():
         RolloutDataModule("CartPole-v1", env={"atari": {"frame_skip": 2}}).observation_space  # noqa: B018
 
 
-def test_wrappers_of_training_alone_are_left_out_in_evaluation():
+def test_training_wrappers_are_not_used_in_evaluation():
     limits = [{"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": n}} for n in (4, 2)]
     spec = EnvironmentSpec("CartPole-v1", EnvConfig(wrappers=limits[:1], training_wrappers=limits[1:]))
     assert spec.wrappers == limits and spec.for_evaluation().wrappers == limits[:1]
 
 
-def test_changes_of_a_resumed_run_are_said_by_their_full_names(caplog):
+def test_changed_options_of_a_resumed_run_are_logged_by_full_name(caplog):
     before = RolloutDataModule("CartPole-v1", env={"reward_scale": 2.0}).state_dict()
     assert all(isinstance(name, str) for name in before["settings"])
     caplog.set_level("INFO")
@@ -112,7 +112,7 @@ def test_changes_of_a_resumed_run_are_said_by_their_full_names(caplog):
     assert caplog.text.count("Resuming with") == 2
 
 
-def test_environments_of_a_checkpoint_alone_have_the_options_of_the_run(in_tmp_path):
+def test_load_data_restores_the_options_of_the_run(in_tmp_path):
     limits = [{"class_path": "gymnasium.wrappers.TimeLimit", "init_args": {"max_episode_steps": n}} for n in (4, 2)]
     env = {"frame_stack": 2, "wrappers": limits[:1], "training_wrappers": limits[1:]}
     data = RolloutDataModule("CartPole-v1", 2, 4, 1, env=env, evaluation={"episodes": 3}, seed=0)

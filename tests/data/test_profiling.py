@@ -1,4 +1,4 @@
-"""Where the time of a run goes, by its logs and by Lightning's profilers; what is said about NaN."""
+"""Times in logs and in Lightning's profilers, and the error for NaN gradients."""
 
 import time
 
@@ -33,7 +33,7 @@ def test_seconds_in_environments_and_policy_are_logged():
 
 
 def test_the_clock_is_read_five_times_a_step(monkeypatch):
-    """A reading takes less than 0.1 µs, a step of the smallest environments and policies at least 100."""
+    """A reading takes less than 0.1 µs, a step with the smallest environments and policies at least 100 µs."""
     reads = []
     real = time.perf_counter
 
@@ -55,7 +55,7 @@ def test_profilers_show_rollouts_and_updates_by_name():
     make_trainer(profiler=profiler).fit(make_model(data), data)
     found = {name: len(durations) for name, durations in profiler.recorded_durations.items()}
     assert found["rollout"] == found["update"] == 2
-    # 16 steps in each; on the CPU nothing goes to the policy's device. The values of all steps are computed at the end.
+    # 16 steps each; the policy also computes the values of all steps at the end of a rollout.
     assert found["rollout.environment"] == found["rollout.transfer"] == 2 * 16
     assert found["rollout.policy"] == 2 * (16 + 1)
     assert sum(
@@ -63,7 +63,7 @@ def test_profilers_show_rollouts_and_updates_by_name():
     ) < (sum(profiler.recorded_durations["rollout"]))
 
 
-def test_profilers_show_the_phases_of_environments_that_speak_tensors():
+def test_profilers_show_the_phases_of_tensor_environments():
     profiler = SimpleProfiler()
     data = make_data(f"tests.torch_environments:{ID}", backend="torch")
     make_trainer(profiler=profiler, limit_train_batches=1).fit(make_model(data), data)
@@ -71,12 +71,12 @@ def test_profilers_show_the_phases_of_environments_that_speak_tensors():
     assert counts == {"rollout.environment": 16, "rollout.policy": 16 + 1}
 
 
-def test_a_phase_is_not_even_wrapped_where_nothing_measures():
+def test_functions_are_not_wrapped_without_a_profiler():
     assert profiled(None, "rollout.policy", time.sleep) is time.sleep
 
 
 class Poison(Callback):
-    """Has a gradient that is no number, of a loss that is one."""
+    """Makes the gradient NaN and keeps the loss finite."""
 
     def on_train_batch_start(self, trainer, module, *_):
         actor_critic = module.actor_critic
@@ -95,7 +95,7 @@ class Poison(Callback):
         (False, "grad_norm is nan.*detect_anomaly=True names the operation"),
     ],
 )
-def test_a_gradient_of_nan_says_what_to_try(detect, message, in_tmp_path):
+def test_nan_gradient_error_suggests_a_remedy(detect, message, in_tmp_path):
     data = make_data()
     trainer = make_trainer(callbacks=[Poison()], detect_anomaly=detect)
     with pytest.raises(FloatingPointError, match=message):

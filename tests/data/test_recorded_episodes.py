@@ -1,4 +1,4 @@
-"""Behaviour cloning from what was recorded, and the way from there over the critic to reinforcement learning."""
+"""Recorded episodes: saving, loading, behavior cloning, and critic pretraining and PPO after it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"num_envs": 8, "rollout_length": 16, "seed": 1, "evalua
 
 
 def expert(num_episodes: int = 10) -> list[Episode]:
-    """Episodes in which the goal is always met: the goal -1 by action 5, the goal 1 by action 7."""
+    """Episodes that always reach the goal: goal -1 by action 5, goal 1 by action 7."""
     generator, episodes = np.random.default_rng(0), []
     for _ in range(num_episodes):
         goals = 2 * generator.integers(2, size=(9, 1)) - 1
@@ -54,7 +54,7 @@ def recorded(episodes: Any = None, **options: Any) -> RecordedEpisodes:
         spaces.Dict({"a": spaces.Tuple([spaces.Discrete(3, start=1), spaces.Box(-1, 1, (2,), np.float64)])}),
     ],
 )
-def test_actions_go_to_the_environment_and_back(space):
+def test_environment_actions_convert_back_to_policy_actions(space):
     space.seed(0)
     samples = [space.sample() for _ in range(6)]
     batch = map_leaves(lambda *xs: np.stack(xs), *samples)
@@ -63,7 +63,7 @@ def test_actions_go_to_the_environment_and_back(space):
         np.testing.assert_array_equal(own, theirs)
 
 
-def test_a_batch_has_recorded_steps_with_actions_as_the_policy_has_them():
+def test_batch_has_recorded_steps_with_policy_actions():
     data = recorded()
     model = BehaviourCloning(data.observation_space, data.action_space, policy={"hidden_sizes": (4,)})
     batches: list[Any] = []
@@ -79,7 +79,7 @@ def test_a_batch_has_recorded_steps_with_actions_as_the_policy_has_them():
     assert not torch.equal(batches[0].observations, batches[1].observations)
 
 
-def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_it_can_do(tmp_path):
+def test_cloning_trains_only_the_actor_and_critic_pretraining_keeps_its_return(tmp_path):
     data = recorded(rollouts_per_epoch=40)
     torch.manual_seed(0)
     options: dict[str, Any] = {"policy": {"hidden_sizes": (16,)}, "learning_rate": 1e-2}
@@ -115,8 +115,8 @@ def test_cloning_learns_the_actor_alone_and_the_path_over_the_critic_keeps_what_
     assert first_losses["critic"] < 0.1 * first_losses["cloned"]
 
 
-def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
-    """Recorded steps, their values, and on with PPO: the shipped configurations, shortened, fit together."""
+def test_cloning_from_the_command_line(in_tmp_path, monkeypatch):
+    """The shipped configurations for cloning, critic pretraining and PPO, shortened, work in sequence."""
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     monkeypatch.setenv("LIGHTNING_RL_RUN_DIR", "")
     played = make_data("CartPole-v1", evaluation={"episodes": 2})
@@ -140,7 +140,7 @@ def test_the_path_from_the_command_line(in_tmp_path, monkeypatch):
         assert torch.equal(parameter, learned[name])
 
 
-def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
+def test_predicted_episodes_can_be_saved_and_learned_from(tmp_path):
     played = make_data("tests.probes:Probe/Aim-v0", **AIM | SMALL)
     model = PPO(played.observation_space, played.action_space, policy={"hidden_sizes": (4,)})
     episodes = [e for batch in make_trainer().predict(model, played) for e in batch]
@@ -154,7 +154,7 @@ def test_what_predict_returns_can_be_saved_and_learned_from(tmp_path):
     assert all(np.array_equal(one._steps[name], other._steps[name]) for name in one._steps)
 
 
-def test_a_run_that_is_resumed_draws_the_steps_of_the_uninterrupted_one(tmp_path):
+def test_resumed_run_draws_the_same_steps(tmp_path):
     def learn(epochs: int, ckpt_path: Any = None) -> dict[str, torch.Tensor]:
         data = recorded(rollouts_per_epoch=3)
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_minari_data_sets_are_read_by_their_id(monkeypatch):
         recorded("minari:aim")
 
 
-def test_episodes_that_do_not_fit_are_refused(tmp_path):
+def test_episodes_must_fit_the_spaces(tmp_path):
     bare = [Episode(1.0, 3, True)]
     with pytest.raises(ConfigurationError, match="episodes='1 episodes'"):
         recorded(bare)

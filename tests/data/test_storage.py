@@ -1,4 +1,4 @@
-"""Memory: a rollout takes hardly more than its data, and training keeps nothing of those that it has learned from."""
+"""Memory of rollouts, and that training does not accumulate memory."""
 
 import gc
 import sys
@@ -32,7 +32,7 @@ class Stored(Callback):
         (ID, "torch", 8 + 4 + 4 + 2 + 12),
     ],
 )
-def test_rollouts_take_hardly_more_memory_than_their_data(env_id, backend, bytes_per_step):
+def test_rollouts_need_at_most_20_percent_more_memory_than_their_data(env_id, backend, bytes_per_step):
     data, stored = make_data(env_id, backend=backend, rollout_length=64, rollouts_per_epoch=1), Stored()
     make_trainer(callbacks=[stored]).fit(make_model(data), data)
     assert stored.data == stored.rows * bytes_per_step
@@ -49,7 +49,7 @@ class LiveTensors(Callback):
             self.counts.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
 
 
-def test_training_keeps_no_tensors_of_rollouts_that_are_over():
+def test_training_keeps_no_tensors_of_earlier_rollouts():
     data, live = make_data(rollout_length=4, rollouts_per_epoch=60), LiveTensors()
     model = make_model(data, num_epochs=1, num_minibatches=1)
     make_trainer(callbacks=[live], log_every_n_steps=10).fit(model, data)

@@ -1,4 +1,4 @@
-"""Rollouts of environments that speak tensors are those of the same environments seen as arrays."""
+"""Rollouts of environments of tensors, compared with the same environments of arrays."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ FIELDS = (
 
 
 def collectors(policy_options: dict | None = None, length: int = 20, **env_options) -> tuple:
-    """A policy, and collectors of the same environments as tensors and as arrays."""
+    """Return a policy, and collectors of the same environments as tensors and as arrays."""
     torch.manual_seed(0)
     env = Reach(3, **env_options)
     space_pair = env.single_observation_space, env.single_action_space
@@ -55,7 +55,7 @@ def collectors(policy_options: dict | None = None, length: int = 20, **env_optio
 @pytest.mark.parametrize("memory", [None, "lstm", {"kind": "gru", "sequence_length": 5}])
 @pytest.mark.parametrize("kind", ["box", "discrete"])
 @pytest.mark.parametrize("mode", MODES)
-def test_rollouts_are_those_of_the_same_environments_as_arrays(mode, kind, memory):
+def test_rollouts_of_tensors_equal_rollouts_of_arrays(mode, kind, memory):
     policy, tensors, arrays = collectors({"memory": memory}, mode=mode, kind=kind)
     for _ in range(3):
         own, other = tensors.collect(policy), arrays.collect(policy)
@@ -100,7 +100,7 @@ def test_compiled_steps_of_environments_give_the_same_rollouts(mode):
 
 
 class Reusing(Reach):
-    """Gives the same tensors in each step, and clears those that it resets."""
+    """Returns the same tensor objects in each step, and clears the rows that it resets."""
 
     def step(self, actions: Tensor):
         if not hasattr(self, "rewards"):
@@ -120,7 +120,7 @@ class Reusing(Reach):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_environments_write_over_is_what_it_was_in_its_step(mode):
+def test_rollouts_are_copies_of_tensors_that_environments_reuse(mode):
     policy, _, _ = collectors()
     rollouts = []
     for kind in (Reach, Reusing):
@@ -132,14 +132,14 @@ def test_what_environments_write_over_is_what_it_was_in_its_step(mode):
     assert len(set(other.infos["place"])) > 20
 
 
-def test_stepping_takes_and_gives_tensors_only(monkeypatch):
+def test_stepping_does_not_convert_to_arrays(monkeypatch):
     policy, tensors, _ = collectors()
 
     def refuse(*args: object) -> None:
         raise AssertionError("went through NumPy")
 
-    policy.fast_paths = "none"  # acting by NumPy is for the CPU alone
-    tensors.collect(policy)  # the bounds of actions are brought to the device once
+    policy.fast_paths = "none"  # NumPy networks only exist on the CPU
+    tensors.collect(policy)  # moves the bounds of actions to the device, once
     tensors.start(policy.act)
     for name in ("numpy", "__array__"):
         monkeypatch.setattr(Tensor, name, refuse)
@@ -150,7 +150,7 @@ def test_stepping_takes_and_gives_tensors_only(monkeypatch):
 
 
 @pytest.mark.parametrize("memory", [None, "gru"])
-def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_with_a_warning(memory):
+def test_truncation_without_final_observation_bootstraps_from_the_previous_value_with_a_warning(memory):
     policy, tensors, _ = collectors({"memory": memory}, tells_final=False)
     with pytest.warns(UserWarning, match=r"do not return info\['final_obs'\]"):
         rollout = tensors.collect(policy)
@@ -159,7 +159,7 @@ def test_without_final_observations_a_time_limit_goes_on_from_the_value_before_w
     torch.testing.assert_close(rollout.next_values[cut], rollout.values[cut])
 
 
-def test_rewards_that_are_not_finite_name_the_environment():
+def test_non_finite_reward_names_the_environment():
     policy, tensors, _ = collectors(spoil_at=25)
     tensors.collect(policy)
     with pytest.raises(EnvironmentFailure, match=r"^environment 1 returned an observation or reward that is NaN"):
@@ -167,8 +167,8 @@ def test_rewards_that_are_not_finite_name_the_environment():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_cut_off_episode_reached_must_be_finite_too(monkeypatch, mode):
-    """It is in no row of the rollout where environments reset at once."""
+def test_final_observations_must_be_finite(monkeypatch, mode):
+    """With SAME_STEP it is in no row of the rollout."""
     policy, tensors, _ = collectors(mode=mode)
     env, same_step = tensors.environments.env, mode == AutoresetMode.SAME_STEP.value
     step = env.step
@@ -187,7 +187,7 @@ def test_what_a_cut_off_episode_reached_must_be_finite_too(monkeypatch, mode):
             tensors.collect(policy)
 
 
-def test_observations_that_are_single_numbers_are_looked_at():
+def test_scalar_observations_must_be_finite():
     env = Reach(3)
     tensors, step = TensorEnvironments(env, 0), env.step
     tensors.reset()
@@ -197,7 +197,7 @@ def test_observations_that_are_single_numbers_are_looked_at():
         tensors.check_finite()
 
 
-def test_an_environment_must_say_how_it_resets():
+def test_environment_must_declare_its_autoreset_mode():
     env = Reach(2)
     env.metadata = {}
     with pytest.raises(ValueError, match="metadata\\['autoreset_mode'\\]=None: expected one of"):
@@ -224,7 +224,7 @@ def test_environments_that_return_arrays_are_refused():
         (spaces.Box(-1, 1, (), np.float64), torch.tensor([[-2.0], [0.5]])),
     ],
 )
-def test_actions_become_those_of_the_space_as_arrays_do(space, action):
+def test_actions_are_converted_as_for_arrays(space, action):
     expected = to_environment(space, action.numpy())
     result = tensor_conversion(space, torch.device("cpu"))(action)
     np.testing.assert_array_equal(result.numpy(), expected)
@@ -232,13 +232,13 @@ def test_actions_become_those_of_the_space_as_arrays_do(space, action):
 
 
 @pytest.mark.parametrize("clip", [None, "abs_one", "soft_asymmetric", 0.3])
-def test_rewards_are_scaled_and_clipped_as_those_of_arrays_are(clip):
+def test_rewards_are_scaled_and_clipped_as_for_arrays(clip):
     rewards = np.linspace(-12, 12, 41)
     transform = EnvironmentSpec(ID, EnvConfig(reward_scale=0.5, reward_clip=clip)).reward_transform
     np.testing.assert_allclose(transform(torch.from_numpy(rewards)).numpy(), transform(rewards), rtol=1e-15)
 
 
-def test_reward_options_apply_in_training_alone_and_others_are_refused():
+def test_reward_options_apply_only_in_training():
     data = make_data(ID, backend="torch", num_envs=4, env={"reward_scale": 100.0})
     trainer = make_trainer(limit_val_batches=1)
     model = make_model(data)
@@ -250,8 +250,8 @@ def test_reward_options_apply_in_training_alone_and_others_are_refused():
         make_trainer().fit(make_model(data), make_data(ID, backend="torch", env={"frame_stack": 2}))
 
 
-def test_evaluation_gets_by_without_final_observations():
-    """What the last step led to is not known: the observation before it is recorded in its place."""
+def test_evaluation_works_without_final_observations():
+    """The final observation is unknown; the observation before it is recorded instead."""
     played = []
     for tells_final in (True, False):
         data = make_data(ID, backend="torch", env={"kwargs": {"tells_final": tells_final}})
@@ -294,8 +294,8 @@ def test_a_run_resumes_bit_for_bit(tmp_path, memory):
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP.value, AutoresetMode.DISABLED.value])
-def test_masks_that_are_observed_and_memory_go_with_tensors(mode):
-    """The environment raises if an action is not valid, in training and evaluation."""
+def test_observed_masks_and_recurrent_policies_work_with_tensors(mode):
+    """The environment raises if an action is invalid, in training and evaluation."""
     data = make_data(
         f"tests.torch_environments:{MASKED_ID}", backend="torch", env={"kwargs": {"mode": mode}}, num_envs=4
     )

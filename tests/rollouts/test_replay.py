@@ -1,4 +1,4 @@
-"""Bounded memories: what they hold, in which type, how often it is given, and what a checkpoint has of it."""
+"""Replay memories: content, dtypes, limits, sampling, rollback and checkpoints."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LENGTH, NUM_ENVS = 3, 2
 
 
 def rollout(index: int) -> dict[str, Any]:
-    """Every number says where it stands: 100 · rollout + 10 · time + environment."""
+    """Fields with the numbers 100 · rollout + 10 · time + environment."""
     places = 100 * index + 10 * torch.arange(LENGTH)[:, None] + torch.arange(NUM_ENVS)
     image = places.to(torch.uint8)[..., None].expand(-1, -1, 4)
     return {"observations": {"image": image, "vector": places[..., None].double()}, "returns": places.float()}
@@ -34,7 +34,7 @@ def rows(numbers: list[int] | Tensor) -> dict[str, Tensor]:
 
 
 def held(buffer: UseLimitedBuffer) -> list[int | None]:
-    """What is in each place, without counting that as a use."""
+    """Return the row in each place, without counting a use."""
     ids = buffer.state_dict()["fields"]["ids"].tolist()
     return [number if use >= 0 else None for number, use in zip(ids, buffer.uses.tolist(), strict=True)]
 
@@ -42,7 +42,7 @@ def held(buffer: UseLimitedBuffer) -> list[int | None]:
 # -- rollouts
 
 
-def test_steps_are_found_by_their_address_in_any_order():
+def test_steps_are_gathered_by_address_in_any_order():
     memory = filled(None, None)
     everything = memory.gather(memory.steps())
     assert everything["returns"].tolist() == [0, 1, 10, 11, 20, 21, 100, 101, 110, 111, 120, 121]
@@ -51,7 +51,7 @@ def test_steps_are_found_by_their_address_in_any_order():
     assert some["observations"]["image"].tolist() == [[101] * 4, [0] * 4, [20] * 4]
 
 
-def test_a_sequence_is_what_one_environment_did_in_one_rollout():
+def test_sequences_are_one_environment_in_one_rollout():
     memory = filled(None, None)
     addresses, sequences = memory.cut()
     assert sequences.lengths.tolist() == [LENGTH] * 2 * NUM_ENVS
@@ -61,7 +61,7 @@ def test_a_sequence_is_what_one_environment_did_in_one_rollout():
     assert found["observations"]["vector"].shape == (2 * LENGTH, 1)
 
 
-def test_steps_that_only_reset_are_none():
+def test_invalid_steps_are_not_returned():
     valid = torch.tensor([[True, True], [True, False], [True, True]])
     memory = filled(None, valid)
     assert memory.gather(memory.steps())["returns"].tolist() == [0, 1, 10, 11, 20, 21, 100, 101, 110, 120, 121]
@@ -71,7 +71,7 @@ def test_steps_that_only_reset_are_none():
 
 
 def test_sequences_of_a_policy_with_memory_begin_with_their_states():
-    """Two of two steps in each environment of each rollout, the second with one step of burn-in."""
+    """Two sequences of two steps in each environment and rollout, the second with one step of burn-in."""
     memory = RolloutMemory(2)
     for index in range(2):
         places = 100 * index + 10 * torch.arange(4)[:, None] + torch.arange(NUM_ENVS)
@@ -88,7 +88,7 @@ def test_sequences_of_a_policy_with_memory_begin_with_their_states():
     assert burnt["observations"].tolist() == [10, 11, 110, 111]
 
 
-def test_types_are_kept_and_the_size_is_that_of_the_numbers():
+def test_memory_keeps_dtypes_and_reports_its_size():
     memory = filled(None, torch.ones(LENGTH, NUM_ENVS, dtype=torch.bool))
     found = memory.gather(memory.steps())
     assert found["observations"]["image"].dtype == torch.uint8
@@ -119,7 +119,7 @@ def test_the_memory_is_bounded_and_of_one_layout():
     assert (len(memory), memory.num_bytes, memory.shape, len(memory.steps())) == (0, 0, (0, 0), 0)
 
 
-def test_a_memory_becomes_what_it_was():
+def test_rollback_restores_a_memory_of_rollouts():
     memory = filled(None, None)
     memory.begin()
     memory.append(rollout(2))
@@ -143,7 +143,7 @@ def test_a_field_can_be_added_to_every_rollout():
     assert memory.gather(torch.tensor([4, 7, 5, 0]))["twice"][0].tolist() == [40, 202, 42, 0]
 
 
-def test_a_memory_goes_through_a_checkpoint(tmp_path):
+def test_memory_of_rollouts_is_restored_from_a_checkpoint(tmp_path):
     memory = filled(None, torch.tensor([[True, True], [True, False], [True, True]]))
     torch.save(memory.state_dict(), tmp_path / "state.pt")
     restored = RolloutMemory(4)
@@ -153,7 +153,7 @@ def test_a_memory_goes_through_a_checkpoint(tmp_path):
     for capacity, kept in ((3, [0, 1, 2]), (2, [1, 2]), (1, [2]), (0, [])):
         full, smaller = filled(None, None, None), RolloutMemory(capacity + 1)
         smaller.load_state_dict(full.state_dict())
-        assert not smaller.is_full  # the next rollout finds room
+        assert not smaller.is_full  # the next rollout fits
         assert [int(x) for x in (smaller.gather(smaller.steps())["returns"][::6] if kept else ())] == [
             100 * index for index in kept[-capacity:]
         ]
@@ -162,7 +162,7 @@ def test_a_memory_goes_through_a_checkpoint(tmp_path):
 # -- rows with a limited number of uses
 
 
-def test_new_rows_take_the_places_of_the_oldest_as_in_ding():
+def test_new_rows_overwrite_the_oldest_as_in_ding():
     golden = BUFFERS["overflow"]
     buffer = UseLimitedBuffer(golden["size"])
     buffer.append(rows(golden["pushed_first"]))
@@ -172,7 +172,7 @@ def test_new_rows_take_the_places_of_the_oldest_as_in_ding():
     assert len(buffer) == golden["count_after"]
 
 
-def test_rows_are_gone_after_their_last_use_as_in_ding():
+def test_rows_are_removed_after_their_last_use_as_in_ding():
     golden = BUFFERS["max_use"]
     buffer = UseLimitedBuffer(golden["size"], golden["max_use"])
     buffer.append(rows(list(range(golden["size"]))))
@@ -185,7 +185,7 @@ def test_rows_are_gone_after_their_last_use_as_in_ding():
         assert len(buffer) == step["count_after"]
 
 
-def test_rows_are_gone_after_their_last_use_as_in_the_deque_of_ding():
+def test_rows_are_removed_after_their_last_use_as_in_the_deque_of_ding():
     golden = BUFFERS["deque_max_use"]
     buffer = UseLimitedBuffer(golden["size"], golden["max_use"])
     buffer.append(rows(list(range(golden["size"]))))
@@ -197,7 +197,7 @@ def test_rows_are_gone_after_their_last_use_as_in_the_deque_of_ding():
         assert [number for number in held(buffer) if number is not None] == step["left"]
 
 
-def test_two_buffers_keep_what_they_keep_after_a_phase_of_ding():
+def test_two_buffers_hold_the_same_rows_as_in_ding_after_a_phase():
     golden = BUFFERS["cartpole_collect_phase"]
     sizes = golden["effective_config"]
     for phase, expected in enumerate(golden["phases"]):
@@ -212,12 +212,12 @@ def test_two_buffers_keep_what_they_keep_after_a_phase_of_ding():
             for name, buffer in buffers.items():
                 assert len(buffer) == update[f"{name}_count"]
                 assert buffer.sample(golden["batch_size"]) is not None
-        # There a batch may have a row twice: 7 uses of one after five batches.
+        # In DI-engine a batch may contain a row twice: one has 7 uses after five batches.
         assert expected["max_use_seen"][0] > golden["update_per_collect"] >= buffers["policy"].uses.max()
 
 
-def test_what_one_buffer_uses_up_another_still_has():
-    """In DI-engine two views of one storage delete for one another."""
+def test_buffers_count_uses_separately():
+    """In DI-engine two views of one storage share the removal of rows."""
     once, often = UseLimitedBuffer(4, max_use=1), UseLimitedBuffer(4, max_use=3)
     for buffer in (once, often):
         buffer.append(rows([1, 2, 3, 4]))
@@ -225,7 +225,7 @@ def test_what_one_buffer_uses_up_another_still_has():
     assert (len(once), len(often)) == (0, 4)
 
 
-def test_a_batch_has_no_row_twice_and_every_row_is_as_likely():
+def test_sampling_is_uniform_without_replacement():
     buffer, generator = UseLimitedBuffer(8), torch.Generator().manual_seed(0)
     buffer.append(rows(list(range(8))))
     counts = torch.zeros(8)
@@ -239,7 +239,7 @@ def test_a_batch_has_no_row_twice_and_every_row_is_as_likely():
     assert ((counts - 1000).abs() < 4.5 * (2000 * 0.25) ** 0.5).all()
 
 
-def test_the_order_is_that_of_the_generator():
+def test_generator_determines_the_samples():
     batches = []
     for seed in (1, 1, 2):
         buffer = UseLimitedBuffer(64)
@@ -248,7 +248,7 @@ def test_the_order_is_that_of_the_generator():
     assert batches[0] == batches[1] != batches[2]
 
 
-def test_a_buffer_becomes_what_it_was():
+def test_rollback_restores_a_buffer():
     buffer = UseLimitedBuffer(5, max_use=2)
     buffer.append(rows([1, 2, 3, 4]))
     buffer.gather(torch.tensor([1]))
@@ -268,7 +268,7 @@ def test_a_buffer_becomes_what_it_was():
     assert held(buffer) == [6, 2, 3, 4, 5]
 
 
-def test_places_that_are_empty_or_twice_there_are_refused():
+def test_gathered_places_must_be_filled_and_different():
     buffer = UseLimitedBuffer(4, max_use=1)
     for places in ([0], [0, 0]):
         with pytest.raises(ValueError, match="different places that have a row"):
@@ -276,7 +276,7 @@ def test_places_that_are_empty_or_twice_there_are_refused():
         buffer.append(rows([7]))
 
 
-def test_types_are_kept_and_the_size_is_that_of_the_ring():
+def test_buffer_keeps_dtypes_and_reports_its_size():
     buffer = UseLimitedBuffer(10)
     assert buffer.num_bytes == 0
     buffer.append(rows([1, 2, 3]))
@@ -284,9 +284,9 @@ def test_types_are_kept_and_the_size_is_that_of_the_ring():
     assert buffer.num_bytes == 10 * (8 + 1)
 
 
-def test_a_buffer_goes_through_a_checkpoint(tmp_path):
+def test_buffer_is_restored_from_a_checkpoint(tmp_path):
     buffer = UseLimitedBuffer(6, max_use=2)
-    buffer.append(rows(list(range(8))))  # 6 and 7 lie in front of 2
+    buffer.append(rows(list(range(8))))  # 6 and 7 are stored in front of 2
     for places in ([0, 3], [3, 4]):
         buffer.gather(torch.tensor(places))
     torch.save(buffer.state_dict(), tmp_path / "state.pt")
@@ -310,7 +310,7 @@ def test_a_buffer_goes_through_a_checkpoint(tmp_path):
 
 
 def unrolls(length: int = 3, num_envs: int = 2, first: int = 0) -> Rollout:
-    """Every number says where it stands: 100 · unroll + time, unrolls being counted from `first`; the first is cut."""
+    """Unrolls with the numbers 100 · unroll + time, counted from `first`; the first one is truncated."""
     numbers = first + torch.arange(num_envs)
     places = 100 * numbers + torch.arange(length + 1)[:, None]
     steps = places[:-1].float()
@@ -330,7 +330,7 @@ def unrolls(length: int = 3, num_envs: int = 2, first: int = 0) -> Rollout:
     )
 
 
-def test_unrolls_come_back_as_they_went_in_whatever_their_order():
+def test_gathered_unrolls_equal_the_appended_ones():
     memory = UnrollMemory(10_000, "fifo")
     memory.append(unrolls(), old=unrolls().rewards[..., None])
     memory.append(unrolls(first=2), old=unrolls(first=2).rewards[..., None])
@@ -338,13 +338,13 @@ def test_unrolls_come_back_as_they_went_in_whatever_their_order():
     assert found.observations["place"][0].tolist() == [300, 0, 200, 200]
     assert found.observations["image"].dtype == torch.uint8 and found.observations["image"].shape == (4, 4, 4)
     assert found.actions[1].tolist() == (-found.rewards).tolist() == (-per_step["old"][..., 0]).tolist()
-    # Of the first unroll of each rollout only, those in places 0 and 2.
+    # Only the first unroll of each rollout is truncated: those with indices 0 and 2.
     assert found.final_indices.tolist() == [[1, 1], [1, 2], [1, 3]]
     assert found.final_observations["place"].tolist() == [50, 52, 52]
     assert found.truncated.nonzero().tolist() == [[1, 1], [1, 2], [1, 3]]
 
 
-def test_the_size_is_that_of_the_numbers_and_never_above_the_bound():
+def test_memory_of_unrolls_reports_and_bounds_its_size():
     memory = UnrollMemory(10**6, "fifo")
     memory.append(unrolls(num_envs=2))
     of_each = 4 * (4 + 8) + 3 * (8 + 4 + 4 + 4 + 4 + 3)
@@ -356,7 +356,7 @@ def test_the_size_is_that_of_the_numbers_and_never_above_the_bound():
     assert bounded.numbers == [16, 17, 18, 19]
 
 
-def test_a_reservoir_holds_every_unroll_that_was_seen_as_often_as_any_other():
+def test_reservoir_keeps_every_unroll_with_the_same_probability():
     generator, counts = torch.Generator().manual_seed(0), torch.zeros(40)
     for _ in range(100):
         memory = UnrollMemory(700, "reservoir")
@@ -368,7 +368,7 @@ def test_a_reservoir_holds_every_unroll_that_was_seen_as_often_as_any_other():
     assert ((shares - 0.25).abs() < 0.06).all()
 
 
-def test_a_memory_of_unrolls_becomes_what_it_was():
+def test_rollback_restores_a_memory_of_unrolls():
     memory = UnrollMemory(600, "fifo")
     memory.append(unrolls())
     before = (memory.numbers, memory.num_bytes)
@@ -382,7 +382,7 @@ def test_a_memory_of_unrolls_becomes_what_it_was():
 
 
 @pytest.mark.parametrize(("policy", "max_bytes", "kept"), [("fifo", 2000, 6), ("reservoir", 2000, 6), ("fifo", 400, 2)])
-def test_a_memory_of_unrolls_goes_on_in_one_of_another_size_and_policy(policy, max_bytes, kept):
+def test_memory_of_unrolls_is_restored_with_another_size_and_policy(policy, max_bytes, kept):
     memory = UnrollMemory(2000, "fifo")
     for first in range(0, 6, 2):
         memory.append(unrolls(first=first))
@@ -393,7 +393,7 @@ def test_a_memory_of_unrolls_goes_on_in_one_of_another_size_and_policy(policy, m
     assert {6, 7} & set(other.numbers)
 
 
-def test_unrolls_are_of_one_layout():
+def test_unrolls_must_have_the_same_layout():
     memory = UnrollMemory(2000)
     memory.append(unrolls())
     with pytest.raises(ValueError, match=r"have shape \(5, 1\), expected shape \(3, 1\) like those"):

@@ -1,4 +1,4 @@
-"""Rollouts and batches: discounts and traces at ends, rows, weights and minibatches."""
+"""Rollouts and batches: discounts and traces at episode ends, rows, weights and minibatches."""
 
 import copy
 import pickle
@@ -47,12 +47,12 @@ def test_terminal_stops_at_time_limits_too():
     assert make_rollout().discounts(0.5, "terminal").tolist() == [[0.5, 0.0], [0.0, 0.5], [0.5, 0.5]]
 
 
-def test_traces_stop_at_every_end():
+def test_traces_stop_at_every_episode_end():
     assert make_rollout().traces(0.25).tolist() == [[0.25, 0.0], [0.0, 0.25], [0.25, 0.25]]
     assert make_rollout().dones.tolist() == [[False, True], [True, False], [False, False]]
 
 
-def test_a_clone_has_every_field_and_shares_none():
+def test_clone_copies_every_field():
     rollout = make_rollout(valid=torch.ones(3, 2, dtype=torch.bool))
     rollout.actions = {"move": (rollout.actions, rollout.actions + 1)}
     rollout.memory, rollout.starts, rollout.burn_in = {"actor": torch.ones(1, 2, 4)}, rollout.dones, 2
@@ -84,7 +84,7 @@ def test_flattening_keeps_fields_of_a_step_in_one_row():
     assert torch.equal(batch.log_probs, -1.0 * batch.actions)
 
 
-def test_steps_that_only_reset_are_no_rows():
+def test_invalid_steps_are_no_rows():
     valid = torch.ones(3, 2, dtype=torch.bool)
     valid[1, 1] = False
     rollout = make_rollout(valid)
@@ -95,7 +95,7 @@ def test_steps_that_only_reset_are_no_rows():
     assert batch.weight == pytest.approx(1 / 5)
 
 
-def test_rollouts_count_their_steps_and_move():
+def test_rollout_counts_real_steps_and_moves_to_devices():
     rollout = make_rollout()
     assert (rollout.num_steps, rollout.shape) == (6, (3, 2))
     assert rollout.to("meta") is rollout
@@ -127,7 +127,7 @@ def test_large_minibatches_are_gathered_one_at_a_time_and_are_the_same(monkeypat
     assert first.untyped_storage().nbytes() == 4 * storage  # three rows of two, or ten
 
 
-def test_every_shuffle_is_another_order_and_the_generator_decides():
+def test_generator_determines_the_order_of_shuffled_rows():
     generator = torch.Generator().manual_seed(0)
     batch = make_batch(100)
     first, second = batch.shuffled(generator), batch.shuffled(generator)
@@ -144,7 +144,7 @@ def test_mean_is_the_sum_times_the_weight():
 
 
 def test_weights_make_the_average_over_ranks_the_mean_over_all_rows():
-    """Ranks of 3 and 7 rows, as DDP averages them: not the mean of the two means."""
+    """Ranks of 3 and 7 rows, averaged as by DDP: not the mean of the two means."""
     x = torch.arange(10.0).double()
     ranks = [Batch({"x": part}, weight=2 / 10) for part in x.split([3, 7])]
     assert sum(rank.mean(rank.x) for rank in ranks).item() / 2 == pytest.approx(4.5)
@@ -158,7 +158,7 @@ def test_replacing_a_field_keeps_the_others_and_the_weight():
     assert (changed.weight, batch.actions[0]) == (0.5, 0)
 
 
-def test_unknown_field_is_an_error_that_lists_those_there_are():
+def test_error_of_an_unknown_field_lists_the_fields():
     with pytest.raises(AttributeError, match="no field 'advantage': it has observations, actions"):
         make_batch().advantage  # noqa: B018
 
@@ -176,7 +176,7 @@ def test_minibatches_must_divide_the_rollout():
         check_minibatches(1024, 3)
 
 
-def test_rows_are_put_back_where_they_were():
+def test_on_grid_restores_the_positions_of_rows():
     rollout = make_rollout()
     places = torch.arange(6).view(3, 2)
     rows = rollout.flatten(places=places, pairs=torch.arange(12.0).view(3, 2, 2)).ordered(torch.tensor([4, 0]))

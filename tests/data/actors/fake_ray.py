@@ -1,4 +1,4 @@
-"""What is used of Ray, in this process: calls are made when they are waited for, in the order in which they were."""
+"""A fake of Ray in this process: calls run when the learner waits for them, in their order."""
 
 import pickle
 import signal
@@ -21,13 +21,13 @@ class RayTaskError(RayError):
 
 
 class Reference:
-    """Of a value that is there already, or of a call that is yet to be made."""
+    """Reference to a value, or to a call that has not run."""
 
     def __init__(self, value=None, call=None):
         self.value, self.call, self.error = value, call, None
 
     def look(self):
-        """Make the call if it can be made, and return whether there is a value or an error."""
+        """Run the call if possible, and return whether there is a value or an error."""
         if self.call is not None and self.error is None:
             try:
                 self.value = self.call()
@@ -57,7 +57,7 @@ class Method:
         def call():
             if self.max_task_retries == 0 and self.handle.lives != life:
                 raise RayActorError("it died")
-            rank = rank_zero_only.rank  # an actor changes that of its process
+            rank = rank_zero_only.rank  # an actor changes the rank of its process
             try:
                 worker = self.handle.worker()
                 return sent(getattr(worker, self.name)(*[sent(value_of(x)) for x in args]))
@@ -68,7 +68,7 @@ class Method:
 
 
 class Handle:
-    """An actor, which dies when it is told to, and is only there where there is a place for it."""
+    """An actor, which dies on `die`, and only runs while it has a place."""
 
     def __init__(self, ray, kind, options, args):
         self.ray, self.kind, self.options, self.args = ray, kind, options, args
@@ -88,12 +88,12 @@ class Handle:
         return self._worker
 
     def die(self):
-        """Take all calls with it."""
+        """End the process and all its calls."""
         self.lives += 1
         self.replace()
 
     def replace(self):
-        """Have the calls that wait answered by another process."""
+        """Let another process answer the waiting calls."""
         self._worker = None
 
 
@@ -102,7 +102,7 @@ def value_of(x):
 
 
 def sent(x):
-    """What arrives in another process."""
+    """Return the copy that arrives in another process."""
     return pickle.loads(pickle.dumps(x))
 
 

@@ -14,7 +14,7 @@ from tests.helpers import make_data, make_trainer
 
 
 class Tell(Callback):
-    """Tells the processes, and where this one is if it is still there much later."""
+    """Prints the actor processes, and a traceback if this process is still running much later."""
 
     def __init__(self, data):
         self.data = data
@@ -26,7 +26,7 @@ class Tell(Callback):
 
 
 def main():
-    # Shells and queues have what they run in the background ignore it, as would then this process, for ever.
+    # Shells and queues start background programs with SIGINT ignored, which this process would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     data = make_data(actors={"count": 2, "start_method": "fork"}, rollouts_per_epoch=1000)

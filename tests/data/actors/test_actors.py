@@ -1,4 +1,4 @@
-"""Actors in processes of their own: what they collect, and what becomes of a run in which one of them fails."""
+"""Asynchronous actors in processes: their rollouts, failures, signals and resume."""
 
 import itertools
 import multiprocessing
@@ -40,7 +40,7 @@ def make(data, algorithm=IMPALA, **options):
 
 
 def children():
-    """Processes of this one, but for Python's own that keeps count of shared memory."""
+    """Return the child processes, except Python's resource tracker."""
     found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in found if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
 
@@ -72,8 +72,8 @@ class Versions(Callback):
         self.keep(pl_module)
 
 
-def test_rollouts_are_those_of_the_version_that_they_name():
-    """Weights, normaliser and version belong together, whenever they were read."""
+def test_rollouts_were_collected_with_their_policy_version():
+    """Weights, normalizer and version belong together, whenever they were read."""
     data = make_actors(actors={"count": 2, "prefetch": 2}, rollouts_per_epoch=12, rollout_length=8)
     model, seen, logger = make(data, normalization={"observations": True, "rewards": True}), Versions(), MemoryLogger()
     make_trainer(callbacks=[seen], logger=logger, log_every_n_steps=4).fit(model, data)
@@ -84,7 +84,7 @@ def test_rollouts_are_those_of_the_version_that_they_name():
         again = model.policy.log_prob(rollout.observations[:-1], rollout.actions)
         assert (again - rollout.log_probs).abs().max() <= 1e-6
         assert (model.policy.value(rollout.observations)[:-1] - rollout.values).abs().max() <= 1e-6
-    # Each actor goes on where its last rollout ended, in environments of its own.
+    # Each actor continues where its last rollout ended, in separate environments.
     of_actor = [[r for r in seen.rollouts if r.actor == actor] for actor in range(2)]
     for own in of_actor:
         assert len(own) > 1
@@ -106,12 +106,12 @@ def test_one_actor_is_one_rollout_ahead():
     model, recorder = make(data), Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
     lags = recorder.column("policy_lag")
-    assert lags[0] == 0 and 1 in lags and set(lags) <= {0, 1}  # 0 where the actor got to look later than the learner
+    assert lags[0] == 0 and 1 in lags and set(lags) <= {0, 1}  # 0 if the actor read the weights after the update
 
 
 @pytest.mark.parametrize(("prefetch", "ahead"), [(1, 3), (None, 5), (2, 5)])
 def test_several_actors_do_not_wait_for_the_learner(prefetch, ahead):
-    """While it is at the first rollout: those that were asked for at once, and the one asked for in its place."""
+    """During the first update they collect the rollouts requested at the start, and one more each."""
     data = make_actors(actors={"count": 2, "prefetch": prefetch}, rollouts_per_epoch=6)
 
     class SlowOnce(Callback):
@@ -137,7 +137,7 @@ def test_rollouts_that_are_too_old_are_dropped_and_counted():
     assert max(recorder.column("policy_lag")) <= 1
     dropped = [value for _, value in logger.rows("rollout/dropped")]
     assert dropped == [rollout.dropped for rollout in seen.rollouts] and sum(dropped) > 0
-    assert recorder.column("env_steps") == [32 * (k + 1) for k in range(8)]  # those alone that were learned from
+    assert recorder.column("env_steps") == [32 * (k + 1) for k in range(8)]  # only rollouts that were learned from
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_rollouts_that_are_too_old_are_dropped_and_counted():
         ("CartPole-v1", OverlappedPPO, {"policy": {"memory": {"kind": "gru", "hidden_size": 4}}, "num_minibatches": 2}),
     ],
 )
-def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, options):
+def test_actors_support_all_observations_and_policies(env_id, algorithm, options):
     data = make_actors(env_id, rollouts_per_epoch=2, rollout_length=4)
     model = make(data, algorithm, **options)
     before, seen = parameters_of(model), Versions()
@@ -160,17 +160,17 @@ def test_every_kind_of_observation_and_policy_goes_this_way(env_id, algorithm, o
     assert (rollout.memory is not None) == ("memory" in options.get("policy", {}))
 
 
-def test_processes_may_be_spawned_and_precision_is_theirs_too():
+def test_spawned_actors_use_the_precision_of_the_learner():
     data = make_actors(actors={"start_method": "spawn"}, rollouts_per_epoch=2)
     model, seen = make(data), Versions()
     make_trainer(callbacks=[seen], precision="64-true").fit(model, data)
     versions = [rollout.policy_version for rollout in seen.rollouts]
-    assert versions[0] == 0 and versions[1] in (0, 1)  # the second, where the actor looks after the first was learned
+    assert versions[0] == 0 and versions[1] in (0, 1)  # 1 if the actor read the weights after the first update
     assert seen.rollouts[0].log_probs.dtype == torch.float64
 
 
 @pytest.mark.filterwarnings("ignore:Got pickle error")
-def test_a_policy_that_cannot_be_sent_is_refused():
+def test_policy_must_be_picklable():
     data = make_actors(actors={"start_method": "spawn"})
     model = make(data)
     model.policy.hook = lambda x: x
@@ -201,7 +201,7 @@ def test_bad_options_are_refused(options, message):
         make_actors(**options)
 
 
-def test_an_algorithm_that_does_not_correct_for_lag_refuses_actors_before_it_begins():
+def test_on_policy_algorithms_refuse_actors():
     data = make_actors()
     with pytest.raises(
         ConfigurationError, match=r"actors.count=1.*PPO learns from rollouts of the current policy alone"
@@ -213,7 +213,7 @@ def test_an_algorithm_that_does_not_correct_for_lag_refuses_actors_before_it_beg
 FAILS = {"how": "raise", "episode_seed": None, "at": 3, "lengths": (5,)}
 
 
-def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
+def test_failure_of_an_environment_has_place_and_traceback():
     data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS})
     with pytest.raises(EnvironmentFailure) as caught:
         make_trainer().fit(make(data), data)
@@ -226,13 +226,13 @@ def test_an_error_of_an_environment_is_told_with_its_place_and_traceback():
 
 
 @pytest.mark.parametrize("how", ["SystemExit", "KeyboardInterrupt"])
-def test_an_environment_that_would_end_its_actor_is_named(how):
+def test_environment_that_ends_its_actor_is_named(how):
     data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"how": how}})
     with pytest.raises(EnvironmentFailure, match=rf"^actor 0: environment 0 \(episode 0, seed \d+, step 3\) .*: {how}"):
         make_trainer().fit(make(data), data)
 
 
-def test_an_environment_that_fails_may_be_made_anew_in_its_actor():
+def test_failed_environment_is_replaced_in_its_actor():
     data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS | {"at": 5}, "on_failure": "restart"}, rollout_length=4)
     seen = Versions()
     with pytest.warns(UserWarning, match="environment 0 .* raised in step"):
@@ -249,7 +249,7 @@ def test_an_actor_that_hangs_is_named_and_ended():
 
 
 def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
-    """And not in the middle of an update, where a signal says that a process has ended."""
+    """Not in the middle of an update, when the signal of the ended process arrives."""
     data = make_actors(actors={"count": 2})
     updating = []
 
@@ -271,7 +271,7 @@ def test_an_actor_that_is_killed_is_named_where_a_rollout_is_taken():
 
 @pytest.fixture
 def usual_handlers():
-    """Those of a program that was started in a terminal."""
+    """Signal handlers of a program that was started in a terminal."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     yield
@@ -280,7 +280,7 @@ def usual_handlers():
 
 
 def interrupted_after(seconds, signum, fit):
-    """Exit status of a fit that gets a signal after some seconds, and the seconds from the signal to the end."""
+    """Return the exit status of a fit that gets a signal after some seconds, and the seconds until it ended."""
     sent = []
 
     def send():
@@ -307,7 +307,7 @@ def test_a_signal_is_honored_within_five_seconds_while_all_actors_are_stopped(us
     trainer = make_trainer(callbacks=[Stop(), LastCheckpoint(tmp_path)], enable_checkpointing=True)
     status, seconds = interrupted_after(1.5, signal.SIGTERM, lambda: trainer.fit(model, data))
     assert status == 128 + signal.SIGTERM and seconds < 5
-    # What was learned from the rollouts that had arrived is saved, and a run goes on from there.
+    # A checkpoint was saved, and a run resumes from it.
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert saved["lightning_rl"]["policy_version"] == model.policy_version >= 2
     assert all(torch.equal(x, saved["state_dict"][name]) for name, x in model.state_dict().items())
@@ -329,8 +329,8 @@ def test_a_signal_is_honored_before_the_first_rollout(usual_handlers, monkeypatc
 
 @pytest.mark.parametrize(("prepared", "found"), [(False, "SigBlk"), (True, "SigIgn")])
 def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepared, found, monkeypatch):
-    """What is blocked in the learner while it starts processes is blocked in those, until they ignore it."""
-    if not prepared:  # for ever as it is before the first rollout
+    """Processes inherit the signals that the learner blocks while it starts them, until they ignore them."""
+    if not prepared:  # as before the first rollout
         monkeypatch.setattr(processes, "live_with_parent", lambda: None)
     left_alone = []
 
@@ -343,7 +343,7 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
             assert len(sets[found]) == 2
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    # What a shell starts in the background ignores it, and so would its actors.
+    # Background programs of a shell ignore SIGINT, and so would their actors.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     data = make_actors(rollouts_per_epoch=1)
     make_trainer(callbacks=[Look()]).fit(make(data), data)
@@ -353,7 +353,7 @@ def test_no_signal_to_all_processes_ends_an_actor_not_even_one_that_begins(prepa
 
 
 def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkeypatch):
-    """Or it would wait for them at exit, for ever, since they do not hear that they should end."""
+    """It would wait for them forever at exit, since they ignore the signal to end."""
     begun, data = [], make_actors(actors={"count": 2})
     start = processes.ProcessActors._start
 
@@ -364,7 +364,7 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
         raise OSError("no more processes")
 
     monkeypatch.setattr(processes.ProcessActors, "_start", interrupted)
-    # A handler of the program's own, which is left as it is, and raises KeyboardInterrupt.
+    # A handler of the program, which is kept, and raises KeyboardInterrupt.
     before = signal.signal(signal.SIGINT, lambda signum, frame: signal.default_int_handler(signum, frame))
     try:
         with pytest.raises(SystemExit) as ended:
@@ -378,13 +378,13 @@ def test_a_learner_that_is_interrupted_while_it_starts_actors_leaves_none(monkey
 
 
 def take_lock(lock):
-    """Leave a lock as an actor does that is killed while it reads the weights."""
+    """Keep the lock, as an actor that is killed while it reads the weights."""
     dead = multiprocessing.get_context("fork").Process(target=lock.acquire)
     dead.start()
     dead.join()
 
 
-def test_a_lock_that_an_actor_took_along_keeps_no_learner_from_ending():
+def test_learner_ends_although_a_killed_actor_holds_the_lock():
     data = make_actors(rollouts_per_epoch=1)
 
     class Take(Callback):
@@ -412,7 +412,7 @@ def test_an_actor_killed_while_it_reads_the_weights_is_named_within_seconds():
 
 
 def test_a_faster_actor_does_not_starve_the_other():
-    """Both always have rollouts ready here, and the learner takes them by turns."""
+    """Both always have rollouts ready here, and the learner alternates between them."""
     data, seen = make_actors(actors={"count": 2, "prefetch": 3}, rollouts_per_epoch=12), Versions()
 
     class Slow(Callback):
@@ -423,8 +423,8 @@ def test_a_faster_actor_does_not_starve_the_other():
     assert sorted(rollout.actor for rollout in seen.rollouts[2:]) == [0] * 5 + [1] * 5
 
 
-def test_an_actor_collects_ahead_although_the_learner_reads_nothing():
-    """Rollouts larger than the buffer of a pipe do not keep it from the next ones."""
+def test_actor_collects_ahead_while_the_learner_is_busy():
+    """Rollouts larger than the buffer of a pipe do not block the next ones."""
     data = make_actors(actors={"prefetch": 3}, rollout_length=250, num_envs=16, rollouts_per_epoch=4)
 
     class SlowOnce(Callback):
@@ -437,7 +437,7 @@ def test_an_actor_collects_ahead_although_the_learner_reads_nothing():
     assert [rollout.policy_version for rollout in seen.rollouts] == [0, 0, 0, 0]
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
+def test_resumed_run_begins_new_episodes(tmp_path):
     options = {"normalization": {"observations": True, "rewards": True}}
     data = make_actors()
     model = make(data, **options)
@@ -465,7 +465,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_new_episodes(tmp_path):
     assert first.rollouts[0].starts[0].all() and first.rollouts[0].policy_version == 4
     assert data._sampler.starts == 1 and again._sampler.starts == 2  # so other episodes
 
-    # Without actors, what is counted of theirs is logged no more.
+    # Without actors, their counts are no longer logged.
     logger, in_step = MemoryLogger(), make_data(rollouts_per_epoch=1)
     model = make(in_step, **options)
     make_trainer(max_epochs=3, logger=logger, log_every_n_steps=1).fit(model, in_step, ckpt_path=tmp_path / "x.ckpt")

@@ -1,4 +1,4 @@
-"""Actors end with their learner, whatever ends that."""
+"""Actors end with their learner, whatever ends the learner."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc,
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process runs; one that has ended may still wait to be asked how."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -36,7 +36,7 @@ def gone_within(pids: list[int], seconds: float) -> bool:
     [(signal.SIGKILL, False, -9, ""), (signal.SIGINT, True, 130, "SIGINT: stopping after the update")],
 )
 def test_no_actor_outlives_its_learner(signum, to_all, code, said):
-    """Neither one that is killed, nor a Ctrl-C, which a terminal sends to every process: the actors leave it to it."""
+    """Neither a killed learner, nor one that gets Ctrl-C, which a terminal also sends to actors; they ignore it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.data.actors.learner_script"]
     learner = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Actors of Ray as the learner sees them, with calls made in this process; `test_ray_cluster` has real ones."""
+"""Ray actors from the learner's side, with a fake Ray in this process; `test_ray_cluster` uses Ray."""
 
 import importlib.util
 import itertools
@@ -39,7 +39,7 @@ def make_actors(env_id="CartPole-v1", **options):
 
 
 class At(Callback):
-    """Does something before the update that a rollout is learned in."""
+    """Calls a function before the update with a given rollout."""
 
     def __init__(self, number, action):
         self.number, self.action = number, action
@@ -50,13 +50,13 @@ class At(Callback):
 
 
 def breaks(rollouts):
-    """How often a rollout did not begin where the one before it ended."""
+    """Number of rollouts that do not begin where the one before ended."""
     return sum(
         not torch.equal(one.observations[-1], other.observations[0]) for one, other in itertools.pairwise(rollouts)
     )
 
 
-def test_rollouts_are_those_of_the_version_that_they_name_and_actors_go_on(ray):
+def test_rollouts_were_collected_with_their_policy_version_and_are_contiguous(ray):
     data = make_actors(
         actors={"resources": {"CPU": 2, "GPU": 0.5, "arena": 1}, "ray_address": "somewhere", "prefetch": 2}
     )
@@ -76,12 +76,12 @@ def test_rollouts_are_those_of_the_version_that_they_name_and_actors_go_on(ray):
     weights = [value for value in ray.puts if not isinstance(value, torch.nn.Module)]
     assert len(ray.puts) == len(weights) + 1 and len(weights) == 9  # once for each version
     assert ray.address == "somewhere" and ray.sessions == 1
-    assert handlers and ray.on_sigterm not in handlers  # the run goes on to end as it does without Ray
+    assert handlers and ray.on_sigterm not in handlers  # signals end the run as without Ray
     placed = {"num_cpus": 2, "num_gpus": 0.5, "resources": {"arena": 1}}
     assert [handle.options for handle in ray.handles] == 2 * [placed | {"max_restarts": -1, "max_task_retries": -1}]
 
 
-def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
+def test_dead_actor_is_replaced_with_a_warning_and_counted(ray):
     data, seen, logger = make_actors(rollouts_per_epoch=16), Versions(), MemoryLogger()
     callbacks = [seen, At(4, lambda: ray.handles[1].die()), At(9, lambda: ray.handles[1].die())]
     trainer = make_trainer(callbacks=callbacks, logger=logger, log_every_n_steps=8)
@@ -94,7 +94,7 @@ def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
     assert len(seen.rollouts) == model.policy_version == 16 and model.env_steps == 16 * 32
     stays, dies = ([rollout for rollout in seen.rollouts if rollout.actor == actor] for actor in range(2))
     assert breaks(stays) == 0 and breaks(dies) == 2
-    # Each begins episodes of its own, and none is asked for a rollout that another was asked for.
+    # Each process begins other episodes, and no rollout is requested twice.
     begins = [dies[0]] + [
         b for a, b in itertools.pairwise(dies) if not torch.equal(a.observations[-1], b.observations[0])
     ]
@@ -104,7 +104,7 @@ def test_an_actor_that_dies_is_replaced_told_of_and_counted(ray):
     assert numbers == list(range(len(numbers))) and len(ray.handles[1].workers) == 3
 
 
-def test_a_process_that_answers_in_the_place_of_another_has_to_join_first(ray):
+def test_replacement_process_has_to_join_first(ray):
     data, seen = make_actors(actors={"count": 1}), Versions()
     with pytest.warns(UserWarning, match=r"is gone \(process .*\): another process is in its place"):
         make_trainer(callbacks=[seen, At(3, lambda: ray.handles[0].replace())]).fit(make(data), data)
@@ -124,7 +124,7 @@ def test_an_actor_that_joins_later_begins_with_the_newest_weights(ray):
     assert first.policy_version >= 4 and first.starts[0].all()
 
 
-def test_an_environment_that_fails_ends_the_run_as_in_processes(ray):
+def test_failure_of_an_environment_ends_the_run(ray):
     data = make_actors("Probe/Failing-v0", env={"kwargs": FAILS})
     place = (
         r"actor 0: environment 0 \(episode 0, seed \d+, step 3\) raised in step: ArithmeticError: the physics exploded"
@@ -135,7 +135,7 @@ def test_an_environment_that_fails_ends_the_run_as_in_processes(ray):
     assert note.startswith("In the process of the actor:") and 'raise ArithmeticError("the physics exploded")' in note
 
 
-def test_an_actor_that_never_gets_further_ends_the_run(ray):
+def test_actor_that_dies_repeatedly_ends_the_run(ray):
     data = make_actors(actors={"count": 1})
     ray.on_wait = lambda: ray.handles[0].die() if ray.handles[0].calls[-1][0] == "collect" else None
     with (
@@ -181,7 +181,7 @@ def test_a_signal_is_honored_while_no_actor_finds_a_place(ray):
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_losses_before_rollouts_that_are_dropped_count_too():
+def test_actor_losses_before_dropped_rollouts_are_counted():
     class Source:
         def next_rollout(self, while_waiting):
             rollout = next(rollouts)
@@ -197,7 +197,7 @@ def test_losses_before_rollouts_that_are_dropped_count_too():
     assert taken is seen.rollouts[1] and taken.dropped == 1 and taken.actors_lost == 2
 
 
-def test_a_session_of_the_users_own_stays_open(ray):
+def test_existing_ray_session_stays_open(ray):
     ray.running = True
     data = make_actors(rollouts_per_epoch=1)
     make_trainer().fit(make(data), data)
@@ -205,7 +205,7 @@ def test_a_session_of_the_users_own_stays_open(ray):
     ray.shutdown()
 
 
-def test_an_address_that_leads_nowhere_is_refused(ray):
+def test_ray_address_without_a_cluster_is_refused(ray):
     data = make_actors(actors={"ray_address": "nowhere"})
     with pytest.raises(
         ConfigurationError, match=r"actors.ray_address='nowhere' leads to no cluster of Ray \(nobody answers\)"
@@ -235,7 +235,7 @@ def test_bad_options_are_refused(ray, options, message):
         make_actors(**options)
 
 
-def test_that_ray_is_not_installed_is_said_at_once(monkeypatch):
+def test_missing_ray_package_is_reported_at_once(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
     with pytest.raises(ConfigurationError, match=r"actors.backend='ray'.*pip install 'lightning-rl\[ray\]'"):

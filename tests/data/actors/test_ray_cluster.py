@@ -1,4 +1,4 @@
-"""Actors in a cluster of Ray, of two machines as far as Ray can tell; run with -m slow."""
+"""Actors in a Ray cluster with two simulated machines; run with -m slow."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Fates(Callback):
-    """Lets a machine join, kills an actor, and takes the machine away, each when the last has been got over."""
+    """Adds a machine, kills an actor, and removes the machine, each after recovery from the one before."""
 
     def __init__(self, cluster, data):
         self.cluster, self.data, self.stage, self.came = cluster, data, 0, set()
@@ -28,7 +28,7 @@ class Fates(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         version, members = pl_module.policy_version, self.data._source.source._members
         here = [member.where is not None for member in members]
-        # Whose rollouts have come since the last change was noticed.
+        # Actors with a rollout since the last change was noticed.
         self.came = set() if self.stage == 2 and members[0].life == 0 else self.came | {batch.actor}
         if self.stage == 0 and version == 3:
             assert sum(here) == 1
@@ -67,13 +67,13 @@ def test_actors_join_die_and_are_replaced_while_training_goes_on(cluster):
     said = [str(w.message) for w in warned]
     assert sum("has room for 1 of them" in text for text in said) == 1 and sum("is gone" in text for text in said) == 1
     assert fates.stage == 4 and fates.here_at_last == 1
-    # What was taken was learned from, each rollout once.
+    # Each received rollout was learned from once.
     assert model.policy_version == len(seen.rollouts) and model.env_steps == 32 * len(seen.rollouts)
     assert len({tuple(rollout.observations.flatten().tolist()) for rollout in seen.rollouts}) == len(seen.rollouts)
     assert sum(value for _, value in logger.rows("rollout/actors_lost")) == 2
     of_actor = [[rollout for rollout in seen.rollouts if rollout.actor == actor] for actor in range(2)]
     assert all(own for own in of_actor)
-    # Nothing is missing between rollouts but where an actor was lost.
+    # Rollouts of an actor are contiguous unless it was lost in between.
     assert 1 <= sum(map(breaks, of_actor)) <= 2
     for rollout in seen.rollouts[:: len(seen.rollouts) // 20]:
         model.policy.load_state_dict(seen.policies[rollout.policy_version])

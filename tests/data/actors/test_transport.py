@@ -1,4 +1,4 @@
-"""A rollout that was packed and unpacked is the same rollout."""
+"""Packing and unpacking of rollouts."""
 
 import pickle
 
@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("in_pipe", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_lost_on_the_way(case, in_pipe, monkeypatch):
+def test_unpacked_rollout_equals_the_packed_one(case, in_pipe, monkeypatch):
     if not in_pipe:
         monkeypatch.setattr(transport, "_MAX_IN_PIPE", 0)
     env_id, options = CASES[case]

@@ -1,4 +1,4 @@
-"""Weights on their way to actors: all of one version, whatever learner and actor do at the same time."""
+"""Publishing of weights: a reader gets all weights of one version."""
 
 import multiprocessing
 import threading
@@ -40,7 +40,7 @@ def hammer(weights, last):
 
 
 def torn_reads(weights, last=300):
-    """How many reads were not all of one version, while another process publishes as fast as it can."""
+    """Return the number of reads with mixed versions while another process publishes as fast as it can."""
     writer = FORK.Process(target=hammer, args=(weights, last), daemon=True)
     policy = make_policy()
     refresh = weights.reader(policy)
@@ -55,7 +55,7 @@ def torn_reads(weights, last=300):
     finally:
         writer.kill()
         writer.join()
-    assert len(seen) > 3  # the two did meet
+    assert len(seen) > 3  # reads and writes overlapped
     return torn
 
 
@@ -90,7 +90,7 @@ def test_a_reader_waits_until_all_weights_are_written(monkeypatch):
     assert all(bool((x == 1).all()) for x in tensors(policy))
 
 
-def test_parameters_and_buffers_of_every_precision_arrive():
+def test_weights_of_every_dtype_arrive():
     source, target = make_policy().double(), make_policy().double()
     fill(target, 0)
     weights = SharedWeights(source, FORK)
