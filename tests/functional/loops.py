@@ -1,4 +1,4 @@
-"""The recurrences as plain Python loops over time, one trajectory after the other: slow and plain to see."""
+"""The recurrences as plain Python loops over time, one trajectory after another."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def loop_gae(rewards: Tensor, values: Tensor, next_values: Tensor, discounts: Te
 
 
 def loop_td_lambda(rewards: Tensor, next_values: Tensor, discounts: Tensor, traces: Tensor) -> Tensor:
-    """Each row from the one behind it."""
+    """Each row from the next row."""
     following = next_values[-1]
     rows = []
     for t in reversed(range(len(rewards))):

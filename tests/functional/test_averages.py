@@ -12,7 +12,7 @@ from .helpers import close, randn
 NAN, INF = math.nan, math.inf
 
 
-def test_half_precision_is_averaged_in_float32() -> None:
+def test_half_precision_is_reduced_in_float32() -> None:
     x = torch.arange(1001, dtype=torch.bfloat16)
     assert normalize_rows(x).dtype == explained_variance(x, x).dtype == torch.float32
 
@@ -52,19 +52,19 @@ def test_normalization_uses_the_unbiased_deviation_of_each_row() -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e6 - 0.3])
-def test_one_entry_and_equal_entries_are_normalized_to_zero(constant: float, eps: float) -> None:
+def test_constant_rows_are_normalized_to_zero(constant: float, eps: float) -> None:
     x = torch.full((97,), constant)
     assert (normalize_rows(x, eps) == 0).all()
     assert (normalize_rows(x[:1], eps) == 0).all()
     assert normalize_rows(x[:0], eps).shape == (0,)
 
 
-def test_normalization_far_from_zero_keeps_its_digits() -> None:
+def test_normalization_far_from_zero_is_accurate() -> None:
     x = 1e4 + torch.arange(64) / 512  # exact in float32
     torch.testing.assert_close(normalize_rows(x), normalize_rows(x.double()).float(), rtol=1e-5, atol=1e-5)
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_raise_with_the_argument_name() -> None:
     x, column = torch.zeros(4), torch.zeros(4, 1)
     for name, call in [
         ("predictions", lambda: explained_variance(column, x)),

@@ -1,4 +1,4 @@
-"""Returns and losses against the numbers of other people's implementations; see tests/vectors/README.md."""
+"""Returns and losses against numbers of other implementations; see tests/vectors/README.md."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def double(numbers: Any) -> Tensor:
 
 
 def shifted(values: Tensor, last: Tensor) -> Tensor:
-    """The values of the next rows: one row later, then `last`."""
+    """Return the values one row later, then `last`."""
     return torch.cat([values[1:], last[None]])
 
 
@@ -75,7 +75,7 @@ def test_tf_agents_preprocessing(case: dict[str, Any]) -> None:
     config, inputs = case["config"], RETURNS["inputs"]
     names = ("reward", "value_prediction", "discount", "next_step_type")
     rewards, values, discounts, next_step_types = (inputs[name].T for name in names)
-    # TF-Agents knows no truncation: the last step of an episode (2) is terminal for it.
+    # TF-Agents has no truncation: the last step of an episode (2) is terminal.
     discounts = (discounts * config["discount_factor"] * (next_step_types != 2))[:-1]
     rewards, lambda_ = rewards[:-1], config["lambda_value"]
     returns = discounted_returns(rewards, discounts, values[-1])
@@ -85,7 +85,7 @@ def test_tf_agents_preprocessing(case: dict[str, Any]) -> None:
         advantages = gae(rewards, values[:-1], wrong_next_values, discounts, lambda_)
         if config["use_td_lambda_return"]:
             returns = td_lambda_returns(rewards, wrong_next_values, discounts, lambda_)
-            # With the wrong value, G[T] still has to be the value that the last row bootstraps from.
+            # G[T] is the value that the last row bootstraps from, even if it is the wrong value.
             close(returns, advantages + values[:-1])
     close(returns.T, case["returns"][:, :-1])
     close(advantages.T, case["advantages"][:, :-1])
@@ -109,7 +109,7 @@ def test_tf_agents_losses(kind: str, config: str, weights: str) -> None:
     log_ratios, epsilon = log_prob - steps["log_prob_old"], options.get("importance_ratio_clipping", 0)
     policy_loss = clipped_surrogate_loss(log_ratios, inputs["advantages"], epsilon or torch.inf)
     close((w * policy_loss).mean(), expected["policy_gradient_loss"])  # over all entries, not over sum(w)
-    # Its coefficient, 0.5 by default, multiplies the square; ours is half of the square.
+    # Its coefficient, 0.5 by default, multiplies the square; `value_loss` is half of the square.
     value_range, coefficient = options.get("value_clipping"), 2 * options.get("value_pred_loss_coef", 0.5)
     if value_range is None:
         errors = value_loss(inputs["new_value"], inputs["returns"])
@@ -154,7 +154,7 @@ def test_rlax_vtrace(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("case", RLAX["leaky"])
 def test_rlax_leaky_vtrace(case: dict[str, Any]) -> None:
-    """Its alpha is the share that the bounds have, and its errors are all that it returns there."""
+    """alpha of rlax is 1 - leak, and its errors are the targets minus the values."""
     inputs = vtrace_inputs(SCALABLE_AGENT["inputs"])
     targets, advantages = vtrace(*inputs, case["lambda_"], leak=1 - case["alpha"])
     close(targets - inputs[2], case["errors"], FLOAT64)

@@ -35,11 +35,11 @@ def test_policy_gradient_loss_is_minus_log_prob_times_advantage() -> None:
 def test_clipped_surrogate_loss_by_hand() -> None:
     ratios = torch.tensor([0.5, 1.0, 1.5, 0.5, 1.0, 1.5], dtype=torch.float64)
     advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
-    # The ratio counts in full where the policy has moved against the advantage.
+    # There is no clipping where the policy has moved against the advantage.
     close(clipped_surrogate_loss(ratios.log(), advantages, 0.2), [-1.0, -2.0, -2.4, 1.6, 2.0, 3.0])
 
 
-def test_clipped_surrogate_loss_stops_the_gradient_only_beyond_the_range_and_with_the_advantage() -> None:
+def test_clipped_surrogate_loss_stops_the_gradient_of_favored_ratios_outside_the_range() -> None:
     ratios = torch.tensor([0.5, 1.0, 1.5, 0.5, 1.0, 1.5], dtype=torch.float64)
     advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
     # d(-ratio * A) / d log_ratio = -ratio * A where not clipped
@@ -53,7 +53,7 @@ def test_clipped_surrogate_loss_has_the_policy_gradient_at_ratio_one() -> None:
     close(first, gradient(lambda x: policy_gradient_loss(x, advantages), log_probs))
 
 
-def test_an_infinite_clip_range_clips_nothing() -> None:
+def test_infinite_clip_range_disables_clipping() -> None:
     log_ratios, advantages, values = randn(9), randn(9, seed=1), randn(9, seed=2)
     close(clipped_surrogate_loss(log_ratios, advantages, INF), -log_ratios.exp() * advantages)
     close(clipped_value_loss(values, advantages, log_ratios, INF), value_loss(values, advantages))
@@ -90,14 +90,14 @@ def test_approx_kl_by_hand() -> None:
     close(approx_kl_k3(log_ratios), [-0.5 + math.log(2), 0.0, 1 - math.log(2)])
 
 
-def test_both_estimators_of_kl_are_unbiased_under_the_old_policy() -> None:
+def test_k1_and_k3_are_unbiased_under_the_old_policy() -> None:
     old, new = randn(50, 6).log_softmax(-1), randn(50, 6, seed=1).log_softmax(-1)
     exact = (old.exp() * (old - new)).sum(-1)
     close((old.exp() * approx_kl_k1(new - old)).sum(-1), exact)
     close((old.exp() * approx_kl_k3(new - old)).sum(-1), exact)
 
 
-def test_k3_is_never_negative_and_keeps_its_digits_near_zero() -> None:
+def test_k3_is_never_negative_and_accurate_near_zero() -> None:
     # Near 0 the estimate is x**2 / 2 + x**3 / 6; in float32, exp(x) - 1 - x would be noise.
     x = torch.tensor([-1e-3, 1e-3, 1e-2])
     torch.testing.assert_close(approx_kl_k3(x), x**2 / 2 + x**3 / 6, rtol=1e-3, atol=0)
@@ -156,7 +156,7 @@ def test_targets_are_constants() -> None:
 # -- errors
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_raise_with_the_argument_name() -> None:
     x, column = torch.zeros(4), torch.zeros(4, 1)
     for name, call in [
         ("advantages", lambda: policy_gradient_loss(x, column)),
@@ -171,7 +171,7 @@ def test_wrong_shapes_are_named() -> None:
 
 
 @pytest.mark.parametrize("clip_range", [-0.1, NAN])
-def test_a_negative_clip_range_is_refused(clip_range: float) -> None:
+def test_negative_clip_range_raises(clip_range: float) -> None:
     x = torch.zeros(4)
     for function, inputs in [(clipped_surrogate_loss, (x, x)), (clipped_value_loss, (x, x, x)), (clip_indicator, (x,))]:
         with pytest.raises(ValueError, match=f"clip_range is {clip_range}, expected a number >= 0"):
@@ -190,7 +190,7 @@ def test_each_side_is_clipped_by_its_own_range() -> None:
         close(same, clipped_surrogate_loss(ratios.log(), advantages, both).tolist())
 
 
-def test_dual_clip_bounds_what_a_bad_action_that_has_become_likely_counts() -> None:
+def test_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     ratios = torch.tensor([2.0, 2.9, 4.0, 4.0], dtype=torch.float64)
     advantages = torch.tensor([-2.0, -2.0, -2.0, 2.0], dtype=torch.float64)
 
@@ -201,7 +201,7 @@ def test_dual_clip_bounds_what_a_bad_action_that_has_become_likely_counts() -> N
     close(gradient(loss, ratios.log()), [4.0, 5.8, 0.0, 0.0])
 
 
-def test_huber_loss_is_squared_up_to_delta_and_straight_from_there() -> None:
+def test_huber_loss_is_quadratic_up_to_delta_and_linear_beyond() -> None:
     values, targets = torch.tensor([0.5, 1.0, 3.0, -3.0], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     close(huber_value_loss(values, targets, 1.0), [0.125, 0.5, 2.5, 2.5])
     close(gradient(lambda x: huber_value_loss(x, targets, 1.0), values), [0.5, 1.0, 1.0, -1.0])
@@ -209,13 +209,13 @@ def test_huber_loss_is_squared_up_to_delta_and_straight_from_there() -> None:
 
 
 @pytest.mark.parametrize("dual_clip", [-1.0, 0.5, 1.0, float("nan")])
-def test_a_dual_clip_of_1_or_below_is_refused(dual_clip: float) -> None:
+def test_dual_clip_of_at_most_1_raises(dual_clip: float) -> None:
     with pytest.raises(ValueError, match=r"dual_clip is .*, expected a number > 1"):
         dual_clipped_surrogate_loss(torch.zeros(2), torch.ones(2), 0.2, 0.2, dual_clip)
 
 
 @pytest.mark.parametrize("options", [(-0.1, 0.2), (0.2, -0.1)])
-def test_negative_ranges_are_refused(options: tuple[float, ...]) -> None:
+def test_negative_ranges_and_delta_raise(options: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected a number >= 0"):
         dual_clipped_surrogate_loss(torch.zeros(2), torch.zeros(2), *options)
     with pytest.raises(ValueError, match="delta is -1"):

@@ -1,4 +1,4 @@
-"""The package as a whole: its examples run, its names are exported, and torch is all it needs."""
+"""The package: examples run, names are exported, and only torch is imported."""
 
 import ast
 import doctest
@@ -15,7 +15,7 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(functional.__pat
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_examples_in_docstrings_are_right(module: str) -> None:
+def test_docstring_examples(module: str) -> None:
     assert doctest.testmod(importlib.import_module(f"{functional.__name__}.{module}")).failed == 0
 
 

@@ -24,7 +24,7 @@ def test_returns_equal_their_loops(steps: int) -> None:
         torch.testing.assert_close(tuple(vtrace(*inputs)), loop_vtrace(*inputs), **EXACT)
 
 
-def test_scalar_discounts_and_traces_mean_the_same_for_every_step() -> None:
+def test_scalar_discounts_and_traces_equal_constant_tensors() -> None:
     rewards, values, next_values, _, _ = trajectory(8, 3).values()
     log_rhos, full = log_rhos_like(rewards), torch.ones_like(rewards)
     for discounts, traces in [(0.97, 0.9), (0.97 * full, 0.9), (0.97, 0.9 * full[:, :1])]:
@@ -74,7 +74,7 @@ def test_vtrace_by_hand() -> None:
     assert advantages.item() == pytest.approx(2 * 2)
 
 
-def test_vtrace_of_an_action_that_the_learner_never_takes_changes_nothing() -> None:
+def test_vtrace_ignores_actions_of_probability_zero() -> None:
     rows = without(trajectory(3, 1), "discounts", "traces")
     targets, advantages = vtrace(torch.tensor([[0.0], [-torch.inf], [0.0]]), **rows, discounts=0.9, traces=1.0)
     assert targets[1] == rows["values"][1]
@@ -91,7 +91,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_results_carry_no_gradient(mode: type) -> None:
+def test_results_have_no_gradient(mode: type) -> None:
     rows = {name: row.requires_grad_() for name, row in trajectory(6, 2).items()}
     with mode():
         results = [
@@ -135,7 +135,7 @@ def test_lambda_zero_is_one_step_and_lambda_one_is_the_discounted_return() -> No
 
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.95, 1.0])
-def test_truncation_does_not_disturb_perfect_values_of_a_constant_reward(lambda_: float) -> None:
+def test_truncation_keeps_exact_values_of_a_constant_reward(lambda_: float) -> None:
     gamma, worth = 0.9, torch.full((50, 1), 10.0, dtype=torch.float64)
     traces = torch.full_like(worth, lambda_)
     traces[[7, 8, 30, 49]] = 0
@@ -144,17 +144,17 @@ def test_truncation_does_not_disturb_perfect_values_of_a_constant_reward(lambda_
     torch.testing.assert_close(td_lambda_returns(ones, worth, gamma, traces), worth, **EXACT)
 
 
-def test_values_of_a_constant_reward_tend_to_the_infinite_sum_in_spite_of_truncation() -> None:
+def test_values_of_a_constant_reward_converge_despite_truncation() -> None:
     gamma, values = 0.9, torch.zeros(20, 1, dtype=torch.float64)
     traces = torch.full_like(values, 0.95)
-    traces[[4, 9, 14, 19]] = 0  # the time limit; every state looks alike
+    traces[[4, 9, 14, 19]] = 0  # the time limit; all states are equal
     for _ in range(200):
         values = td_lambda_returns(torch.ones_like(values), values.mean().expand(20, 1), gamma, traces)
     torch.testing.assert_close(values, torch.full_like(values, 1 / (1 - gamma)), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["terminated", "truncated"])
-def test_nothing_leaks_over_the_end_of_an_episode(kind: str) -> None:
+def test_returns_do_not_leak_across_episode_ends(kind: str) -> None:
     rows, end = trajectory(12, 2), 5
     rows["traces"][end] = 0
     if kind == "terminated":
@@ -179,7 +179,7 @@ def test_nothing_leaks_over_the_end_of_an_episode(kind: str) -> None:
 # -- errors
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_raise_with_the_argument_name() -> None:
     x = torch.zeros(4, 4)
     with pytest.raises(ValueError, match=r"values has shape \[4, 1\], expected \[4, 4\] like rewards"):
         gae(x, x[:, :1], x, x, x)
@@ -196,7 +196,7 @@ def test_wrong_shapes_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip_rho", "clip_c", "clip_pg_rho"])
-def test_vtrace_refuses_a_negative_bound(name: str) -> None:
+def test_vtrace_raises_on_a_negative_clip(name: str) -> None:
     x = torch.zeros(2, 1)
     with pytest.raises(ValueError, match=rf"{name} is -1.0, expected a number >= 0"):
         vtrace(x, x, x, x, x, x, **{name: -1.0})

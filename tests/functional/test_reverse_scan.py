@@ -1,4 +1,4 @@
-"""The reverse scan against its loop, by hand, and what it does with shapes and dtypes."""
+"""The reverse scan against its loop and by hand, with any shapes and dtypes."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_reverse_scan_broadcasts_a_decay_of_one_column() -> None:
     torch.testing.assert_close(reverse_scan(x, decay), loop_scan(x, decay.expand(6, 3)), **EXACT)
 
 
-def test_reverse_scan_of_concatenated_trajectories_equals_each_alone_bit_for_bit() -> None:
+def test_reverse_scan_of_concatenated_trajectories_is_bit_identical() -> None:
     generator = torch.Generator().manual_seed(2)
     lengths = [1, 5, 17, 2, 64, 30]
     xs = [torch.randn(n, 4, generator=generator) for n in lengths]
@@ -53,7 +53,7 @@ def test_reverse_scan_of_no_steps_is_empty() -> None:
     assert reverse_scan(torch.zeros(0, 3), 0.5).shape == (0, 3)
 
 
-def test_reverse_scan_leaves_its_inputs_alone() -> None:
+def test_reverse_scan_does_not_modify_its_inputs() -> None:
     inputs = x, decay, initial = torch.randn(9, 2), torch.rand(9, 2), torch.randn(2)
     before = [tensor.clone() for tensor in inputs]
     y = reverse_scan(x, decay, initial)
@@ -67,14 +67,14 @@ def test_reverse_scan_takes_expanded_and_transposed_inputs() -> None:
     torch.testing.assert_close(reverse_scan(x, decay), loop_scan(x, decay), **EXACT)
 
 
-def test_the_widest_dtype_wins_and_integers_and_booleans_are_numbers() -> None:
+def test_reverse_scan_promotes_dtypes_including_integers_and_booleans() -> None:
     x = torch.tensor([1, 2, 3])
     assert reverse_scan(x, torch.tensor([True, False, True])).tolist() == [3.0, 2.0, 3.0]
     assert reverse_scan(x.float(), torch.ones(3, dtype=torch.float64)).dtype == torch.float64
     assert reverse_scan(x.float(), torch.tensor(1.0, dtype=torch.float64)).dtype == torch.float32
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_raise_with_the_argument_name() -> None:
     x = torch.zeros(4, 4)
     with pytest.raises(ValueError, match=r"decay has shape \[4\], expected \[4, 4\]"):
         reverse_scan(x, torch.zeros(4))

@@ -1,4 +1,4 @@
-"""V-MPO's losses: worked out by hand, by a loop, and what they have their minimum at."""
+"""V-MPO's losses: by hand, by a loop, and their minima."""
 
 import math
 
@@ -16,16 +16,16 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
 
-def test_the_better_half_is_rounded_up_and_of_the_rows_that_count():
+def test_better_half_is_rounded_up_and_ignores_rows_of_weight_zero():
     assert better_half(ADVANTAGES).tolist() == [2, 3, 4]
     assert better_half(ADVANTAGES[:4]).tolist() == [2, 3]
-    assert len(better_half(torch.zeros(6))) == 3  # of equal ones too
+    assert len(better_half(torch.zeros(6))) == 3  # also for equal advantages
     assert better_half(ADVANTAGES, torch.tensor([1.0, 1.0, 0.0, 0.0, 0.5])).tolist() == [4, 0]
     nothing = torch.tensor([math.nan, 1.0]), torch.zeros(2)
     assert better_half(*nothing).tolist() == better_half(torch.zeros(0)).tolist() == []
 
 
-def test_the_policy_loss_is_that_of_a_loop():
+def test_policy_loss_equals_a_loop():
     eta = scalar(0.7)
     exponentials = [math.exp(a / 0.7) for a in ADVANTAGES.tolist()]
     pairs = zip(exponentials, LOG_PROBS.tolist(), strict=True)
@@ -41,7 +41,7 @@ def test_the_policy_loss_is_that_of_a_loop():
     assert two.item() == pytest.approx(0.25 + 1.5)
 
 
-def test_a_row_counts_as_often_as_its_weight_says():
+def test_weights_equal_repeated_rows():
     again = [0, 1, 1, 1, 2, 2, 3, 4, 4]
     eta = torch.tensor(0.7, dtype=torch.float64)
     weighted = vmpo_policy_loss(LOG_PROBS, ADVANTAGES, eta, 0.1 * WEIGHTS)
@@ -51,7 +51,7 @@ def test_a_row_counts_as_often_as_its_weight_says():
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_the_temperature_loss_is_least_where_the_weights_are_epsilon_from_uniform(weights):
+def test_temperature_loss_is_minimal_where_kl_to_uniform_is_epsilon(weights):
     """Its derivative is ε - KL(ψ ‖ uniform)."""
     uniform = torch.full((5,), 0.2, dtype=torch.float64) if weights is None else weights / weights.sum()
     for value in (0.2, 1.0, 5.0):
@@ -65,7 +65,7 @@ def test_the_temperature_loss_is_least_where_the_weights_are_epsilon_from_unifor
         assert eta.grad.item() == pytest.approx(0.1 - divergence, rel=1e-9)
 
 
-def test_equal_advantages_leave_a_temperature_loss_of_epsilon_above_them_and_no_rows_none():
+def test_temperature_loss_of_equal_advantages_and_of_no_rows():
     assert vmpo_temperature_loss(torch.full((4,), 3.0), torch.tensor(2.0), 0.1).item() == pytest.approx(3.2)
     eta = scalar(2.0)
     empty = ADVANTAGES[:0]
@@ -74,10 +74,10 @@ def test_equal_advantages_leave_a_temperature_loss_of_epsilon_above_them_and_no_
     assert loss.item() == eta.grad.item() == 0
 
 
-def test_the_lagrangian_moves_the_coefficient_by_the_slack_and_the_divergence_by_the_coefficient():
+def test_gradients_of_the_lagrangian():
     kl, alpha = scalar(0.03), scalar(5.0)
     loss = lagrangian(kl, alpha, 0.01)
     assert loss.item() == pytest.approx(5 * 0.01)  # α ε: the divergence cancels
     loss.backward()
     assert kl.grad.item() == 5
-    assert alpha.grad.item() == pytest.approx(0.01 - 0.03)  # descent makes α larger
+    assert alpha.grad.item() == pytest.approx(0.01 - 0.03)  # descent increases α

@@ -1,4 +1,4 @@
-"""`model.act`: from what environments give to what they take, one of them or several."""
+"""`model.act`: actions for one or several environments."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.tools.test_export import act, inputs, make, observations
 
 
 @pytest.mark.parametrize("case", ["normalised_gaussian", "squashed", "masks", "nested"])
-def test_one_environment_gets_the_action_of_its_row_as_its_space_has_it(case):
+def test_act_on_one_observation_equals_its_row_in_a_batch(case):
     model = make(case)
     batch = map_leaves(lambda x: x.numpy(), inputs(model, 5)[0])
     together = model.act(batch)
@@ -27,7 +27,7 @@ def test_one_environment_gets_the_action_of_its_row_as_its_space_has_it(case):
         assert model.action_space.contains(single)
 
 
-def test_what_only_the_critic_sees_may_be_there_or_missing():
+def test_critic_only_parts_are_optional_in_act():
     model = make("nested")
     everything = map_leaves(lambda x: x.numpy(), observations(model, 3))
     needed = {name: part for name, part in everything.items() if name != "camera"}
@@ -35,7 +35,7 @@ def test_what_only_the_critic_sees_may_be_there_or_missing():
         np.testing.assert_array_equal(one, other)
 
 
-def test_memory_goes_from_step_to_step_and_is_forgotten_where_an_episode_begins():
+def test_act_passes_memory_between_steps_and_resets_it_at_episode_starts():
     model = make("lstm")
     steps = np.random.default_rng(0).normal(size=(4, 2, 3)).astype(np.float32)
     alone, memory = [], None
@@ -55,14 +55,14 @@ def test_memory_goes_from_step_to_step_and_is_forgotten_where_an_episode_begins(
             assert one.abs().sum() > 0
 
 
-def test_masks_hold_and_samples_are_drawn_where_that_is_asked_for():
+def test_act_obeys_masks_and_samples_if_not_deterministic():
     model = make("masks")
     rows = {"place": np.zeros((300, 3), np.float32), "action_mask": np.tile(np.int8([1, 0, 1]), (300, 1))}
     assert len(set(model.act(rows))) == 1
     assert set(model.act(rows, deterministic=False)) == {0, 2}
 
 
-def test_what_does_not_fit_is_named():
+def test_act_raises_on_missing_parts_wrong_shapes_and_unused_memory():
     model = make("masks")
     with pytest.raises(ConfigurationError, match="observation has no 'action_mask'"):
         model.act({"place": np.zeros(3)})
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_named():
         PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)}).act(np.zeros(3), memory={})
 
 
-def test_observations_may_be_numbers():
+def test_act_accepts_python_numbers():
     space = spaces.Dict({"cell": spaces.Discrete(4), "action_mask": ActionMask((3,))})
     torch.manual_seed(0)
     model = PPO(space, DISCRETE, policy={"hidden_sizes": (4,)})

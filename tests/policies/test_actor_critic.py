@@ -17,7 +17,7 @@ ACTIONS = [spaces.Discrete(4), spaces.Box(-1, 1, (2,))]
 
 
 class RowsEncoder(nn.Module):
-    """Refuses everything but rows, and never looks at dtypes."""
+    """Accepts only rows, and ignores dtypes."""
 
     def __init__(self, space: spaces.Box) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def test_act_log_prob_value_and_forward_agree(space, action_space, shared):
     torch.testing.assert_close(policy.value(x), value)
     torch.testing.assert_close(distribution.sample(generator()), output.action)
     torch.testing.assert_close(policy.act(x, deterministic=True).action, distribution.mode())
-    if shared:  # both come with the features, for nothing
+    if shared:  # the shared features give both
         torch.testing.assert_close(output.log_prob, distribution.log_prob(output.action))
         torch.testing.assert_close(output.value, value)
     else:
@@ -60,7 +60,7 @@ def test_act_log_prob_value_and_forward_agree(space, action_space, shared):
 
 
 @pytest.mark.parametrize("space", [VECTOR, IMAGE], ids=["vector", "image"])
-def test_rollouts_of_time_and_environments_give_what_their_rows_give(space):
+def test_leading_time_and_environment_dimensions_do_not_change_results(space):
     policy = ActorCritic(space, spaces.Box(-1, 1, (2,)))
     x = observations(space, 5, 4)
     action = torch.randn(5, 4, 2)
@@ -74,7 +74,7 @@ def test_rollouts_of_time_and_environments_give_what_their_rows_give(space):
     ("space", "option", "shared"),
     [(VECTOR, None, False), (IMAGE, None, True), (VECTOR, True, True), (IMAGE, False, False)],
 )
-def test_encoders_are_shared_for_images_unless_asked_otherwise(space, option, shared):
+def test_encoder_is_shared_for_images_by_default(space, option, shared):
     policy = ActorCritic(space, spaces.Discrete(2), shared_encoder=option)
     policy.value(observations(space, 3)).sum().backward()
     reached = {name.split(".")[0] for name, p in policy.named_parameters() if p.grad is not None}
@@ -82,7 +82,7 @@ def test_encoders_are_shared_for_images_unless_asked_otherwise(space, option, sh
     assert (policy.critic_encoder is None) is shared
 
 
-def test_observations_are_normalised_exactly_once_in_every_method():
+def test_every_method_normalizes_observations_once():
     policy = ActorCritic(VECTOR, spaces.Discrete(4), normalize_observations=True).double()
     policy.observation_normalizer.moments.mean.fill_(5.0)
     policy.observation_normalizer.moments.variance.fill_(4.0)
@@ -101,7 +101,7 @@ def test_observations_are_normalised_exactly_once_in_every_method():
     assert torch.equal(policy.act(x, generator()).action, plain.act(y, generator()).action)
 
 
-def test_integer_vectors_are_normalised_as_numbers_and_not_divided_by_255_again():
+def test_normalized_integer_vectors_are_not_divided_by_255():
     space = spaces.Box(0, 255, (3,), np.uint8)
     policy = ActorCritic(space, spaces.Discrete(2), normalize_observations=True)
     policy.observation_normalizer.moments.mean.fill_(100.5)
@@ -128,14 +128,14 @@ def test_values_and_log_probabilities_of_a_bfloat16_policy_are_float32():
     assert value.dtype == distribution.log_prob(distribution.mode()).dtype == torch.float32
 
 
-def test_normalised_encoders_are_told_the_range_they_see():
+def test_encoders_get_the_space_of_normalized_observations():
     policy = ActorCritic(spaces.Box(0, 255, (3,), np.uint8), spaces.Discrete(2), normalize_observations=True)
     assert isinstance(policy.actor_encoder, MLPEncoder)
     assert not next(policy.actor_encoder.inputs.children()).is_uint8
 
 
 @pytest.mark.parametrize("space", [IMAGE, spaces.Discrete(3)])
-def test_images_and_discrete_observations_cannot_be_normalised(space):
+def test_normalizing_images_or_discrete_observations_raises(space):
     with pytest.raises(ConfigurationError, match=r"normalize_observations=True .* only a Box that is no image"):
         ActorCritic(space, spaces.Discrete(2), normalize_observations=True)
 
@@ -151,5 +151,5 @@ def test_images_and_discrete_observations_cannot_be_normalised(space):
         (spaces.Discrete(3), torch.float32, np.int64),
     ],
 )
-def test_rollouts_store_floats_in_the_networks_precision_and_integers_as_they_are(space, parameters, expected):
+def test_rollouts_store_floats_in_network_precision_and_keep_integers(space, parameters, expected):
     assert observation_dtype(space, parameters) == expected

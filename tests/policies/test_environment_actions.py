@@ -71,7 +71,7 @@ def make(name: str, num_epochs: int = 2, **options: Any) -> tuple[PPO, RolloutDa
     ("shared_encoder", "precision", "bound"),
     [(False, "32-true", 2e-6), (True, "32-true", 2e-6), (False, "64-true", 1e-12), (True, "bf16-mixed", 1e-2)],
 )
-def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
+def test_recomputed_log_probs_equal_log_probs_of_acting(
     name: str, shared_encoder: bool, precision: str, bound: float
 ) -> None:
     recorder = Recorder()
@@ -86,11 +86,11 @@ def test_log_probabilities_recomputed_on_arrival_are_those_of_acting(
     make_trainer(callbacks=[recorder], precision=precision).fit(model, data)
     assert len(recorder.rows) == 4
     assert max(recorder.column("first_ratio_error")) <= bound
-    assert min(recorder.column("approx_kl")) > 1e-5  # the policy did move after each
+    assert min(recorder.column("approx_kl")) > 1e-5  # the policy changed after each
 
 
 @ALL
-def test_recorded_episodes_have_the_actions_that_the_environment_got(name: str) -> None:
+def test_recorded_episodes_hold_environment_actions(name: str) -> None:
     model, data = make(name)
     episodes = make_trainer().predict(model, data)
     assert episodes is not None
@@ -102,8 +102,8 @@ def test_recorded_episodes_have_the_actions_that_the_environment_got(name: str) 
 
 @pytest.mark.filterwarnings("ignore:.* of the action components")
 @ALL
-def test_policy_learns_to_reach_nine_tenths_of_the_optimum(name: str) -> None:
-    rollouts = 40 if name == "gaussian" else 24  # a standard deviation that begins at 1 takes longest to shrink
+def test_policy_reaches_nine_tenths_of_the_optimum(name: str) -> None:
+    rollouts = 40 if name == "gaussian" else 24  # a standard deviation of 1 takes long to shrink
     model, data = make(name, num_epochs=8, rollouts_per_epoch=rollouts, num_envs=8, evaluation={"episodes": 20})
     trainer = make_trainer(limit_val_batches=1, check_val_every_n_epoch=1000)
     (before,) = trainer.validate(model, data, verbose=False)
@@ -114,7 +114,7 @@ def test_policy_learns_to_reach_nine_tenths_of_the_optimum(name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_environments_in_other_processes_get_the_same_nested_actions(backend: str) -> None:
+def test_worker_processes_get_the_same_nested_actions(backend: str) -> None:
     model, data = make("hybrid", backend=backend)
     make_trainer().fit(model, data)
     reference, in_process = make("hybrid")
@@ -141,7 +141,7 @@ def test_entropy_of_every_part_is_logged() -> None:
     assert metrics["train/entropy"] == pytest.approx(parts, rel=1e-5)
 
 
-def test_a_flat_action_has_one_entropy_alone() -> None:
+def test_flat_action_logs_one_entropy() -> None:
     logger = MemoryLogger()
     model, data = make("gaussian")
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
@@ -152,20 +152,20 @@ def test_share_of_clipped_components_is_logged() -> None:
     logger = MemoryLogger()
     model, data = make("gaussian")
     make_trainer(logger=logger, log_every_n_steps=1, limit_train_batches=1).fit(model, data)
-    # With a deviation of 1 around 0: outside [-2, 2] and outside [0, 0.5].
+    # With mean 0 and standard deviation 1: outside [-2, 2] and outside [0, 0.5].
     expected = (0.0455 + 1 - 0.1915) / 2
     assert logger.calls[-1][0]["train/action_saturation"] == pytest.approx(expected, abs=0.06)
 
 
 @pytest.mark.parametrize("name", ["squashed", "beta", "discrete"])
-def test_actions_that_cannot_be_clipped_have_no_such_share(name: str) -> None:
+def test_unbounded_actions_log_no_saturation(name: str) -> None:
     logger = MemoryLogger()
     model, data = make(name)
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
     assert "train/action_saturation" not in logger.calls[-1][0]
 
 
-def test_share_counts_the_gaussian_parts_of_nested_actions() -> None:
+def test_saturation_counts_gaussian_parts_of_nested_actions() -> None:
     space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Box(-1, 1, (2,)), "c": spaces.Box(-np.inf, 3, (1,))})
     policy = ActorCritic(spaces.Box(-1, 1, (1,)), space)
     b = torch.tensor([[[0.0, 2.0]], [[-1.5, 1.0]]])
@@ -176,7 +176,7 @@ def test_share_counts_the_gaussian_parts_of_nested_actions() -> None:
     assert ActorCritic(spaces.Box(-1, 1, (1,)), spaces.Box(-np.inf, np.inf, (1,))).saturation(b) is None
 
 
-def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
+def test_large_saturation_warns_once_after_the_first_rollouts() -> None:
     recorder = Recorder()
     model, data = make("gaussian", rollouts_per_epoch=10)
     model.learning_rate = 1e-6
@@ -191,13 +191,13 @@ def test_a_large_share_is_warned_of_once_after_the_first_rollouts() -> None:
 
 
 def report(check: SaturationCheck, share: float | None, number: int, space: spaces.Space[Any]) -> None:
-    """Have it look at a rollout, counted from 0, that has such a share."""
+    """Pass rollout `number` with this share of clipped components to the callback."""
     losses = {} if share is None else {"action_saturation": share}
     model = SimpleNamespace(losses=losses, policy_version=number + 1, action_space=space)
     check.on_train_batch_end(SimpleNamespace(), model, {}, None, 0)  # type: ignore[arg-type]
 
 
-def test_a_small_share_is_not_warned_of() -> None:
+def test_small_saturation_does_not_warn() -> None:
     check, space = SaturationCheck(), spaces.Box(-1, 1, (2,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -208,7 +208,7 @@ def test_a_small_share_is_not_warned_of() -> None:
         report(check, 0.11, 100, space)
 
 
-def test_of_nested_actions_the_warning_names_the_parts_whose_distribution_to_set() -> None:
+def test_saturation_warning_names_parts_of_nested_actions() -> None:
     space = spaces.Tuple([spaces.Discrete(3), spaces.Box(-1, 1, (2,))])
     with pytest.warns(UserWarning, match="policy.action_distribution to 'squashed_gaussian' or 'beta' for '1', which"):
         report(SaturationCheck(), 0.5, 10, space)

@@ -1,4 +1,4 @@
-"""Normalisers and actor-critics of observations of several parts."""
+"""Normalizers and actor-critics of nested observations."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ class Mean(nn.Module):
 
 
 class Keys(nn.Module):
-    """An encoder of the whole observation, that keeps the keys it is given."""
+    """An encoder of the whole observation that records its keys."""
 
     def __init__(self, space: spaces.Dict) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ def samples(space, num_rows=6):
     return map_leaves(lambda x: torch.from_numpy(x).float() if x.dtype.kind == "f" else torch.from_numpy(x), rows)
 
 
-def test_unknown_encoding_is_refused():
+def test_unknown_discrete_encoding_raises():
     with pytest.raises(ConfigurationError, match=r"^discrete_encoding='binary' .* expected one of one_hot, embedding"):
         ActorCritic(spaces.Discrete(3), DISCRETE, discrete_encoding="binary")
 
 
 @pytest.mark.parametrize("space", [SENSORS, PAIR], ids=["dict", "tuple"])
-def test_leading_dimensions_are_free(space):
+def test_nested_observations_may_have_any_leading_dimensions(space):
     torch.manual_seed(0)
     policy = ActorCritic(space, DISCRETE, network="mlp", normalize_observations=True)
     x = samples(space)
@@ -67,19 +67,19 @@ def test_leading_dimensions_are_free(space):
     torch.testing.assert_close(policy(folded)[1], values.unflatten(0, (3, 2)))
 
 
-def test_encoder_is_shared_where_there_is_an_image():
+def test_encoder_is_shared_if_a_leaf_is_an_image():
     assert ActorCritic(SENSORS, DISCRETE).critic_encoder is None
     assert ActorCritic(ROBOT, DISCRETE).critic_encoder is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_precisions_reach_every_leaf(dtype):
+def test_every_leaf_is_cast_to_the_network_precision(dtype):
     for network in ("auto", "mlp"):
         policy = ActorCritic(PAIR, DISCRETE, network=network, discrete_encoding="embedding").to(dtype)
         assert policy.value(samples(PAIR)).isfinite().all()
 
 
-def test_each_box_that_is_no_image_is_normalised_by_its_own_moments():
+def test_each_box_but_images_has_its_own_moments():
     policy = ActorCritic(SENSORS, DISCRETE, normalize_observations=True)
     normalizer = policy.observation_normalizer
     x = samples(SENSORS, 50)
@@ -94,7 +94,7 @@ def test_each_box_that_is_no_image_is_normalised_by_its_own_moments():
     assert y["camera"] is x["camera"] and y["arm"][0] is x["arm"][0] and y["body"] == x["body"]
 
 
-def test_normaliser_learns_from_rollouts():
+def test_nested_moments_are_updated_from_rollouts():
     data = make_data("tests.nested_probes:Probe/Puzzle-v0")
     model = make_model(data, policy={"network": "mlp"}, normalization={"observations": True})
     make_trainer().fit(model, data)
@@ -102,7 +102,7 @@ def test_normaliser_learns_from_rollouts():
     assert moments.count == 2 * 2 * 16 and (moments.variance - 1 / 3).abs().max() < 0.15
 
 
-def test_observations_without_a_box_cannot_be_normalised():
+def test_normalizing_observations_without_a_box_raises():
     space = spaces.Dict({"image": SENSORS["camera"], "class": spaces.Discrete(2)})
     with pytest.raises(ConfigurationError, match=r"^normalize_observations=True .* and Dict\(.* has none"):
         ActorCritic(space, DISCRETE, normalize_observations=True)
@@ -110,7 +110,7 @@ def test_observations_without_a_box_cannot_be_normalised():
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("path", ["robot", "robot.mass"])
-def test_what_is_for_the_critic_only_changes_values_and_not_actions(path, normalize):
+def test_critic_only_parts_change_values_but_not_actions(path, normalize):
     torch.manual_seed(0)
     policy = ActorCritic(ROBOT, DISCRETE, critic_only=[path], normalize_observations=normalize)
     x, other = samples(ROBOT), samples(ROBOT)
@@ -124,14 +124,14 @@ def test_what_is_for_the_critic_only_changes_values_and_not_actions(path, normal
     assert not torch.isclose(policy(other)[0].logits, one.logits).all()
 
 
-def test_whole_encoders_of_the_actor_are_not_given_what_is_for_the_critic_only():
+def test_custom_actor_encoder_gets_no_critic_only_parts():
     policy = ActorCritic(ROBOT, DISCRETE, critic_only=["robot"], network=f"{__name__}.Keys")
     policy(samples(ROBOT))
     assert (policy.actor_encoder.keys, policy.actor_encoder.seen) == (["joints"], {("joints",)})
     assert (policy.critic_encoder.keys, policy.critic_encoder.seen) == (["joints", "robot"], {("joints", "robot")})
 
 
-def test_leaf_encoder_of_what_is_for_the_critic_only_is_the_critics():
+def test_leaf_encoder_of_a_critic_only_part_belongs_to_the_critic():
     network = {"robot.mass": f"{__name__}.Mean", "joints": "mlp"}
     policy = ActorCritic(ROBOT, DISCRETE, critic_only=["robot"], network=network)
     assert list(policy.actor_encoder.encoders) == [":joints"]
@@ -153,7 +153,7 @@ def test_leaf_encoder_of_what_is_for_the_critic_only_is_the_critics():
         (ROBOT, {"critic_only": "robot"}, r"critic_only='robot' .* a list of paths"),
     ],
 )
-def test_what_cannot_be_for_the_critic_only_is_refused(space, options, message):
+def test_invalid_critic_only_paths_raise(space, options, message):
     with pytest.raises(ConfigurationError, match=rf"^policy\.{message}"):
         PPO(space, DISCRETE, policy=options)
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_for_the_critic_only_is_refused(space, options, message):
         (spaces.OneOf([spaces.Discrete(2), spaces.Discrete(3)]), "OneOf"),
     ],
 )
-def test_spaces_without_a_fixed_shape_are_refused_with_their_path(leaf, kind):
+def test_spaces_without_fixed_shape_raise_with_their_path(leaf, kind):
     nested = spaces.Dict({"arm": spaces.Tuple([spaces.Discrete(2), leaf])})
     for space, path in ((nested, r"\.arm\.1"), (leaf, "")):
         message = (
@@ -185,12 +185,12 @@ def test_spaces_without_a_fixed_shape_are_refused_with_their_path(leaf, kind):
         (spaces.Dict({}), r"Dict\(\) is empty; expected a space with at least one part"),
     ],
 )
-def test_spaces_whose_parts_have_no_path_are_refused(space, message):
+def test_spaces_with_invalid_keys_raise(space, message):
     with pytest.raises(ConfigurationError, match=rf"^observation_space: {message}"):
         PPO(space, DISCRETE)
 
 
-def test_leaf_encoders_and_critic_only_parts_are_set_from_yaml_and_come_back_from_a_checkpoint(tmp_path):
+def test_leaf_encoders_and_critic_only_parts_survive_yaml_and_checkpoint(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "model:\n  class_path: PPO\n  init_args:\n    num_minibatches: 2\n    policy:\n      critic_only: [answer]\n"
         "      discrete_encoding: embedding\n      network:\n        noise: mlp\n        picture:\n"

@@ -30,21 +30,21 @@ def assert_moments(moments: RunningMoments, rows: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_moments_are_those_of_everything_seen(shape):
+def test_moments_equal_moments_of_all_rows(shape):
     moments, rows = RunningMoments(shape), 3 * randn(50, *shape) + 7
     for part in rows.split([1, 20, 4, 25]):
         moments.update(part)
     assert_moments(moments, rows.view(50, -1))
 
 
-def test_moments_of_large_numbers_keep_their_digits():
+def test_moments_of_large_numbers_are_accurate():
     moments, rows = RunningMoments((1,)), 1e8 + randn(1000, 1)
     for part in rows.split(100):
         moments.update(part)
     assert moments.variance.item() == pytest.approx(rows.var(correction=0).item(), rel=1e-7)
 
 
-def test_nothing_changes_without_rows():
+def test_update_without_rows_changes_nothing():
     moments = RunningMoments((2,))
     moments.update(torch.zeros(0, 2))
     assert (moments.count.item(), moments.mean.tolist(), moments.variance.tolist()) == (0, [0, 0], [1, 1])
@@ -53,8 +53,8 @@ def test_nothing_changes_without_rows():
     assert_moments(moments, rows)
 
 
-def test_ranks_end_with_the_moments_of_the_union_of_their_rows():
-    """Two ranks of different sizes are played in turns: each reduction adds what the other one contributed."""
+def test_all_ranks_get_the_moments_of_the_union_of_their_rows():
+    """Simulate two ranks of different sizes in turns: each reduction adds the sums of the other rank."""
     mine, others = randn(7, 3), 2 * randn(12, 3, seed=1) - 4
     before = randn(20, 3, seed=2)
     seen: list[list[Tensor]] = [[], []]
@@ -69,7 +69,7 @@ def test_ranks_end_with_the_moments_of_the_union_of_their_rows():
         moments.update(rows, lambda x: x + next(calls))
         return moments
 
-    # What each rank puts in: count and sum first, then the squares around the common mean.
+    # Sums of each rank: first count and sum, then the squares around the common mean.
     union = torch.cat([mine, others])
     contributions = []
     for rows in (mine, others):
@@ -98,18 +98,18 @@ def test_statistics_stay_float64_through_casts_and_checkpoints(make):
         assert all(torch.equal(state[name], x) and x.dtype == torch.float64 for name, x in expected.items())
 
 
-def test_device_moves_are_followed():
+def test_statistics_move_with_the_module():
     assert ObservationNormalizer((3,)).to("meta").moments.mean.device.type == "meta"
 
 
-def test_count_goes_on_beyond_what_float32_can_count():
+def test_count_exceeds_float32_precision():
     moments = RunningMoments(()).to(torch.bfloat16)
     moments.count.fill_(2.0**24)
     moments.update(torch.ones(1))
     assert moments.count.item() == 2**24 + 1
 
 
-def test_observations_are_standardised_and_clipped():
+def test_observations_are_standardized_and_clipped():
     normalizer, rows = ObservationNormalizer((2,)), 4 * randn(1000, 2) + 3
     x = torch.tensor([[3.0, 3.0], [1e6, -1e6]]).double()
     assert normalizer(x).tolist() == [[pytest.approx(3)] * 2, [10, -10]]  # before any data
@@ -127,7 +127,7 @@ def test_constant_observations_become_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bfloat16])
-def test_observations_of_few_digits_are_normalised_in_float32(dtype):
+def test_half_precision_observations_are_normalized_in_float32(dtype):
     normalizer = ObservationNormalizer((1,))
     normalizer.moments.mean.fill_(2.5)
     out = normalizer(torch.tensor([[4]], dtype=dtype))
@@ -153,7 +153,7 @@ def reward_rollout(length: int = 40, num_envs: int = 3) -> tuple[Tensor, Tensor]
     return rewards, torch.rand(length, num_envs, generator=torch.Generator().manual_seed(1)) < 0.15
 
 
-def test_reward_normaliser_equals_a_slow_loop_over_environments_across_rollouts():
+def test_reward_normalizer_equals_a_loop_over_environments_and_rollouts():
     rewards, ends = reward_rollout()
     normalizer = RewardNormalizer(0.9)
     for part, part_ends in zip(rewards.split([16, 8, 16]), ends.split([16, 8, 16]), strict=True):
@@ -165,14 +165,14 @@ def test_reward_normaliser_equals_a_slow_loop_over_environments_across_rollouts(
     torch.testing.assert_close(normalizer(rewards), (rewards / (variance + 1e-8) ** 0.5).clamp(-10, 10), **EXACT)
 
 
-def test_rewards_are_scaled_without_being_shifted_and_clipped():
+def test_rewards_are_scaled_and_clipped_but_not_shifted():
     normalizer = RewardNormalizer(0.9)
     normalizer.moments.variance.fill_(4.0)
     out = normalizer(torch.tensor([0.0, 1.0, -3.0, 100.0]))
     torch.testing.assert_close(out, torch.tensor([0.0, 0.5, -1.5, 10.0]))
 
 
-def test_float32_rewards_do_not_limit_the_statistics():
+def test_reward_statistics_are_float64_for_float32_rewards():
     rewards, ends = reward_rollout()
     normalizer = RewardNormalizer(0.9)
     normalizer.update(rewards.float(), ends)
@@ -181,14 +181,14 @@ def test_float32_rewards_do_not_limit_the_statistics():
     assert normalizer.moments.variance.item() == pytest.approx(variance, rel=1e-12)
 
 
-def test_steps_that_only_reset_take_no_part():
-    """With a row that only resets after each end, statistics are those without these rows."""
+def test_invalid_steps_do_not_change_reward_statistics():
+    """Invalid rows after each episode end do not change the statistics."""
     rewards, ends = reward_rollout(20, 1)
     with_resets: list[tuple[float, bool, bool]] = []
     for reward, end in zip(rewards[:, 0].tolist(), ends[:, 0].tolist(), strict=True):
         with_resets.append((reward, end, True))
         if end:
-            with_resets.append((123.0, False, False))  # whatever an environment puts there
+            with_resets.append((123.0, False, False))  # arbitrary values of invalid rows
     plain, masked = RewardNormalizer(0.9), RewardNormalizer(0.9)
     plain.update(rewards, ends)
     rows, row_ends, valid = zip(*with_resets, strict=True)
@@ -197,7 +197,7 @@ def test_steps_that_only_reset_take_no_part():
         torch.testing.assert_close(masked.state_dict()[name], value, **EXACT)
 
 
-def test_another_number_of_environments_begins_new_returns_and_keeps_the_statistics():
+def test_changed_number_of_environments_resets_returns_and_keeps_statistics():
     rewards, ends = reward_rollout()
     source, target = RewardNormalizer(0.9), RewardNormalizer(0.9)
     source.update(rewards, ends)
@@ -211,14 +211,14 @@ def test_another_number_of_environments_begins_new_returns_and_keeps_the_statist
     torch.testing.assert_close(target.discounted_return, fresh.discounted_return)
 
 
-def test_the_returns_under_way_belong_to_a_rank_and_not_to_the_modules_state():
+def test_running_returns_are_per_rank_and_not_in_the_state_dict():
     normalizer = RewardNormalizer(0.9)
     normalizer.update(*reward_rollout())
     assert not [name for name in normalizer.state_dict() if "discounted_return" in name]
 
 
-def test_actors_that_take_turns_keep_discounted_returns_of_their_own():
-    """Two actors of two environments; a rollout that begins with new episodes forgets what was before."""
+def test_each_actor_has_its_own_running_returns():
+    """Two actors with two environments each; new episodes reset the running returns."""
     together, (one, other) = RewardNormalizer(0.5), (RewardNormalizer(0.5), RewardNormalizer(0.5))
     rewards, ends, none = torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
     for turn in range(3):

@@ -1,4 +1,4 @@
-"""Normalisers, gradient clipping and Adam against numbers that TF-Agents and TensorFlow computed."""
+"""Normalizers, gradient clipping and Adam against golden numbers of TF-Agents and TensorFlow."""
 
 from typing import Any, cast
 
@@ -76,7 +76,7 @@ def test_rewards_are_normalized_as_by_tf_agents():
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantages_are_normalized_as_by_tf_agents(name):
     case, model = ADVANTAGES[name], TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (2,)})
-    # Where a small spread cancels, float32 there has noise of its own.
+    # The float32 variance of TF-Agents is noisy where a small spread cancels.
     noisy = name in ("large_mean_small_spread", "all_equal")
     tolerance = {"rtol": 1e-4, "atol": 3e-2 if noisy else 1e-5}
     (normalized,) = model.estimator.standardize([case["advantages"].flatten()])
@@ -92,7 +92,7 @@ def test_gradients_are_clipped_as_by_tensorflow(case):
     norm = nn.utils.get_total_norm([cast(Tensor, parameter.grad) for parameter in parameters])
     scale_to_norm(EagerEngine().gradients(optimizer), case["clip_norm"], norm)
     expected = torch.as_tensor(case["global_norm_returned"])
-    if not norm.isfinite():  # theirs makes all gradients NaN; here the step is left out
+    if not norm.isfinite():  # TensorFlow makes all gradients NaN; the step is skipped here
         assert not expected.isfinite()
         return
     torch.testing.assert_close(norm, expected)
@@ -101,7 +101,7 @@ def test_gradients_are_clipped_as_by_tensorflow(case):
 
 
 @pytest.mark.parametrize("name", CLIPPING["adam"]["cases"])
-def test_adam_with_its_epsilon_scheduled_is_that_of_tensorflow(name):
+def test_adam_with_scheduled_epsilon_equals_tensorflow(name):
     case: dict[str, Any] = CLIPPING["adam"]["cases"][name]
     weights: Tensor = nn.Parameter(case["w0"].clone())
     optimizer = torch.optim.Adam([weights], lr=case["hyper"]["lr"])

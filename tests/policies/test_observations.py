@@ -1,4 +1,4 @@
-"""Observations of every kind, nested to any depth, from the environments to the update."""
+"""Nested observations from the environments to the update."""
 
 from itertools import pairwise
 from typing import Any
@@ -36,7 +36,7 @@ SPACES = {
 
 
 class Fixed:
-    """A policy that always does 0, and gives every place a value of its own."""
+    """A policy with the action 0, and a different value for every place."""
 
     def value(self, observations: Any) -> torch.Tensor:
         return 1000 * observations["place"][..., 0] + 10 * observations["place"][..., 1]
@@ -59,7 +59,7 @@ def make_policy(space: spaces.Space[Any] = SENSORS, **options: Any) -> ActorCrit
 
 
 def slow_loop(num_steps: int, **options: Any) -> tuple[list[Any], list[Any]]:
-    """What one environment by itself gives: where each action is chosen, and what each step reached."""
+    """Return observations and next observations of a single environment."""
     env = Sensors(**options)
     seen, reached = [env.reset()[0]], []
     for _ in range(num_steps):
@@ -72,7 +72,7 @@ def slow_loop(num_steps: int, **options: Any) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("reuse_buffer", [False, True])
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("backend", ["sync", "async"])
-def test_every_leaf_of_a_rollout_is_what_the_environment_gave(backend, mode, reuse_buffer):
+def test_rollout_leaves_equal_environment_observations(backend, mode, reuse_buffer):
     environments = make_batch(SENSORS_ID, 2, mode=mode, backend=backend, reuse_buffer=reuse_buffer, **SCRIPT)
     rollout = make_collector(environments, 20).collect(Fixed())
     environments.close()
@@ -81,7 +81,7 @@ def test_every_leaf_of_a_rollout_is_what_the_environment_gave(backend, mode, reu
     rows = map_leaves(lambda x: x[:-1, 1][valid], rollout.observations)
     for t, row in enumerate(seen[: int(valid.sum())]):
         assert all(leaves(map_leaves(lambda x, y, t=t: np.array_equal(x[t], y), rows, row))), t
-    # The value of what truncated steps reached, not of where the next episode begins.
+    # The value of the final observation, not of the first one of the next episode.
     expected = [1000 * o["place"][0] + 10 * o["place"][1] for o in reached]
     next_values = rollout.next_values[:, 1][valid]
     ended = rollout.terminated[:, 1][valid]
@@ -93,7 +93,7 @@ def test_every_leaf_of_a_rollout_is_what_the_environment_gave(backend, mode, reu
             assert np.array_equal(camera, reached[int(valid[:t].sum())]["camera"])
 
 
-def test_leaves_have_the_types_of_their_spaces_and_images_stay_bytes_until_the_network():
+def test_leaves_keep_their_dtype_and_images_stay_uint8():
     environments = make_batch(SENSORS_ID, 2)
     policy = make_policy(network="auto", normalize_observations=True)
     seen = []
@@ -114,7 +114,7 @@ def test_leaves_have_the_types_of_their_spaces_and_images_stay_bytes_until_the_n
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
 @pytest.mark.parametrize("num_rows", [19, 20, 21])
-def test_modes_give_the_same_rows_and_targets(mode, num_rows):
+def test_autoreset_modes_give_the_same_rows_and_targets(mode, num_rows):
     results = []
     for one, length in ((AutoresetMode.SAME_STEP, num_rows), (mode, 2 * num_rows)):
         environments = make_batch(SENSORS_ID, 1, mode=one, **SCRIPT)
@@ -128,7 +128,7 @@ def test_modes_give_the_same_rows_and_targets(mode, num_rows):
 
 
 @pytest.mark.parametrize("env_id", [SENSORS_ID, PUZZLE])
-def test_worker_processes_give_the_same_rollouts_bit_for_bit(env_id):
+def test_worker_processes_give_bit_identical_rollouts(env_id):
     rollouts = []
     for backend in ("sync", "async"):
         environments = make_batch(env_id, 3, backend=backend)
@@ -140,7 +140,7 @@ def test_worker_processes_give_the_same_rollouts_bit_for_bit(env_id):
     assert equal(one, other)
 
 
-def test_environments_that_are_replaced_give_the_same_rollouts_in_worker_processes():
+def test_replaced_environments_give_the_same_rollouts_in_worker_processes():
     rollouts = []
     for backend in ("sync", "async"):
         options = {"spoil": "nan", "at": 3, "env": {"on_failure": "restart"}, "backend": backend}
@@ -155,7 +155,7 @@ def test_environments_that_are_replaced_give_the_same_rollouts_in_worker_process
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_what_arrives_is_on_policy(name):
+def test_rollouts_of_nested_observations_are_on_policy(name):
     data = make_data("tests.probes:Probe/Space-v0", env={"kwargs": {"observation_space": SPACES[name]}})
     recorder = Recorder()
     model = make_model(data)
@@ -167,8 +167,8 @@ def test_what_arrives_is_on_policy(name):
 @pytest.mark.parametrize("backend", ["sync", "async"])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_number_that_is_not_finite_is_reported_with_the_path_of_its_leaf(at, value, backend):
-    """In a reset, within an episode, and in the last step of one."""
+def test_non_finite_observation_raises_with_the_path_of_its_leaf(at, value, backend):
+    """At a reset, within an episode, and at its last step."""
     environments = make_batch(SENSORS_ID, 2, spoil=value, at=at, backend=backend)
     with pytest.raises(
         EnvironmentFailure, match=rf"^environment 0 \(.*\) returned observation arm\.1 {value}: expected"
@@ -186,7 +186,7 @@ def test_number_that_is_not_finite_is_reported_with_the_path_of_its_leaf(at, val
         ("entries", r"another structure than its space has \(ValueError: .*\): expected an element of Dict\("),
     ],
 )
-def test_observation_of_another_structure_is_refused(spoil, message):
+def test_observation_with_wrong_structure_raises(spoil, message):
     with pytest.raises(
         EnvironmentFailure, match=rf"^environment 0 \(episode 0, seed \d+, step 2\) returned .*{message}"
     ):
@@ -194,7 +194,7 @@ def test_observation_of_another_structure_is_refused(spoil, message):
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_recorded_episodes_have_every_leaf(mode):
+def test_recorded_episodes_hold_every_leaf(mode):
     environments = make_batch(SENSORS_ID, 2, mode=mode, **SCRIPT)
     spaces_ = environments.single_observation_space, environments.single_action_space
     episodes = run_episodes(environments, Fixed(), *spaces_, [2, 1], torch.Generator(), record=True)
@@ -210,7 +210,7 @@ def test_recorded_episodes_have_every_leaf(mode):
 
 
 @pytest.mark.parametrize("changed", [None, "picture", "switch", "noise"])
-def test_episode_that_is_played_again_is_compared_leaf_by_leaf(changed):
+def test_replayed_episode_is_compared_leaf_by_leaf(changed):
     env = SeededEpisodes(gymnasium.make(PUZZLE))
     env.reset(seed=1)
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_trainer_validates_and_predicts():
         assert model(map_leaves(lambda x: x[:-1], shown)).tolist() == episode.actions.tolist()
 
 
-def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_actor_does_not_see_the_answer():
+def test_learns_from_image_and_switch_with_a_critic_only_answer():
     small = {
         "class_path": "lightning_rl.policies.networks.ImpalaEncoder",
         "init_args": {"channels": [4], "out_features": 16},
@@ -249,7 +249,7 @@ def test_reward_that_depends_on_an_image_and_a_switch_is_learned_though_the_acto
     model = make_model(data, policy=policy, **options)
     trainer = make_trainer(limit_val_batches=1)
     trainer.fit(model, data)
-    assert trainer.callback_metrics["val/episode_return"] >= 9.5  # 5 by chance, or without one of the two
+    assert trainer.callback_metrics["val/episode_return"] >= 9.5  # 5 by chance, or with only one of the two parts
 
 
 class Broken(PPO):
@@ -264,7 +264,7 @@ class Broken(PPO):
         return loss
 
 
-def test_update_that_failed_is_made_again_with_nested_observations(tmp_path):
+def test_failed_update_with_nested_observations_is_replayed(tmp_path):
     data = make_data(SENSORS_ID)
     torch.manual_seed(0)
     small = {"policy": {"hidden_sizes": (16,), "network": "mlp"}, "num_epochs": 2, "num_minibatches": 2}
@@ -303,7 +303,7 @@ def test_rollout_moves_and_copies_every_leaf(tmp_path):
     assert {x.device.type for x in (*leaves(rollout.observations), *leaves(rollout.final_observations))} == {"meta"}
 
 
-def test_envpool_gives_dicts():
+def test_envpool_returns_dict_observations():
     environments = make_batch("CheetahRun-v1", 2, backend="envpool")
     policy = ActorCritic(
         environments.single_observation_space, environments.single_action_space, normalize_observations=True

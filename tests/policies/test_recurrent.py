@@ -1,4 +1,4 @@
-"""What a recurrent core computes over sequences: what it computes step by step, within episodes, and nothing more."""
+"""Recurrent cores: unrolled over sequences they equal steps one by one, within episodes."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def test_unrolled_and_stepwise_forward_agree(kind, num_layers, shared, dtype, bo
     found = unroll(policy, observations, starts, memory)
     assert (found[0].exp() - expected[0].exp()).abs().max() <= bound
     assert (found[1] - expected[1]).abs().max() <= bound
-    assert found[0].std(0).min() > 0.01  # it does depend on time
+    assert found[0].std(0).min() > 0.01  # values differ between steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_the_unrolled_forward_are_those_of_the_stepwise_one(kind):
+def test_unrolled_and_stepwise_gradients_agree(kind):
     policy = make_policy(kind)
     observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
     memory = random_memory(policy, NUM_ENVS)
@@ -53,7 +53,7 @@ def test_gradients_of_the_unrolled_forward_are_those_of_the_stepwise_one(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_end_of_an_episode_cuts_state_and_gradient(kind):
+def test_episode_end_resets_state_and_stops_gradient(kind):
     policy = make_policy(kind)
     observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
     starts[:] = False
@@ -65,13 +65,13 @@ def test_the_end_of_an_episode_cuts_state_and_gradient(kind):
     assert (observations.grad[:5] == 0).all() and (observations.grad[:, [0, 2, 3]] == 0).all()
     assert all((x.grad == 0).all() for x in leaves(memory))
     assert (observations.grad[5:, 1] != 0).any(-1).all()
-    # The state too: another past gives the same future, bit for bit.
+    # Another past gives the same future, bit for bit.
     with torch.no_grad():
         changed = observations.detach().clone()
         changed[:5, 1] += 1
         others = unroll(policy, changed, starts, memory)
         assert torch.equal(others[0][5:, 1], logits[5:, 1]) and not torch.equal(others[0][4, 1], logits[4, 1])
-    # Without the end the gradient goes through.
+    # Without the episode end there is a gradient.
     observations.grad = None
     logits, values = unroll(policy, observations, torch.zeros_like(starts), memory)
     (logits[5:, 1, 0].sum() + values[5:, 1].sum()).backward()
@@ -79,7 +79,7 @@ def test_the_end_of_an_episode_cuts_state_and_gradient(kind):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 6])
-def test_a_sequence_split_into_parts_with_stored_states_gives_the_same(size):
+def test_splitting_a_sequence_at_stored_states_changes_nothing(size):
     policy = make_policy()
     observations, starts, _ = random_episodes(12, NUM_ENVS)
     memory = random_memory(policy, NUM_ENVS)
@@ -93,7 +93,7 @@ def test_a_sequence_split_into_parts_with_stored_states_gives_the_same(size):
 
 
 def test_sequences_of_unequal_lengths_are_never_padded():
-    """As many steps are computed as there are rows, in as few calls as there are different lengths of segments."""
+    """The number of computed steps equals the number of rows, with one call for each length of segments."""
     lengths = torch.tensor([5, 0, 3, 8])
     starts = torch.zeros(16, dtype=torch.bool)
     starts[[2, 5, 10]] = True  # segments: 2 and 3 rows of the first, 3 of the third, 2 and 6 of the last
@@ -115,7 +115,7 @@ def test_sequences_of_unequal_lengths_are_never_padded():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_packed_call_of_other_devices_gives_the_same(kind):
+def test_packed_unroll_equals_unroll_in_runs(kind):
     torch.manual_seed(0)
     core = RecurrentCore(3, MemoryOptions(kind, hidden_size=4, num_layers=2)).double()
     _, starts, _ = random_episodes(LENGTH, NUM_ENVS)
@@ -128,7 +128,7 @@ def test_the_packed_call_of_other_devices_gives_the_same(kind):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_the_memory_after_each_sequence_is_that_of_its_last_step():
+def test_memory_after_a_sequence_is_the_state_of_its_last_step():
     policy = make_policy()
     observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
     memory = random_memory(policy, NUM_ENVS)
@@ -138,7 +138,7 @@ def test_the_memory_after_each_sequence_is_that_of_its_last_step():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_minibatch_without_rows_has_gradients_of_zero():
+def test_minibatch_without_rows_has_zero_gradients():
     policy = make_policy()
     empty = Sequences(torch.zeros(2, dtype=torch.long), torch.zeros(0, dtype=torch.bool), random_memory(policy, 2))
     distribution, values = policy(torch.zeros(0, 3), empty)
@@ -155,7 +155,7 @@ def test_a_minibatch_without_rows_has_gradients_of_zero():
         ({"shared_encoder": True, "memory": {"kind": "gru", "separate": False}}, 1),
     ],
 )
-def test_actor_and_critic_share_a_core_or_have_one_each(options, cores):
+def test_actor_and_critic_share_a_core_or_have_separate_cores(options, cores):
     policy = ActorCritic(VECTOR, DISCRETE, **{"memory": "lstm", "hidden_sizes": (8,)} | options)
     assert sum(isinstance(module, RecurrentCore) for module in policy.modules()) == cores
     memory = policy.initial_memory(2)
@@ -167,7 +167,7 @@ def test_actor_and_critic_share_a_core_or_have_one_each(options, cores):
     assert (output.value is None) == (cores == 2) and list(output.memory) == ["actor"]
 
 
-def test_memory_begins_with_zeros_for_each_environment_first():
+def test_initial_memory_is_zero_with_environments_first():
     memory = make_policy({"kind": "lstm", "num_layers": 2}, shared_encoder=True).initial_memory(3)
     assert [x.shape for x in leaves(memory)] == [(3, 2, 5), (3, 2, 5)]
     assert all((x == 0).all() and x.dtype == torch.float64 for x in leaves(memory))
@@ -208,12 +208,12 @@ def test_weights_are_orthogonal_and_biases_zero(kind, dtype):
         ({"kind": "gru", "separate": False}, "memory.separate=False is not valid: expected true or None"),
     ],
 )
-def test_bad_options_are_named(memory, message):
+def test_invalid_memory_options_raise(memory, message):
     with pytest.raises(ConfigurationError, match=message):
         ActorCritic(VECTOR, DISCRETE, memory=memory, shared_encoder=False)
 
 
-def test_a_policy_with_memory_says_what_it_needs():
+def test_missing_memory_or_sequences_raise():
     policy = make_policy(dtype=torch.float32)
     x = torch.zeros(2, 3)
     for call in (lambda: policy.act(x), lambda: policy.value(x)):
@@ -225,7 +225,7 @@ def test_a_policy_with_memory_says_what_it_needs():
         policy.log_prob(x, torch.zeros(2, dtype=torch.long))
 
 
-def test_a_copy_on_the_cpu_remembers_the_same():
+def test_copy_to_cpu_gives_the_same_memory():
     policy = make_policy()
     observations, starts, _ = random_episodes(LENGTH, NUM_ENVS)
     copied, memory = copy_to_cpu(policy), random_memory(policy, NUM_ENVS)
@@ -237,7 +237,7 @@ def test_a_copy_on_the_cpu_remembers_the_same():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_acting_can_be_exported_with_the_memory_as_input_and_output(kind):
+def test_act_with_memory_can_be_exported(kind):
     class Actor(torch.nn.Module):
         def __init__(self, policy):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Whole runs with memory: what cannot be solved without, options, evaluation, and what is refused."""
+"""Runs with memory: a task that needs it, options, evaluation and errors."""
 
 import math
 import re
@@ -22,7 +22,7 @@ SEQUENCES = {"kind": "gru", "hidden_size": 8, "sequence_length": 8}
 
 
 def learn_to_repeat(memory: Any, algorithm: type[PPO] | type[A2C] = PPO, **options: Any) -> float:
-    """The mean return of 40 episodes, after some training, of naming the goal that was shown at the beginning."""
+    """Return the mean return of 40 episodes after training to recall a goal shown at the start."""
     seed_everything(0, verbose=False)
     data = RolloutDataModule(
         "tests.probes:Probe/RepeatFirst-v0", 16, 24, 25, evaluation={"episodes": 40}, env={"kwargs": {"length": 8}}
@@ -42,15 +42,15 @@ def learn_to_repeat(memory: Any, algorithm: type[PPO] | type[A2C] = PPO, **optio
     ],
     ids=["lstm", "gru"],
 )
-def test_what_was_shown_once_is_remembered(memory):
+def test_recurrent_ppo_learns_to_recall_a_cue(memory):
     assert learn_to_repeat(memory, num_minibatches=2) == pytest.approx(1)
 
 
-def test_without_memory_it_cannot_be():
+def test_ppo_without_memory_cannot_recall_a_cue():
     assert learn_to_repeat(None, num_minibatches=2) < 0.7
 
 
-def test_a2c_remembers_too():
+def test_recurrent_a2c_learns_to_recall_a_cue():
     memory = {"kind": "gru", "hidden_size": 16}
     assert learn_to_repeat(memory, A2C, optimizer={"name": "torch.optim.Adam"}, policy={"shared_encoder": True}) > 0.95
 
@@ -64,8 +64,8 @@ def test_a2c_remembers_too():
     ],
     ids=["normalized", "burn_in", "whole"],
 )
-def test_validation_changes_nothing(options):
-    """Not even what is remembered of the episodes under way."""
+def test_validation_does_not_change_recurrent_training(options):
+    """Recurrent states of running episodes are unchanged too."""
 
     def train(**trainer_options):
         data = make_data(num_envs=3, rollout_length=16)
@@ -78,8 +78,8 @@ def test_validation_changes_nothing(options):
         assert_equal_parameters(train(**trainer_options), parameters_of(plain))
 
 
-def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
-    """What is acted from is the state that came before, of zeros at an episode's first observation."""
+def test_evaluation_keeps_memory_within_episodes_only():
+    """Acting uses the state of the step before, and zeros at an episode's first observation."""
     data = make_data(
         "tests.probes:Probe/Counter-v0", env={"kwargs": {"lengths": (3, 2)}}, evaluation={"episodes": 4, "num_envs": 2}
     )
@@ -101,7 +101,7 @@ def test_evaluation_remembers_within_an_episode_and_forgets_after_it():
     assert all(state.any() for state in came[1:])  # the very first observation is all zeros
 
 
-def test_one_acts_from_what_one_remembers():
+def test_module_call_takes_and_returns_memory():
     data = make_data()
     model = make_model(data, policy={"memory": "lstm", "shared_encoder": True})
     observations = torch.rand(2, 4)
@@ -113,7 +113,7 @@ def test_one_acts_from_what_one_remembers():
     assert not any(map(torch.equal, leaves(memory), leaves(after)))
 
 
-def test_options_change_what_is_learned():
+def test_memory_options_change_the_result():
     def train(**memory):
         data = make_data(num_envs=4, rollout_length=16)
         model = make_model(data, policy={"memory": SEQUENCES | memory, "shared_encoder": True}, learning_rate=1e-2)
@@ -136,7 +136,7 @@ def test_options_change_what_is_learned():
         ("lstm", 4, "num_minibatches=4 does not divide the 2 sequences"),
     ],
 )
-def test_what_does_not_go_with_the_rollout_is_refused_before_training(memory, num_minibatches, message):
+def test_memory_options_that_do_not_fit_the_rollout_raise_before_training(memory, num_minibatches, message):
     data = make_data()
     model = make_model(data, policy={"memory": memory}, num_minibatches=num_minibatches)
     with pytest.raises(ConfigurationError, match=message):
@@ -144,14 +144,14 @@ def test_what_does_not_go_with_the_rollout_is_refused_before_training(memory, nu
     assert not data._sampler.started
 
 
-def test_memory_is_refused_on_xla():
+def test_memory_on_xla_raises():
     model = make_model(make_data(), policy={"memory": "lstm"})
     model._device = torch.device("xla")
     with pytest.raises(ConfigurationError, match=r"policy.memory='lstm' is not valid: expected None on XLA"):
         model.check_run(make_trainer(), None)
 
 
-def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
+def test_checkpoint_restores_memory_and_other_memory_options_raise(tmp_path):
     data = make_data()
     model = make_model(data, policy={"memory": SEQUENCES})
     trainer = make_trainer()
@@ -167,8 +167,8 @@ def test_a_checkpoint_acts_the_same_and_another_memory_is_refused(tmp_path):
             make_trainer(max_epochs=2).fit(model, data, ckpt_path=tmp_path / "one.ckpt")
 
 
-def test_every_rollout_is_on_policy_while_it_learns():
-    """Through 20 rollouts of episodes that begin and end inside of sequences."""
+def test_recurrent_rollouts_are_on_policy():
+    """Over 20 rollouts with episodes that begin and end within sequences."""
     data = make_data(num_envs=4, rollout_length=32, rollouts_per_epoch=20)
     model, recorder = make_model(data, policy={"memory": "lstm"}, learning_rate=3e-3, num_epochs=4), Recorder()
     make_trainer(callbacks=[recorder]).fit(model, data)
@@ -183,7 +183,7 @@ def test_every_rollout_is_on_policy_while_it_learns():
         ("--model.policy.memory={kind: gru, hidden_size: 8}", {"kind": "gru", "hidden_size": 8}),
     ],
 )
-def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, monkeypatch):
+def test_command_line_takes_memory_name_or_options(given, expected, in_tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["lightning-rl"])
     small = [
         "--data.env_id=CartPole-v1",
@@ -199,7 +199,7 @@ def test_the_command_line_takes_a_name_or_options(given, expected, in_tmp_path, 
     assert stored["RolloutDataModule"]["ranks"][0]["memory"]["actor"] is not None
 
 
-def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_it():
+def test_memory_with_critic_only_parts_nested_actions_and_normalization():
     aim = space_to_dict(spaces.Dict({"move": spaces.Discrete(3), "arm": spaces.Box(-1, 1, (2,))}))
     for env_id, env_kwargs, options in (
         (
@@ -217,7 +217,7 @@ def test_parts_that_only_the_critic_sees_nested_actions_and_normalisers_go_with_
         assert min(recorder.column("approx_kl")) > 1e-6
 
 
-def test_a_failed_update_is_made_again_with_its_sequences(tmp_path):
+def test_failed_recurrent_update_is_replayed(tmp_path):
     data = make_data(num_envs=3)
     torch.manual_seed(0)
     memory = SEQUENCES | {"burn_in": 4}

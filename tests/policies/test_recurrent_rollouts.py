@@ -1,4 +1,4 @@
-"""Rollouts of a policy with memory: what it remembered at each step, and the sequences that are learned from."""
+"""Rollouts of a policy with memory: states of each step, and training sequences."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def counting_policy(memory: Any = "lstm", **options: Any) -> ActorCritic:
 
 
 def collect_two(policy: ActorCritic, length: int, environments: Any) -> list[Rollout]:
-    """Two rollouts in a row, the first of which is copied before the second writes over it."""
+    """Return two consecutive rollouts, with a copy of the first, whose memory is reused."""
     collector = make_collector(environments, length, torch.float64)
     first = collector.collect(policy)
     kept = Rollout(**first.state_dict())
@@ -37,7 +37,7 @@ def collect_two(policy: ActorCritic, length: int, environments: Any) -> list[Rol
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_everything_is_what_the_policy_remembered_at_each_step(mode, kind, shared):
+def test_rollout_stores_states_log_probs_and_values_of_every_step(mode, kind, shared):
     policy = counting_policy(kind, shared_encoder=shared)
     rollouts = collect_two(policy, 11, make_batch("Probe/Counter-v0", 3, mode=mode, **ENDS))
     memory = policy.initial_memory(3)
@@ -46,10 +46,10 @@ def test_everything_is_what_the_policy_remembered_at_each_step(mode, kind, share
         memory = check_against_steps(policy, rollout, memory, 1e-12)[-1]
         begins = rollout.dones[-1] if rollout.valid is None else rollout.dones[-1] | ~rollout.valid[-1]
         memory = map_leaves(lambda x, b=begins: x * ~b.view(-1, 1, 1), memory)
-    assert any(x.any() for x in leaves(memory))  # an episode did go on
+    assert any(x.any() for x in leaves(memory))  # an episode continued
 
 
-def test_where_episodes_start_is_stored_for_every_policy():
+def test_rollout_stores_episode_starts():
     environments = make_batch("Probe/Counter-v0", 2, lengths=(4,))
     for policy in (counting_policy(None), counting_policy()):
         first, second = collect_two(policy, 6, environments)
@@ -58,8 +58,8 @@ def test_where_episodes_start_is_stored_for_every_policy():
         assert second.starts[:, 0].tolist() == [False, False, True, False, False, False]
 
 
-def test_an_environment_that_was_replaced_begins_with_an_empty_memory():
-    """It fails in the third step of its second episode; the value of where that led to is that of before the reset."""
+def test_replaced_environment_begins_with_zero_memory():
+    """The environment fails in the third step of its second episode, whose value is from before the reset."""
     seed = derive_seed(seeds_of(2)[1], 1)
     options = {"how": "raise", "episode_seed": seed, "at": 3, "lengths": (5,), "env": {"on_failure": "restart"}}
     policy = counting_policy()
@@ -71,8 +71,8 @@ def test_an_environment_that_was_replaced_begins_with_an_empty_memory():
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated"])
-def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_end_alone(end):
-    """It fails in the first step of its second episode, once within a rollout and once as it begins."""
+def test_failure_after_an_episode_end_keeps_the_final_value(end):
+    """The environment fails in the first step of its second episode, within a rollout and at its start."""
     seed = derive_seed(seeds_of(1)[0], 1)
     options = {"how": "raise", "episode_seed": seed, "at": 1, "lengths": (5,), "ends": (end,)}
     for length in (5, 8):
@@ -91,7 +91,7 @@ def test_an_environment_that_fails_just_after_an_end_leaves_the_value_of_that_en
 @pytest.mark.parametrize("burn_in", [0, 2, 9])
 @pytest.mark.parametrize("sequence_length", [None, 3, 6])
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_the_batch_of_a_rollout_gives_what_acting_gave_in_whatever_sequences(mode, sequence_length, burn_in):
+def test_batch_reproduces_acting_for_any_sequence_length(mode, sequence_length, burn_in):
     if burn_in and sequence_length is None:
         return
     policy = counting_policy({"kind": "lstm", "sequence_length": sequence_length, "burn_in": burn_in})
@@ -112,7 +112,7 @@ def test_the_batch_of_a_rollout_gives_what_acting_gave_in_whatever_sequences(mod
             assert (values - part.values).abs().max() <= 1e-12
 
 
-def test_minibatches_are_whole_sequences_and_weigh_their_real_rows():
+def test_minibatches_have_whole_sequences_and_count_valid_rows():
     policy = counting_policy({"kind": "gru", "sequence_length": 4})
     rollout = collect_two(policy, 12, make_batch("Probe/Counter-v0", 4, mode=AutoresetMode.NEXT_STEP, **ENDS))[1]
     batch = rollout.flatten(place=torch.arange(48).view(12, 4))
@@ -131,7 +131,7 @@ def test_minibatches_are_whole_sequences_and_weigh_their_real_rows():
     assert others != [part.place.tolist() for part in parts]
 
 
-def test_burn_in_makes_the_state_anew_with_the_parameters_of_now_and_without_gradient():
+def test_burn_in_recomputes_the_state_without_gradient():
     policy = counting_policy({"kind": "lstm", "sequence_length": 4, "burn_in": 3})
     plain = counting_policy({"kind": "lstm", "sequence_length": 4})
     rollout = collect_two(policy, 12, make_batch("Probe/Counter-v0", 2, lengths=(30,)))[1]
@@ -149,7 +149,7 @@ def test_burn_in_makes_the_state_anew_with_the_parameters_of_now_and_without_gra
         expected.append(values[-4:].t().flatten())
     values = policy(batch.observations, batch.sequences)[1]
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-12)
-    # The gradient is that of a memory that is given.
+    # The gradient treats the memory as a constant.
     values.square().sum().backward()
     made_anew = policy._run_cores(batch.sequences.burn_in_observations, batch.sequences.burn_in)[2]
     batch.sequences.burn_in, batch.sequences.memory = None, map_leaves(torch.Tensor.detach, made_anew)
@@ -158,7 +158,7 @@ def test_burn_in_makes_the_state_anew_with_the_parameters_of_now_and_without_gra
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-10)
 
 
-def test_a_rollout_can_be_stored_and_made_again():
+def test_recurrent_rollout_survives_a_state_dict():
     policy = counting_policy({"kind": "lstm", "sequence_length": 3, "burn_in": 1})
     rollout = collect_two(policy, 6, make_batch("Probe/Counter-v0", 2, **ENDS))[1]
     again = Rollout(**rollout.state_dict())
@@ -168,7 +168,7 @@ def test_a_rollout_can_be_stored_and_made_again():
     assert torch.equal(*found)
 
 
-def test_a_collector_goes_on_with_what_was_remembered():
+def test_collector_restores_recurrent_state():
     policy = counting_policy("gru")
     collectors = [make_collector(make_batch("Probe/Random-v0", 3), 7, torch.float64) for _ in range(3)]
     policy = make_policy("gru", spaces=(spaces.Box(-9, 9, (3,), np.float64), spaces.Discrete(2)))
@@ -180,7 +180,7 @@ def test_a_collector_goes_on_with_what_was_remembered():
     assert all(map(torch.equal, leaves(state["memory"]), leaves(kept)))  # a copy
     assert torch.equal(expected.starts, found.starts) and torch.equal(expected.log_probs, found.log_probs)
     assert all(map(torch.equal, leaves(expected.memory), leaves(found.memory)))
-    # An environment that cannot be taken back begins with an empty memory.
+    # An environment that cannot be restored begins with zero memory.
     exact = np.array([True, False, True])
     real = collectors[2].environments.load_state_dict
     collectors[2].environments.load_state_dict = lambda state: (exact, real(state)[1])

@@ -1,4 +1,4 @@
-"""A critic in units of its targets: exact where the moments move, and in units of return to everybody else."""
+"""Value normalization: values stay in units of return while the moments of the head change."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_policy(kind: Any) -> ActorCritic:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_popart_preserves_values_whenever_the_moments_move(dtype):
+def test_popart_preserves_values_when_moments_change(dtype):
     policy = make_policy("popart").to(dtype)
     observations = OBSERVATIONS.to(dtype)
     before, weight = policy.value(observations), policy.value_head.weight.clone()
@@ -54,24 +54,24 @@ def test_popart_preserves_values_whenever_the_moments_move(dtype):
     assert not torch.allclose(policy.value_head.weight, weight)
 
 
-def test_running_deviation_changes_what_the_head_is_taken_to_mean():
+def test_running_std_rescales_values_when_it_changes():
     policy = make_policy("running_std")
     before, weight = policy.value(OBSERVATIONS), policy.value_head.weight.clone()
-    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_heads, identity)  # a deviation of 4
+    policy.value_normalizer.update(torch.tensor([1.0, 9.0]), policy.value_heads, identity)  # a standard deviation of 4
     torch.testing.assert_close(policy.value(OBSERVATIONS), 4 * before)
     assert torch.equal(policy.value_head.weight, weight)
 
 
-def test_units_by_hand():
+def test_value_units_by_hand():
     head = torch.nn.Linear(1, 1)
     for normalizer, expected in ((ValueNormalizer(), [8.0, -4.0]), (PopArt(), [13.0, 1.0])):
-        normalizer.update(torch.tensor([1.0, 9.0]), [head], identity)  # mean 5, deviation 4
+        normalizer.update(torch.tensor([1.0, 9.0]), [head], identity)  # mean 5, standard deviation 4
         assert normalizer.denormalize(torch.tensor([2.0, -1.0])).tolist() == pytest.approx(expected)
         assert normalizer(torch.tensor([8.0, -2.0])).tolist() == pytest.approx([2.0, -0.5])
 
 
-def test_deviation_is_that_of_ding():
-    """Which begins with a ten-thousandth of an observation."""
+def test_running_std_equals_ding():
+    """DI-engine begins with a ten-thousandth of an observation."""
     normalizer = ValueNormalizer()
     assert float(normalizer.denormalize(torch.ones(()))) == pytest.approx(DING[0]["std"])
     for step in DING[1:]:
@@ -95,8 +95,8 @@ def learn(algorithm: Any, num_rollouts: int, **options: Any) -> tuple[Any, Recor
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
 @pytest.mark.parametrize("kind", ["running_std", "popart"])
-def test_the_first_rollout_sets_the_units_of_the_second(algorithm, kind):
-    """The first one is learned from with moments of 0 and 1: as without."""
+def test_value_normalizer_is_updated_after_each_rollout(algorithm, kind):
+    """The first update has mean 0 and standard deviation 1, as without normalization."""
     options: dict[str, Any] = {"gamma": 0.9}
     if algorithm is PPO:
         options |= {"num_epochs": 1, "num_minibatches": 1}
@@ -107,13 +107,13 @@ def test_the_first_rollout_sets_the_units_of_the_second(algorithm, kind):
     assert deviation > 5
     factor = deviation if kind == "running_std" else 1.0
     torch.testing.assert_close(normalized.policy.value(observations), factor * plain.policy.value(observations))
-    if kind == "popart":  # the same values: the loss is what it would be, in other units
+    if kind == "popart":  # the same values: the loss is equal up to its units
         rows = [learn(algorithm, 2, **more, **options)[1].rows for more in ({}, {"normalization": {"values": kind}})]
         assert rows[1][0] == pytest.approx(rows[0][0])
         assert rows[1][1]["value_loss"] == pytest.approx(rows[0][1]["value_loss"] / float(deviation) ** 2)
 
 
-def test_targets_are_the_returns_that_were_learned_from():
+def test_value_normalizer_is_updated_with_value_targets():
     model, _ = learn(PPO, 1, normalization={"values": "popart"}, num_epochs=1)
     rollout = random_rollout(make_policy(None).double(), seed=0)
     rollout.rewards = 10 * rollout.rewards
@@ -125,7 +125,7 @@ def test_targets_are_the_returns_that_were_learned_from():
 
 @pytest.mark.parametrize("kind", ["running_std", "popart"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
+def test_value_normalization_keeps_rollouts_on_policy(kind, shared):
     data, logger = make_data(rollouts_per_epoch=6), MemoryLogger()
     model = make_model(data, normalization={"values": kind, "rewards": True}, policy={"shared_encoder": shared})
     make_trainer(logger=logger, log_every_n_steps=1).fit(model, data)
@@ -137,7 +137,7 @@ def test_a_run_stays_on_policy_and_a_copy_that_acts_has_the_units(kind, shared):
     assert "policy.value_normalizer.moments.mean" in model.state_dict()
 
 
-def test_a_loss_without_values_is_told():
+def test_value_normalization_without_value_loss_raises():
     class Silent(PPO):
         def loss(self, batch: Batch) -> Loss:
             distribution, _ = self.actor_critic(batch)
@@ -151,7 +151,7 @@ def test_a_loss_without_values_is_told():
         make_trainer().fit(model, FixedRollouts([random_rollout(model.policy)], model))
 
 
-def test_another_name_is_refused():
+def test_unknown_value_normalization_raises():
     with pytest.raises(ConfigurationError, match=r"normalization.values='std' .* null or one of running_std, popart"):
         PPO(VECTOR, DISCRETE, normalization={"values": "std"})
     assert make_value_normalizer(None) is None

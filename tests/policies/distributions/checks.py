@@ -1,4 +1,4 @@
-"""What every distribution is held to, and random numbers to make them of."""
+"""Checks of every distribution, and random parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def assert_equal_to_torch(pair: Callable[[int], tuple[Any, Any]], shape: tuple[i
 
 
 def assert_samples_repeat(distribution: Distribution) -> None:
-    """With the generator; the global one is left alone."""
+    """Check that samples depend on the given generator, and not on the global one."""
     before = torch.get_rng_state()
     first, again, other = (distribution.sample(generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)

@@ -42,7 +42,7 @@ PAIRS = pytest.mark.parametrize("pair", [squashed_pair, beta_pair], ids=["squash
 
 
 @PAIRS
-def test_densities_are_those_of_the_bounded_action_in_its_units(pair):
+def test_density_is_in_units_of_the_bounded_action(pair):
     ours, theirs = pair()
     own = ours.sample(generator())
     action = ours.to_space(own)
@@ -57,7 +57,7 @@ def one_dimensional(kind: str, first: float, second: float) -> Distribution:
 
 
 def integration_grid(distribution: Distribution) -> tuple[Tensor, Tensor, Tensor]:
-    """Own forms of actions, and the log-densities and widths of the bounded actions that they become."""
+    """Return actions in the policy's form, and log-densities and widths of the bounded actions."""
     own = torch.linspace(-60, 60, 600_001, dtype=torch.float64).unsqueeze(-1)
     # d action / d own: width · 1/2 · (1 - tanh²) for the squashed, of which the logit is half.
     half = own if isinstance(distribution, SquashedGaussian) else own / 2
@@ -113,7 +113,7 @@ def test_mode_of_a_squashed_gaussian_is_its_median():
 
 
 @pytest.mark.parametrize("kind", ["squashed", "beta"])
-def test_samples_fill_the_tenths_of_the_distribution_evenly(kind):
+def test_samples_are_uniform_over_deciles(kind):
     count = 20_000
     parameters = (0.3, 0.8) if kind == "squashed" else (2.0, 3.5)
     distribution = one_dimensional(kind, *parameters)
@@ -128,7 +128,7 @@ def test_samples_fill_the_tenths_of_the_distribution_evenly(kind):
 
 
 @PAIRS
-def test_samples_repeat_with_the_generator_and_leave_the_global_one_alone(pair):
+def test_samples_depend_on_the_given_generator_only(pair):
     assert_samples_repeat(pair()[0])
 
 
@@ -162,7 +162,7 @@ def test_gradients_stay_finite_for_extreme_parameters(pair):
         assert gradient.isfinite().all()
 
 
-def test_entropy_of_a_squashed_gaussian_says_how_exact_it_is():
+def test_entropy_of_a_squashed_gaussian_has_the_documented_error():
     for std, error in ((1.0, 1e-6), (2.0, 1e-3), (5.0, 0.03)):
         distribution = one_dimensional("squashed", 0.3, std)
         z = torch.linspace(-10, 10, 100_001, dtype=torch.float64)
@@ -171,7 +171,7 @@ def test_entropy_of_a_squashed_gaussian_says_how_exact_it_is():
         assert distribution.entropy().item() == pytest.approx(expected.item(), abs=error)
 
 
-def test_bounds_made_while_acting_can_be_learned_with():
+def test_bounds_cached_in_inference_mode_support_gradients():
     bounds = Bounds(spaces.Box(-1, 1, (2,)))
     x = torch.zeros(2, requires_grad=True)
     with torch.inference_mode():

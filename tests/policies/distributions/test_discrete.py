@@ -1,4 +1,4 @@
-"""Action distributions against `torch.distributions`, and the heads and conversions around them."""
+"""Action distributions against `torch.distributions`, and their heads."""
 
 import math
 
@@ -28,7 +28,7 @@ PAIRS = pytest.mark.parametrize("pair", [categorical_pair, gaussian_pair], ids=[
 
 
 @PAIRS
-def test_log_prob_entropy_and_kl_equal_those_of_torch(pair):
+def test_log_prob_entropy_and_kl_equal_torch(pair):
     assert_equal_to_torch(pair, (4, 2))
 
 
@@ -69,7 +69,7 @@ def test_categorical_samples_are_as_frequent_as_their_probabilities():
     assert chi_square > 0.09  # and below this by as few
 
 
-def test_gaussian_samples_fill_the_tenths_of_the_normal_distribution_evenly():
+def test_gaussian_samples_are_uniform_over_deciles():
     mean, log_std, count = torch.tensor([3.0, -1.0]), torch.tensor([-1.0, 0.7]), 20_000
     samples = DiagonalGaussian(mean.expand(count, 2), log_std).sample(generator())
     tenths = (Normal(mean, log_std.exp()).cdf(samples) * 10).long()
@@ -79,20 +79,20 @@ def test_gaussian_samples_fill_the_tenths_of_the_normal_distribution_evenly():
         assert 1.15 < chi_square < 27.88  # 1 in 1000 on either side, 9 degrees of freedom
 
 
-def test_dimensions_and_rows_of_gaussian_samples_are_uncorrelated():
+def test_gaussian_samples_are_uncorrelated():
     samples = DiagonalGaussian(torch.zeros(10_000, 2), torch.zeros(2)).sample(generator())
     correlation = torch.corrcoef(torch.stack([samples[:, 0], samples[:, 1], samples[:, 0].roll(1)]))
     assert (correlation - torch.eye(3)).abs().max() < 0.03
 
 
 @PAIRS
-def test_samples_repeat_with_the_generator_and_leave_the_global_one_alone(pair):
+def test_samples_depend_on_the_given_generator_only(pair):
     assert_samples_repeat(pair()[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(8, 2), (3, 4, 5), (300, 4)])
-def test_acting_draws_what_is_drawn_elsewhere(shape, dtype):
+def test_samples_are_equal_in_inference_mode_and_outside(shape, dtype):
     logits = randn(*shape, seed=1).to(dtype)
     logits[..., 0] = -torch.inf
 
@@ -106,7 +106,7 @@ def test_acting_draws_what_is_drawn_elsewhere(shape, dtype):
 
 
 @pytest.mark.parametrize("kind", ["categorical", "gaussian"])
-def test_bfloat16_parameters_are_computed_with_in_float32(kind):
+def test_bfloat16_parameters_are_computed_in_float32(kind):
     x, scale = randn(64, 5).bfloat16(), randn(5, seed=1).bfloat16()
 
     def build(x: Tensor, scale: Tensor) -> Distribution:
@@ -134,7 +134,7 @@ def test_gradients_of_categorical_stay_finite_for_extreme_logits(size):
 
 
 @PAIRS
-def test_gradients_equal_those_of_torch(pair):
+def test_gradients_equal_torch(pair):
     def gradients(which: int) -> list[Tensor]:
         torch.manual_seed(0)
         leaves = [
@@ -164,7 +164,7 @@ def test_head_has_one_output_for_each_action_or_dimension(space, width):
     assert sample.shape == ((7,) if isinstance(space, spaces.Discrete) else (7, width))
 
 
-def test_fresh_policies_are_nearly_uniform_and_have_the_initial_deviation():
+def test_initial_policies_are_nearly_uniform_with_the_initial_std():
     torch.manual_seed(0)
     features = torch.randn(100, 64)
     entropy = make_action_head(spaces.Discrete(4), 64)(features).entropy()
@@ -174,6 +174,6 @@ def test_fresh_policies_are_nearly_uniform_and_have_the_initial_deviation():
     torch.testing.assert_close(gaussian.log_std, torch.full((3,), -1.0))
 
 
-def test_initial_deviation_out_of_range_is_refused():
+def test_initial_log_std_out_of_range_raises():
     with pytest.raises(ConfigurationError, match=r"initial_log_std=nan .* expected a number at least -20"):
         make_action_head(spaces.Box(-1, 1, (1,)), 8, initial_log_std=math.nan)

@@ -27,7 +27,7 @@ CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 def build(kind: str, params: dict[str, Tensor]) -> Distribution:
-    """The distribution of a kind; a Gaussian of one number is one of a vector of one."""
+    """Return the distribution of a kind; a scalar Gaussian has one dimension."""
     if kind == "categorical":
         return Categorical(params["logits"])
     if kind == "multi_categorical":
@@ -49,7 +49,7 @@ def as_action(kind: str, action: Any) -> Nested:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_prob_entropy_kl_and_mode_are_those_of_tf_agents(kind):
+def test_log_prob_entropy_kl_and_mode_equal_tf_agents(kind):
     case = KINDS[kind]
     old, new = build(kind, case["old_params"]), build(kind, case["new_params"])
     action, expected = as_action(kind, case["action"]), case["per_step"]
@@ -67,7 +67,7 @@ def box(case: dict[str, Tensor]) -> spaces.Box:
     return spaces.Box(case["low"].numpy(), case["high"].numpy())
 
 
-def test_squashed_gaussian_is_that_of_tf_agents():
+def test_squashed_gaussian_equals_tf_agents():
     case = VECTORS["squashed_gaussian"]
     bounds = Bounds(box(case))
     ours = SquashedGaussian(case["loc"], case["scale"].log(), bounds)
@@ -87,7 +87,7 @@ HEADS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_compute_what_the_projection_networks_of_tf_agents_do(name):
+def test_heads_equal_projection_networks_of_tf_agents(name):
     case = VECTORS["network_heads"]
     head: Any = make_action_head(box(case), 5, action_distribution=HEADS[name])
     weights = [entry["value"] for entry in case[name]["weights"]]
@@ -105,11 +105,11 @@ def test_heads_compute_what_the_projection_networks_of_tf_agents_do(name):
         torch.testing.assert_close(distribution.to_space(distribution.mode()), case[name]["mode"], **CLOSE)
 
 
-def test_heads_begin_as_those_of_tf_agents_do():
+def test_initial_heads_equal_tf_agents():
     head: Any = make_action_head(box(VECTORS["network_heads"]), 5, action_distribution="tf_agents_normal")
     bias = torch.full((2,), VECTORS["network_heads"]["init_std_bias"])
     torch.testing.assert_close(head.raw_std.detach(), bias, **CLOSE)
-    # A normal distribution cut off at two deviations, with a variance of 0.1 / features.
+    # A normal distribution truncated at two standard deviations, with a variance of 0.1 / features.
     torch.manual_seed(0)
     for kind, space in (("tf_agents_categorical", spaces.Discrete(50)), ("tf_agents_normal", spaces.Box(-1, 1, (50,)))):
         layer: Any = make_action_head(space, 400, action_distribution=kind)

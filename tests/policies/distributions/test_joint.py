@@ -35,7 +35,7 @@ PAIRS = pytest.mark.parametrize("pair", [multi_pair, bernoulli_pair], ids=["mult
 
 
 @PAIRS
-def test_log_prob_entropy_and_kl_equal_those_of_torch(pair):
+def test_log_prob_entropy_and_kl_equal_torch(pair):
     assert_equal_to_torch(pair, (5, 2))
     ours, _ = pair(0)
     assert ours.log_prob(ours.sample(generator())).shape == (5, 2)
@@ -103,7 +103,7 @@ def test_probabilities_of_all_actions_add_up_to_one():
     assert distribution.log_prob(actions).exp().sum().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_joint_adds_up_its_parts_and_names_them():
+def test_joint_sums_its_parts_and_names_their_entropies():
     def parts(seed: int) -> tuple[Joint, dict[str, Tensor]]:
         p = {
             "logits": 2 * randn(7, 3, seed=seed),

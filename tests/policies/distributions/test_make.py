@@ -1,4 +1,4 @@
-"""Which distribution an action gets, and what is refused."""
+"""Choice of the distribution of an action, and its errors."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ FEATURES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 
 class WideHead(nn.Module):
-    """A head of one's own."""
+    """A custom head."""
 
     def __init__(self, in_features: int, space: spaces.Box, width: float = 1.0) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ class WideHead(nn.Module):
         (spaces.Discrete(3), "tf_agents_categorical", Categorical),
     ],
 )
-def test_every_space_has_a_default_and_a_choice(space, choice, kind):
+def test_distribution_of_each_space_and_choice(space, choice, kind):
     distribution = make_action_head(space, 4, action_distribution=choice)(FEATURES)
     assert type(distribution) is kind
     assert distribution.log_prob(distribution.sample()).shape == (6,)
 
 
-def test_parts_are_chosen_by_their_path_and_the_others_keep_their_default():
+def test_parts_are_set_by_path_and_others_keep_their_default():
     choice = {"arm.0": {"kind": "gaussian", "initial_std": 0.5}, "move": "tf_agents_categorical"}
     parts = make_action_head(NESTED, 4, action_distribution=choice)(FEATURES).parts
     torch.testing.assert_close(parts["arm"][0].log_std, torch.full((2,), math.log(0.5)))
@@ -74,7 +74,7 @@ def test_parts_are_chosen_by_their_path_and_the_others_keep_their_default():
     assert make_action_head(NESTED, 4, -2.0)(FEATURES).parts["arm"][0].log_std.tolist() == [-2, -2]
 
 
-def test_a_head_of_ones_own_is_named_by_its_class():
+def test_custom_head_is_given_by_class_path():
     spec = {"class_path": f"{__name__}.WideHead", "init_args": {"width": 7.0}}
     assert make_action_head(BOX, 4, action_distribution=spec)(FEATURES).log_std.exp().tolist() == pytest.approx([7, 7])
     parts = make_action_head(NESTED, 4, action_distribution={"arm.0": spec})(FEATURES).parts
@@ -125,7 +125,7 @@ def test_a_head_of_ones_own_is_named_by_its_class():
         (BOX, {"class_path": "nowhere.Head"}, r"action_distribution='nowhere.Head' cannot be imported"),
     ],
 )
-def test_what_does_not_fit_is_named(space, choice, message):
+def test_invalid_action_distribution_raises(space, choice, message):
     with pytest.raises(ConfigurationError, match=message):
         make_action_head(space, 4, action_distribution=choice)
 
@@ -139,14 +139,14 @@ def stds(choice: Any, features: Tensor = FEATURES) -> Tensor:
 @pytest.mark.parametrize("kind", ["gaussian", "squashed_gaussian"])
 @pytest.mark.parametrize("transform", ["exp", "softplus"])
 @pytest.mark.parametrize("std", ["state_independent", "state_dependent"])
-def test_deviation_begins_where_it_is_told_and_depends_on_features_if_it_is_told(kind, transform, std):
+def test_initial_std_and_state_dependent_std(kind, transform, std):
     found = stds({"kind": kind, "std": std, "std_transform": transform, "initial_std": 0.3})
     torch.testing.assert_close(found, torch.full((6, 2), 0.3), rtol=0.05, atol=0)
     assert (found.std(0) > 1e-6).all() == (std == "state_dependent")
 
 
 @pytest.mark.parametrize(("transform", "expected"), [("exp", math.exp(1.5)), ("softplus", math.log1p(math.exp(1.5)))])
-def test_transforms_of_the_deviation(transform, expected):
+def test_std_transforms(transform, expected):
     choice = {"kind": "gaussian", "std_transform": transform}
     head = make_action_head(BOX, 4, action_distribution=choice)
     nn.init.constant_(head.raw_std if transform == "softplus" else head.log_std, 1.5)
@@ -158,7 +158,7 @@ def test_transforms_of_the_deviation(transform, expected):
 
 @pytest.mark.parametrize("std", ["state_independent", "state_dependent"])
 @pytest.mark.parametrize("transform", ["exp", "softplus"])
-def test_deviation_stays_within_its_limits_and_can_come_back(std, transform):
+def test_std_stays_within_limits_and_can_return(std, transform):
     choice = {"kind": "gaussian", "std": std, "std_transform": transform, "min_std": 0.5, "max_std": 2.0}
     head = make_action_head(BOX, 4, action_distribution=choice)
     name = "std_layer.bias" if std == "state_dependent" else ("raw_std" if transform == "softplus" else "log_std")
@@ -167,7 +167,7 @@ def test_deviation_stays_within_its_limits_and_can_come_back(std, transform):
         nn.init.constant_(raw, value)
         log_std = head(FEATURES).log_std
         torch.testing.assert_close(log_std.exp().expand(6, 2), torch.full((6, 2), limit))
-        # Descent on -sign · log std leads back inside, on the opposite further out.
+        # Descent on -sign · log std leads back inside, descent on the opposite further out.
         (inwards,) = torch.autograd.grad(-sign * log_std.sum(), raw, retain_graph=True)
         assert (sign * inwards < 0).all()
         (outwards,) = torch.autograd.grad(sign * log_std.sum(), raw)
@@ -177,14 +177,14 @@ def test_deviation_stays_within_its_limits_and_can_come_back(std, transform):
     assert (inside > 0).all()
 
 
-def test_mean_squashed_to_the_bounds_begins_in_their_middle_and_stays_within():
+def test_tanh_mean_starts_in_the_middle_of_the_bounds_and_stays_inside():
     head = make_action_head(BOX, 4, action_distribution={"kind": "gaussian", "mean_transform": "tanh"})
     torch.testing.assert_close(head(FEATURES).mean, torch.ones(6, 2), rtol=0, atol=0.1)
     nn.init.constant_(head.mean.bias, 20.0)
     assert head(FEATURES).mean.unique().tolist() == [3.0]
 
 
-def test_settings_are_stored_as_plain_data_and_made_again_from_it():
+def test_action_distribution_is_stored_as_plain_data():
     choice = {"arm.0": {"kind": "squashed_gaussian", "initial_std": np.float64(0.5)}}
     model = PPO(VECTOR, NESTED, policy={"action_distribution": choice})
     stored = model.hparams["policy"]["action_distribution"]
@@ -194,7 +194,7 @@ def test_settings_are_stored_as_plain_data_and_made_again_from_it():
     assert type(again.policy(torch.zeros(1, 3))[0].parts["arm"][0]) is SquashedGaussian
 
 
-def test_bounds_are_exact_whatever_the_precision_of_the_module():
+def test_bounds_are_exact_in_any_precision():
     space = spaces.Box(-0.1, 3.1, (1,), np.float64)
     head = make_action_head(space, 4, action_distribution="beta").bfloat16()
     distribution = head(FEATURES.bfloat16())
@@ -210,7 +210,7 @@ def test_every_kind_and_option_is_documented():
             assert f"`{option}`" in text
 
 
-def test_a_part_called_kind_is_told_apart_from_the_option():
+def test_action_part_with_the_name_kind():
     space = spaces.Dict({"kind": spaces.Discrete(3), "amount": spaces.Discrete(2)})
     with pytest.raises(ConfigurationError, match=r"expected 'autoregressive' alone, since a part .* is called 'kind'"):
         make_action_head(space, 4, action_distribution={"kind": "autoregressive"})

@@ -1,4 +1,4 @@
-"""Distributions over what masks allow: no invalid action, and everything else over the support alone."""
+"""Masked distributions: no invalid action, and all numbers over the allowed choices only."""
 
 import itertools
 
@@ -95,7 +95,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("space", "mask_space", "choice"), CASES)
-def test_no_action_of_a_million_is_invalid(space, mask_space, choice):
+def test_a_million_samples_obey_their_masks(space, mask_space, choice):
     rows, count = 20_000, 1_000_000
     head, features = head_of(space, mask_space, choice).float(), randn(rows, 6).float()
     masks = random_masks(mask_space, rows)
@@ -105,7 +105,7 @@ def test_no_action_of_a_million_is_invalid(space, mask_space, choice):
         for _ in range(count // rows):
             assert is_allowed(space, masks, distribution.sample(random)).all()
         assert is_allowed(space, masks, distribution.mode()).all()
-        # All of that would be so with an easy mask.
+        # These checks need hard masks.
         assert not is_allowed(space, masks, head(features).sample(random)).all()
 
 
@@ -134,7 +134,7 @@ def test_everything_is_finite_with_all_but_one_masked(space, mask_space, choice)
         assert parameter.grad is None or parameter.grad.isfinite().all(), name
 
 
-def test_entropy_divergence_and_probabilities_are_those_of_the_allowed_choices_alone():
+def test_masked_distribution_equals_distribution_over_allowed_choices():
     head, mask = head_of(spaces.Discrete(5), DISCRETE_MASK), torch.tensor([[0, 1, 1, 0, 1]])
     x, y = randn(1, 6), randn(1, 6, seed=1)
     ours, other = head(x, mask), head(y, mask)
@@ -146,7 +146,7 @@ def test_entropy_divergence_and_probabilities_are_those_of_the_allowed_choices_a
         torch.testing.assert_close(found, few.log_prob(torch.tensor([place])), **EXACT)
     assert ours.log_prob(torch.tensor([0])).exp() == 0
     assert ours.mode().item() == (1, 2, 4)[few.mode().item()]
-    # Logits of what is not allowed are not learned.
+    # Logits of masked choices get no gradient.
     (gradient,) = torch.autograd.grad(ours.entropy().sum(), head.logits.weight)
     assert (gradient.abs().sum(-1) > 0).tolist() == [False, True, True, False, True]
 
@@ -166,7 +166,7 @@ def test_components_and_switches_are_masked_one_by_one():
     torch.testing.assert_close(distribution.entropy()[0], torch.distributions.Bernoulli(free).entropy())
 
 
-def test_a_mask_that_allows_everything_changes_no_bit():
+def test_full_mask_gives_bit_identical_results():
     for space, mask_space in ((spaces.Discrete(5), DISCRETE_MASK), (RAGGED, RAGGED_MASK)):
         head, x = head_of(space, mask_space), randn(30, 6)
         plain, masked = head(x), head(x, torch.ones(30, *mask_space.shape, dtype=torch.int8))
@@ -228,7 +228,7 @@ def test_autoregressive_is_the_chain_rule_over_all_combinations(space, mask_spac
     torch.testing.assert_close(ours.log_prob(ours.mode()), log_p.amax(-1), **loose)
     assert list(ours.entropies()) == head.names
     torch.testing.assert_close(sum(ours.entropies().values()), ours.entropy(), **loose)
-    # Of the first component, whatever comes after: the choices of it that lead on.
+    # The marginal distribution of the first component.
     first = torch.stack([probabilities[:, [c[0] == n for c in p]].sum(-1) for n in range(head.counts[0])], -1)
     torch.testing.assert_close(ours.entropies()[head.names[0]], torch.special.entr(first).sum(-1), **loose)
 
@@ -246,8 +246,8 @@ def test_samples_are_as_frequent_as_their_probabilities():
         assert abs(observed - expected) <= 4 * (expected * (1 - expected) / count) ** 0.5 + 1e-12
 
 
-def test_the_second_choice_depends_on_the_first_in_ways_that_depend_on_the_features():
-    """Which of two equal and unequal pairs is right is told by the features: no sum of the two could say that."""
+def test_second_choice_depends_on_the_first_and_on_features():
+    """Features select equal or unequal pairs, which independent logits cannot express."""
     torch.manual_seed(0)
     head = make_action_head(spaces.MultiDiscrete([2, 2]), 2, action_distribution="autoregressive")
     x = torch.eye(2).repeat(4, 1)
@@ -259,11 +259,11 @@ def test_the_second_choice_depends_on_the_first_in_ways_that_depend_on_the_featu
         loss = -head(x).log_prob(action).mean()
         loss.backward()
         optimizer.step()
-    # The first one stays free; the second is certain.
+    # The first component stays random, the second is certain.
     assert loss.item() == pytest.approx(np.log(2), abs=0.02)
 
 
-def test_a_choice_after_which_nothing_is_allowed_is_not_allowed_itself():
+def test_choices_that_leave_nothing_allowed_are_masked():
     layout = MaskLayout(PAIR, CONDITIONAL)
     second = torch.ones(1, 4, 3, dtype=torch.int8)
     second[0, [0, 2]] = 0
@@ -277,19 +277,19 @@ def test_a_choice_after_which_nothing_is_allowed_is_not_allowed_itself():
     assert name == "0" and rows.tolist() == [True]
 
 
-def test_conditions_reach_over_several_components():
-    """What may be chosen first is known from what is left for the last one."""
+def test_conditional_masks_chain_over_components():
+    """Masks of later components restrict the first choice."""
     space = spaces.MultiDiscrete([2, 2, 2])
     masks = spaces.Dict({"1": ActionMask([2, 2], given="0"), "2": ActionMask([2, 2], given="1")})
     layout = MaskLayout(space, masks)
-    # 0 leads to 0, 1 to 1; after 0 there is nothing to choose.
+    # 0 leads to 0, 1 to 1; after 0 nothing is allowed.
     given = {"1": np.eye(2)[None], "2": np.array([[[0, 0], [1, 1]]])}
     assert layout.allowed(given)["0"].tolist() == [[False, True]]
     distribution = head_of(space, masks, "autoregressive")(randn(1, 6), map_leaves(torch.from_numpy, given))
     assert [distribution.sample(generator(seed))[0, :2].tolist() for seed in range(5)] == [[1, 1]] * 5
 
 
-def test_autoregressive_part_of_a_joint_action_has_masks_of_its_own():
+def test_autoregressive_part_of_a_joint_action_has_its_own_masks():
     nested = spaces.Dict({"arm": PAIR, "move": spaces.Discrete(5)})
     masks = spaces.Dict(
         {"arm": spaces.Dict({"0": ActionMask(4), "1": ActionMask([4, 3], given="arm.0")}), "move": ActionMask(5)}
@@ -302,7 +302,7 @@ def test_autoregressive_part_of_a_joint_action_has_masks_of_its_own():
     assert list(distribution.entropies()) == ["arm.0", "arm.1", "move"]
 
 
-def test_leading_dimensions_are_free():
+def test_masks_may_have_any_leading_dimensions():
     head, masks = head_of(UNITS, UNIT_MASK, TARGET_LAST), random_masks(UNIT_MASK, 6)
     x = randn(6, 6)
     flat = head(x, masks)
@@ -315,7 +315,7 @@ def test_leading_dimensions_are_free():
 
 
 class Plain(torch.nn.Module):
-    """A head of one's own that knows no masks."""
+    """A custom head without masks."""
 
     def __init__(self, in_features: int, space: spaces.Discrete) -> None:
         super().__init__()
@@ -326,14 +326,14 @@ class Plain(torch.nn.Module):
 
 
 class Obedient(Plain):
-    """One that does."""
+    """A custom head with masks."""
 
     def forward(self, features: Tensor, mask: Tensor | None = None) -> Categorical:
         logits = self.logits(features)
         return Categorical(logits if mask is None else logits.masked_fill(mask == 0, -1e9))
 
 
-def test_a_head_of_ones_own_takes_the_mask():
+def test_custom_head_gets_the_mask():
     head = make_action_head(
         spaces.Discrete(5), 6, action_distribution={"class_path": f"{__name__}.Obedient"}, mask_space=DISCRETE_MASK
     )
@@ -392,7 +392,7 @@ def test_a_head_of_ones_own_takes_the_mask():
         (UNITS, None, {"kind": "autoregressive", "depth": 2}, r"\['depth'\] .* of its options hidden_size, order"),
     ],
 )
-def test_what_does_not_fit_is_named(space, mask_space, choice, message):
+def test_invalid_masks_raise(space, mask_space, choice, message):
     if message is None:
         assert type(make_action_head(space, 4, action_distribution=choice)(torch.zeros(1, 4))) is Autoregressive
         return

@@ -1,4 +1,4 @@
-"""The noise that samples are made of."""
+"""The random numbers of samples."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from lightning_rl.policies.distributions import Bernoulli, Categorical, Diagonal
 
 LOGITS = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 
-# What each makes of the numbers of its generator.
+# Each distribution, and its samples as a function of the noise.
 MAKERS: dict[str, tuple[Callable[[], Distribution], Callable[[torch.Tensor, torch.Generator], torch.Tensor]]] = {
     "categorical": (
         lambda: Categorical(LOGITS),
@@ -28,7 +28,7 @@ MAKERS: dict[str, tuple[Callable[[], Distribution], Callable[[torch.Tensor, torc
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("inference", [True, False])
-def test_samples_are_made_of_one_draw_of_the_generator(kind: str, inference: bool) -> None:
+def test_each_sample_uses_one_draw_of_the_generator(kind: str, inference: bool) -> None:
     make, of_noise = MAKERS[kind]
     generators = [torch.Generator().manual_seed(0) for _ in range(2)]
     with torch.inference_mode(inference):

@@ -1,4 +1,4 @@
-"""Encoders: initialisation, image layouts, scaling, custom classes and errors."""
+"""Encoders: initialization, image layouts, scaling, custom classes and errors."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_rl.policies.networks import ImpalaEncoder, MLPEncoder, NatureEncoder, images, make_encoder
 from lightning_rl.spaces import is_image
 from lightning_rl.validation import ConfigurationError
-from tests.policies.networks.test_layers import assert_orthogonal
+from tests.policies.networks.test_mlp import assert_orthogonal
 
 
 def image_space(*shape: int) -> spaces.Box:
@@ -21,7 +21,7 @@ def pixels(*shape: int) -> Tensor:
 
 
 class PlainEncoder(nn.Module):
-    """What a user would write: rows only, nothing about dtypes."""
+    """A user's encoder: takes rows only and ignores dtypes."""
 
     def __init__(self, space: spaces.Box, width: int = 8) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PlainEncoder(nn.Module):
 
 
 class Boastful(PlainEncoder):
-    """Says that its features are more than they are; counts what it sees, and has noise of its own."""
+    """Declares too many features, counts its calls, and draws random numbers."""
 
     def __init__(self, space: spaces.Box, more: int = 1) -> None:
         super().__init__(space)
@@ -57,14 +57,14 @@ class WithoutOutFeatures(nn.Module):
 
 
 @pytest.mark.parametrize(("space", "network"), [(spaces.Box(-1, 1, (3,)), "mlp"), (image_space(4, 36, 36), "nature")])
-def test_every_layer_of_an_encoder_is_orthogonal_with_gain_sqrt_2(space, network):
+def test_encoder_layers_are_orthogonal_with_gain_sqrt_2(space, network):
     layers = [m for m in make_encoder(space, network).modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     assert len(layers) == {"mlp": 2, "nature": 4}[network]
     for layer in layers:
         assert_orthogonal(layer, 2**0.5)
 
 
-def test_impala_has_smaller_gains_where_no_relu_follows():
+def test_impala_has_smaller_gains_without_a_relu():
     gains = {"linear": 2**0.5, "convolution1": 2**0.5, "convolution2": 6**-0.5}
     layers = [
         (name.rpartition(".")[2], module)
@@ -77,13 +77,13 @@ def test_impala_has_smaller_gains_where_no_relu_follows():
 
 
 @pytest.mark.parametrize("network", ["nature", "impala"])
-def test_features_of_images_are_of_the_order_of_1_at_first(network):
+def test_initial_image_features_have_order_1(network):
     torch.manual_seed(0)
     features = make_encoder(image_space(3, 64, 64), network)(pixels(8, 3, 64, 64))
     assert 0.3 < features.square().mean().sqrt() < 1.5
 
 
-def test_published_sizes():
+def test_nature_and_impala_have_their_published_sizes():
     """The networks of Mnih et al. 2015 and Espeholt et al. 2018 on four stacked Atari frames, counted by hand."""
     frames = image_space(4, 84, 84)
     nature, impala = NatureEncoder(frames), ImpalaEncoder(frames)
@@ -106,7 +106,7 @@ def test_published_sizes():
         (spaces.Discrete(4), MLPEncoder),
     ],
 )
-def test_auto_takes_nature_for_images_impala_for_small_ones_and_else_an_mlp(space, expected):
+def test_auto_chooses_nature_impala_or_mlp(space, expected):
     assert type(make_encoder(space)) is expected
 
 
@@ -125,7 +125,7 @@ def test_auto_takes_nature_for_images_impala_for_small_ones_and_else_an_mlp(spac
         ((3, 3, 3), 3),
     ],
 )
-def test_channels_are_found_first_or_last(shape, channels):
+def test_channel_order_is_detected(shape, channels):
     encoder = ImpalaEncoder(image_space(*shape), (4,), 8)
     assert encoder.channels == channels
     assert encoder.stages[0].in_channels == channels
@@ -141,7 +141,7 @@ def test_channels_first_and_last_give_the_same_features(make):
 
 
 @pytest.mark.parametrize("shape", [(4, 36, 40), (36, 40, 3)])
-def test_pixels_are_bytes_over_255_laid_out_channels_last(shape):
+def test_pixels_are_scaled_and_channels_last_in_memory(shape):
     encoder, rows = NatureEncoder(image_space(*shape)), pixels(3, *shape)
     found = encoder._to_pixels(rows, torch.float32)
     expected = rows if shape[0] == 4 else rows.permute(0, 3, 1, 2)
@@ -150,7 +150,7 @@ def test_pixels_are_bytes_over_255_laid_out_channels_last(shape):
 
 
 @pytest.mark.parametrize("make", [NatureEncoder, ImpalaEncoder])
-def test_images_that_are_convolved_a_few_at_a_time_have_the_same_features_and_gradients(make, monkeypatch):
+def test_splitting_a_batch_of_images_keeps_features_and_gradients(make, monkeypatch):
     encoder, rows, seen = make(image_space(4, 36, 40)).double(), pixels(7, 4, 36, 40), []
     of_all = encoder(rows)
     expected = torch.autograd.grad(of_all.square().sum(), encoder.parameters())
@@ -183,7 +183,7 @@ def test_uint8_observations_are_divided_by_255(network):
         (image_space(3, 8, 8), "impala"),
     ],
 )
-def test_leading_dimensions_are_free(space, network):
+def test_encoders_take_any_leading_dimensions(space, network):
     encoder = make_encoder(space, network, hidden_sizes=(8,))
     rows = torch.from_numpy(np.stack([space.sample() for _ in range(6)]))
     features = encoder(rows)
@@ -222,7 +222,7 @@ def test_custom_encoder_is_made_from_its_class_path():
     assert isinstance(make_encoder(spaces.Box(-1, 1, (3,)), f"{__name__}.PlainEncoder"), PlainEncoder)
 
 
-def test_looking_at_the_width_of_an_encoder_leaves_no_trace():
+def test_checking_the_width_of_an_encoder_has_no_side_effects():
     space, spec = spaces.Box(-1, 1, (3,)), {"class_path": f"{__name__}.Boastful", "init_args": {"more": 0}}
     space.seed(3)
     torch.manual_seed(3)
@@ -235,7 +235,7 @@ def test_looking_at_the_width_of_an_encoder_leaves_no_trace():
     assert torch.equal(drawn, torch.rand(3)) and np.array_equal(sampled, space.sample())
 
 
-def test_an_encoder_that_cannot_be_tried_here_is_taken_at_its_word():
+def test_encoder_that_cannot_run_here_is_not_checked():
     spec = f"{__name__}.OnlyOnItsDevice"
     assert make_encoder(spaces.Box(-1, 1, (3,)), spec).out_features == 9
 

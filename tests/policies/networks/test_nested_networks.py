@@ -1,4 +1,4 @@
-"""Encoders of observations of several parts, and of classes and bits."""
+"""Encoders of nested and discrete observations."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from tests.nested_probes import SENSORS
 from tests.policies.test_nested_policy import ROBOT, Mean, samples
 
 
-def test_entries_of_multi_discrete_become_one_hot_vectors_side_by_side():
+def test_multi_discrete_entries_become_concatenated_one_hot_vectors():
     encoder = MLPEncoder(spaces.MultiDiscrete([3, 2], start=[5, 0]), hidden_sizes=())
     assert encoder(torch.tensor([[5, 1], [7, 0]])).tolist() == [[1, 0, 0, 0, 1], [0, 0, 1, 1, 0]]
     grid = MLPEncoder(spaces.MultiDiscrete([[2, 2], [2, 3]]), hidden_sizes=())
     assert grid(torch.tensor([[1, 0], [0, 2]])).tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 1]
 
 
-def test_bits_become_numbers():
+def test_multi_binary_becomes_floats():
     encoder = MLPEncoder(spaces.MultiBinary([2, 2]), hidden_sizes=())
     assert encoder(torch.tensor([[[0, 1], [1, 1]]], dtype=torch.int8)).tolist() == [[0.0, 1.0, 1.0, 1.0]]
 
@@ -33,7 +33,7 @@ def test_embedding_has_a_vector_for_each_class_of_each_entry():
     assert first.grad.nonzero()[:, 0].unique().tolist() == [3]
 
 
-def test_joining_mlp_takes_every_leaf_and_the_features_of_images_whatever_the_order_of_keys():
+def test_mlp_concatenates_leaves_and_image_features_in_any_key_order():
     encoder = make_encoder(SENSORS, hidden_sizes=())
     camera = encoder.encoders[":camera"]
     assert isinstance(camera, ImpalaEncoder) and list(encoder.encoders) == [":camera"]
@@ -83,6 +83,6 @@ def test_leaf_encoders_are_replaced_by_path():
         (ROBOT, "impala", r"network='impala' .* expected auto or mlp, since there is no image in Dict"),
     ],
 )
-def test_networks_that_do_not_fit_are_refused(space, network, message):
+def test_invalid_networks_raise(space, network, message):
     with pytest.raises(ConfigurationError, match=message):
         make_encoder(space, network)

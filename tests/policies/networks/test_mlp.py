@@ -8,7 +8,7 @@ from lightning_rl.policies.networks.mlp import HeadLinear, orthogonal_linear
 
 
 def assert_orthogonal(layer: nn.Linear | nn.Conv2d, gain: float) -> None:
-    """The rows, or the columns where there are fewer, are orthogonal and as long as the gain; the bias is 0."""
+    """Rows (or columns, if there are fewer) are orthogonal with the norm of the gain; the bias is 0."""
     weight = layer.weight.detach().double().flatten(1)
     product = weight @ weight.T if weight.shape[0] <= weight.shape[1] else weight.T @ weight
     torch.testing.assert_close(product, gain**2 * torch.eye(len(product)).double(), rtol=0, atol=1e-5)
@@ -24,7 +24,7 @@ def test_heads_are_orthogonal_with_their_gain(gain):
     ("dtype", "tolerance"),
     [(torch.bfloat16, 2e-2), (torch.float16, 2e-3), (torch.float32, 1e-5), (torch.float64, 1e-12)],
 )
-def test_weights_are_orthogonal_in_whatever_precision_they_are_made(dtype, tolerance):
+def test_weights_are_orthogonal_in_any_precision(dtype, tolerance):
     try:
         torch.set_default_dtype(dtype)
         weight = orthogonal_linear(8, 4).weight

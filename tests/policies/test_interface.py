@@ -1,4 +1,4 @@
-"""What environments get."""
+"""Conversion of actions for the environment."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def test_discrete_actions_are_shifted_by_the_start_of_the_space():
     assert to_environment(spaces.Discrete(3), action) is action
 
 
-def test_continuous_actions_are_clipped_shaped_and_cast_and_the_originals_kept():
+def test_continuous_actions_are_clipped_shaped_and_cast_in_a_copy():
     space = spaces.Box(np.array([[-1, -2]], np.float32), np.array([[1, np.inf]], np.float32), (1, 2))
     action = np.array([[3.0, -3.0], [0.25, 1e9]])
     converted = to_environment(space, action)
@@ -37,14 +37,14 @@ def test_choices_are_shifted_shaped_and_cast():
     ("dtype", "low", "high"),
     [(np.int8, -128, 127), (np.uint8, 0, 255), (np.uint64, 2**64 - 3, 2**64 - 1), (np.int64, -(2**63), 3 - 2**63)],
 )
-def test_integers_count_from_the_low_bound_whatever_their_size(dtype, low, high):
+def test_integer_box_actions_count_from_the_low_bound(dtype, low, high):
     space = spaces.Box(low, high, (2,), dtype)
     converted = to_environment(space, np.array([[0, high - low], [1, 0]]))
     assert converted.tolist() == [[low, high], [low + 1, low]]
     assert all(space.contains(row) for row in converted)
 
 
-def test_a_box_of_truth_values_is_given_them():
+def test_boolean_box_gets_booleans():
     space = spaces.Box(0, 1, (2,), np.bool_)
     assert to_environment(space, np.array([[0, 1]])).tolist() == [[False, True]]
 
