@@ -751,12 +751,19 @@ class OnPolicyAlgorithm(LightningModule):
         stored = checkpoint["hyper_parameters"]
         with loading(trust):
             algorithm = import_class("_class_path", stored["_class_path"], cls) if "_class_path" in stored else cls
+            options = constructor_options(algorithm, stored)
+            if options.keys() - defaults_of(algorithm).keys() - {"observation_space", "action_space"}:
+                saved = checkpoint[CHECKPOINT_KEY]["algorithm"]
+                raise ConfigurationError(
+                    f"checkpoint_path={str(checkpoint_path)!r} is a checkpoint of {saved}, not of {cls.__name__}: "
+                    f"use {saved}.load_from_checkpoint"
+                )
             groups = default_groups(algorithm)
             given = {
                 name: changed(name, changed(name, groups[name], stored[name]), value) if name in groups else value
                 for name, value in kwargs.items()
             }
-            module = algorithm(**constructor_options(algorithm, stored) | given)
+            module = algorithm(**options | given)
             module.configure_model()
         module.on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]

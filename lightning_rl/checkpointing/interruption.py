@@ -153,7 +153,7 @@ class InterruptionGuard(Callback):
         for callback in last:
             callback.save(trainer)
             if callback.best_model_path:
-                rank_zero_info(f"Stopped by a signal. Resume from {callback.best_model_path}")
+                rank_zero_info(f"Stopped by a signal; the run is saved in {callback.best_model_path}")
         requeueing = [signum for signum in received if signum in self._requeue]
         for signum in requeueing:
             self._requeue[signum](signum, None)
@@ -252,7 +252,7 @@ def _save_beside_others(trainer: Trainer) -> None:
         return
     path = os.path.join(folders[0], "interrupted.ckpt")
     trainer.save_checkpoint(path)
-    rank_zero_info(f"Stopped by a signal. Resume from {path}")
+    rank_zero_info(f"Stopped by a signal; the run is saved in {path}")
 
 
 def _exit_status(signum: int, is_first_rank: bool) -> SystemExit:

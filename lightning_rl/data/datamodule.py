@@ -35,7 +35,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.seeding import EVALUATION, FILMING, TESTING
 from lightning_rl.files import read_data
-from lightning_rl.options import changed, default_groups, flat
+from lightning_rl.options import changed, default_groups, flat, refuse_unknown_options
 from lightning_rl.policies.actor_critic import copy_to_cpu
 from lightning_rl.policies.interface import Policy
 from lightning_rl.rollouts.episode import Episode
@@ -95,9 +95,9 @@ class RolloutDataModule(LightningDataModule):
         backend: `sync` steps the environments one after another in this process, `async` in one worker process each,
             `native` uses the environment's own vectorized version, `torch` a vectorized version that takes and returns
             tensors, and `envpool` EnvPool.
-        env: Options of the environments. A dict changes single fields of the default; so do the next two.
-        actors: Options of asynchronous actors.
-        evaluation: Options of validation, test and prediction.
+        env: Options of the environments. A dict changes single fields of the default.
+        actors: Options of asynchronous actors, also as a dict.
+        evaluation: Options of validation, test and prediction, also as a dict.
         info_keys: Keys of `info` whose scalars are averaged and logged as `rollout/<key>`.
         seed: Seed of environments and actions. None takes the seed of `seed_everything`, or a random one.
 
@@ -118,8 +118,10 @@ class RolloutDataModule(LightningDataModule):
         evaluation: EvaluationOptions = EvaluationConfig(),
         info_keys: Sequence[str] = (),
         seed: int | None = None,
+        **unknown: Any,  # noqa: ANN401 - refused, with a suggestion
     ) -> None:
         super().__init__()
+        refuse_unknown_options(type(self), unknown)
         check(isinstance(env_id, str), "env_id", env_id, "an id: register an environment of your own first")
         for name in ("num_envs", "rollout_length", "rollouts_per_epoch"):
             check_positive_int(name, locals()[name])

@@ -25,6 +25,7 @@ from lightning_rl.fast.numpy_mlp import (
 )
 from lightning_rl.policies.actor_critic import ActorCritic
 from lightning_rl.policies.distributions.continuous import LOG_2PI
+from lightning_rl.policies.networks.mlp import MLPEncoder
 from lightning_rl.rollouts.batch import Batch
 
 _OBSERVED = ("approx_kl", "approx_kl_k1", "clip_fraction")
@@ -121,6 +122,8 @@ class PPOLoss:
             return f"the policy has its own {own}"
         if is_observed(policy):
             return "a module of the policy has hooks or is compiled"
+        if isinstance(policy.actor_encoder, MLPEncoder) and not policy.actor_encoder.is_vector:
+            return "the observations are not vectors in a Box space"
         actor, critic = actor_parameters(policy), tanh_parameters(policy.critic_encoder)
         last = linear_parameters([policy.value_head])
         if actor is None or critic is None or last is None or policy.value_normalizer is not None:

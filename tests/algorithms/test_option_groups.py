@@ -271,3 +271,15 @@ def test_auxiliary_phases_have_as_many_minibatches_as_the_policy_phases_whose_si
         assert trainer.global_step == 2 * 4 + 3 * 2 * 4
         ends.append(parameters_of(model))
     assert all(torch.equal(parameter, ends[1][name]) for name, parameter in ends[0].items())
+
+
+def test_a_checkpoint_of_another_algorithm_is_named_when_loading(tmp_path):
+    path = saved(PPO(VECTOR, DISCRETE, **SMALL), tmp_path)
+    message = r"^checkpoint_path='.*model.ckpt' is a checkpoint of PPO, not of A2C: use PPO.load_from_checkpoint$"
+    with pytest.raises(ConfigurationError, match=message):
+        A2C.load_from_checkpoint(path)
+
+
+def test_initials_and_other_names_of_an_option_are_understood():
+    with pytest.raises(ConfigurationError, match=r"^lr=0\.001 is no option of PPO; did you mean learning_rate or"):
+        PPO(VECTOR, DISCRETE, lr=1e-3)

@@ -152,7 +152,7 @@ def test_first_signal_stops_after_update_and_resumed_run_is_bit_exact(
 ):
     with pytest.raises(SystemExit) as exit_, caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
         run(tmp_path, *interrupt(place, send(signum)))
-    assert f"Stopped by a signal. Resume from {tmp_path}/last.ckpt" in caplog.messages
+    assert f"Stopped by a signal; the run is saved in {tmp_path}/last.ckpt" in caplog.messages
     assert exit_.value.code == 128 + signum
     assert f"{signal.Signals(signum).name}: stopping after the update from this rollout" in capfd.readouterr().err
     assert stored(tmp_path / "last.ckpt") == done

@@ -101,9 +101,7 @@ def test_first_signal_saves_and_ends_program(signum, to):
         (os.killpg if to == "group" else os.kill)(process.pid, signum)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    assert (
-        out.splitlines()[-1] == f"Stopped. Go on with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {LAST}"
-    )
+    assert out.splitlines()[-1] == f"Continue with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {LAST}"
     assert "Traceback" not in err
     assert stored() > before
     wait_for(lambda: not alive(workers), 5)
@@ -175,7 +173,7 @@ def test_all_ranks_stop_after_same_rollout_and_resume_exactly(goes_on):
         os.kill(process.pid, signal.SIGTERM)  # to the first rank only
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert out.splitlines()[-1].startswith("Stopped. Go on with: ")
+    assert out.splitlines()[-1].startswith("Continue with: ")
     assert 2 <= stored() < 10
     wait_for(lambda: not alive(others), 5)
     if not goes_on:

@@ -169,7 +169,7 @@ def test_help_of_an_algorithm_is_asked_for_by_its_short_name(capsys):
 
 def test_help_of_atari_preprocessing(capsys):
     text = " ".join(printed(capsys, "fit", "--help_all").split())
-    assert "A lost life ends the learning episode; the game goes on with the next one." in text
+    assert "End the learning episode when a life is lost; the next episode continues the game." in text
 
 
 def test_python_m_is_the_same_program_and_starts_in_at_most_half_as_long_again_as_lightning(capsys):
@@ -643,7 +643,7 @@ def test_a_bad_configuration_is_one_message_and_status_2(capsys, content, messag
         (["fit", *SMALL, "--data.env.wrappers=X"], "data.env.wrappers='X' .* expected a list in brackets: .* or null"),
         (["fit", *SMALL, "--data.env.kwargs=x"], "data.env.kwargs='x' is not valid: expected a dict$"),
         (["fit", *SMALL, "--data.nonsense=3"], "data.nonsense=3 is no option$"),
-        (["fit", *SMALL, "--max_env=3"], r"max_env=3 is no option; did you mean max_env_steps\?$"),
+        (["fit", *SMALL, "--max_env=3"], "max_env=3 is no option; did you mean max_env_steps"),
         (["fit", *SMALL, "--data.num_env=3"], "data.num_env=3 is no option; did you mean data.num_envs or"),
         (["fit", *SMALL, "--lr", "1e-3"], "lr='1e-3' is no option; did you mean model.learning_rate or"),
         (["fit", *SMALL, "--gamma=0.9"], r"gamma=0.9 is no option; did you mean model.gamma\?$"),
@@ -701,6 +701,21 @@ def test_modules_in_the_current_folder_can_be_named(monkeypatch):
     done = programs.run("-c", code, "fit", *SMALL, "--model=beside.Mine", "--max_env_steps=32")
     assert done.returncode == 0, done.stderr
     assert (Path("runs/mine/CartPole-v1/version_0/checkpoints/last.ckpt")).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["--model=beside.Mine"], 2), (["--model=PPO", "--data.env.imports=[beside]"], 1)],
+    ids=["model", "environment"],
+)
+def test_a_module_beside_a_configuration_is_found_with_the_command_in_the_error(capsys, monkeypatch, arguments, status):
+    Path("my configs").mkdir()
+    Path("my configs/beside.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
+    Path("my configs/mine.yaml").write_text("data:\n  env_id: CartPole-v1\n")
+    given = ["fit", "--config", "my configs/mine.yaml", *arguments]
+    message, hint = refused(capsys, *given, status=status).splitlines()
+    assert "No module named 'beside'" in message
+    assert hint.endswith(f" Use: PYTHONPATH='my configs' lightning-rl {shlex.join(given)}")
 
 
 @pytest.mark.parametrize(

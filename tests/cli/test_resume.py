@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -255,10 +256,13 @@ def test_other_settings_of_a_resumed_run_need_to_be_confirmed(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["fit", *SMALL, *changed])
     assert exit_.value.code == 1
-    *_, message, first, second = capsys.readouterr().err.splitlines()
-    expected = f"the settings differ from {RUN}/config.yaml: expected the same, or --resume_changes allow"
-    assert message == f"lightning-rl: error: ckpt_path: {expected}"
+    *_, message, first, second, without, allowed = capsys.readouterr().err.splitlines()
+    assert message == "lightning-rl: error: ckpt_path: the settings differ from the last start of the run:"
     assert {first, second} == {"  model.init_args.gamma: 0.99 -> 0.9", "  data.num_envs: 2 -> 4"}
+    command = f"lightning-rl fit --config {RUN}/config.yaml --ckpt_path {RUN}/checkpoints/last.ckpt --max_env_steps 128"
+    assert without == f"  without the changes: {command}"
+    given = shlex.join(["fit", *SMALL, *changed, "--resume_changes", "allow"])
+    assert allowed == f"  with the changes: lightning-rl {given}"
     assert files(Path("runs")) == before
     main(["fit", *SMALL, *changed, "--resume_changes=allow"])
     assert stored()["lightning_rl"]["env_steps"] == 128
@@ -311,7 +315,7 @@ def test_an_interrupted_run_says_how_to_go_on():
     arguments = ["fit", *SMALL, "--max_env_steps=128", "--trainer.callbacks+=interrupt.Interrupt"]
     done = programs.run("-c", code, *arguments)
     assert done.returncode == 1
-    how = f"Stopped. Go on with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {RUN}/checkpoints/last.ckpt"
+    how = f"Continue with: lightning-rl fit --config {RUN}/config.yaml --ckpt_path {RUN}/checkpoints/last.ckpt"
     assert done.stdout.splitlines()[-1] == how
     assert "Traceback" not in done.stderr
     assert stored()["lightning_rl"]["env_steps"] == 64

@@ -81,6 +81,8 @@ def test_a_dict_changes_single_fields_of_the_default_of_the_class(kind, given, f
         ({"actors": {"count": -1}}, r"^actors\.count=-1 is not valid"),
         ({"actors": {"prefetch": 2}}, r"^actors\.prefetch=2 is not valid: expected None where actors\.count is 0"),
         ({"evaluation": {"episodes": 0}}, r"^evaluation\.episodes=0 is not valid"),
+        ({"frame_stack": 2}, r"^frame_stack=2 is no option of RolloutDataModule; did you mean env\.frame_stack or"),
+        ({"n_envs": 2}, r"^n_envs=2 is no option of RolloutDataModule; did you mean num_envs or"),
         ({"evaluation": {"deterministic": 1}}, r"^evaluation\.deterministic=1 is not valid"),
     ],
 )

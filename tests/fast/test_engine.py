@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -62,8 +63,19 @@ class OwnBackward(PPO):
         super().backward(loss, *args, **kwargs)
 
 
+class InDict(gymnasium.ObservationWrapper):
+    """Observations in a `Dict` space of one part."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+        super().__init__(env)
+        self.observation_space = gymnasium.spaces.Dict(state=env.observation_space)
+
+    def observation(self, observation: Any) -> dict[str, Any]:
+        return {"state": observation}
+
+
 def fitted(cls: type[Any] = PPO, trainer_options: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
-    data, watch = make_data(), Watch()
+    data, watch = make_data(**{name: options.pop(name) for name in ("env",) if name in options}), Watch()
     torch.manual_seed(0)
     model = cls(data.observation_space, data.action_space, **options)
     trainer_options = trainer_options or {}
@@ -84,6 +96,11 @@ LINES: dict[str, tuple[type[Any], dict[str, Any], str]] = {
         PPO,
         {"policy": {"activation": "relu"}},
         FAST + "autograd: the policy is not two tanh MLPs with a categorical or Gaussian action",
+    ),
+    "observations in a dict": (
+        PPO,
+        {"env": {"wrappers": [{"class_path": "tests.fast.test_engine.InDict"}]}},
+        FAST + "autograd: the observations are not vectors in a Box space",
     ),
     "penalties": (PPOKLPenalty, {}, FAST + "autograd: add_policy_terms is overridden"),
     "PPG": (PPG, {}, FAST + "autograd: add_policy_terms is overridden"),
