@@ -162,6 +162,8 @@ class InterruptionGuard(Callback):
 
     def _received_by_any(self, trainer: Trainer, pl_module: Any) -> list[int]:  # noqa: ANN401
         """Return the signals that any rank has received; a collective call."""
+        if trainer.world_size == 1:  # without a tensor, which a device would have to send back
+            return [signum for signum in self._handled if signum in self._received]
         flags = torch.tensor([float(signum in self._received) for signum in self._handled], device=pl_module.device)
         return [signum for signum, flag in zip(self._handled, all_reduce(flags).tolist(), strict=True) if flag]
 

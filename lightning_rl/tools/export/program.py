@@ -77,7 +77,7 @@ def export_program(
     """Return a policy as a `torch.export` program for any number of rows on the CPU.
 
     `torch.export.save` writes it. `torch.export.load(path).module()` is called like `DeployedPolicy` and only needs
-    PyTorch. The spaces are those of one environment, and `policy` is not changed.
+    PyTorch. Both spaces describe one environment, and `policy` is not changed.
 
     Raises:
         ConfigurationError: PyTorch cannot export the policy.
