@@ -47,7 +47,7 @@ PARTS: list[Part] = [
     (AdvantageEstimator, "gae", "update: advantages"),
     (FastEngine, "step", "update: Lightning around the optimiser"),
     (FlatAdam, "step_alone", "update: optimiser"),
-    (RolloutMetrics, "take_in", "logging"),
+    (RolloutMetrics, "add_rollout", "logging"),
 ]
 # Of losses with a graph.
 WITH_GRAPH: list[Part] = [

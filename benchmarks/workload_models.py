@@ -172,7 +172,7 @@ class BareSteps(GradientSteps):
 class BareMetrics(RolloutMetrics):
     """Logs nothing."""
 
-    def take_in(self, *args: Any) -> None:  # noqa: ANN401
+    def add_rollout(self, *args: Any) -> None:  # noqa: ANN401
         """Forget a rollout."""
 
 

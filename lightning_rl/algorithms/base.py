@@ -425,7 +425,7 @@ class OnPolicyAlgorithm(LightningModule):
         if (publish := getattr(self.trainer.datamodule, "publish_policy", None)) is not None:  # type: ignore[attr-defined]
             publish()  # to asynchronous actors
         self.clock.advance(rollout, self.device)
-        self.metrics.take_in(self, rollout, self.losses | skipped | scheduled, time.perf_counter() - start)
+        self.metrics.add_rollout(self, rollout, self.losses | skipped | scheduled, time.perf_counter() - start)
         self.updating = False
         return {"losses": self.losses}
 
@@ -458,7 +458,7 @@ class OnPolicyAlgorithm(LightningModule):
             skip_or_raise(self, rollout, not_finite)
         finally:
             self._roll_back()
-        self.normalizers.forget_returns()
+        self.normalizers.reset_returns()
 
     def _roll_back(self) -> None:
         """Restore replays and normalizers from before updates that failed."""

@@ -116,7 +116,7 @@ class PPO(OnPolicyAlgorithm):
         self.value_huber_delta = number("clipping.value_huber_delta", above=0)
         rollback = check_bool("clipping.rollback", self.options["clipping.rollback"])
         check(not rollback or self.target_kl is not None, "clipping.rollback", rollback, "a target_kl beside it")
-        self.steps.takes_back = rollback
+        self.steps.rollback = rollback
 
     def update(self, rollout: Rollout) -> None:
         """Take gradient steps on the minibatches of several passes over one rollout (algorithm 1)."""

@@ -126,7 +126,7 @@ class CompiledLosses:
             batch: The minibatch.
         """
         key = self._key(loss_of)
-        if world_size() > 1 or steps.takes_back or key in self._failed or (key, steps.part) in self._apart:
+        if world_size() > 1 or steps.rollback or key in self._failed or (key, steps.part) in self._apart:
             return None
         record = steps.record
         state = StepState(record.is_open, record.finite, record.num_updates)

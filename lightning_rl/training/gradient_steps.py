@@ -56,7 +56,7 @@ class GradientSteps:
         record: Record of the current rollout's updates.
         engine: Computes gradients and steps optimizers.
         part: Half of the network that the current pass trains. None: both.
-        takes_back: Whether to undo a step after which the minibatch exceeds a limit of its loss.
+        rollback: Whether to undo a step after which the minibatch exceeds a limit of its loss.
         active_set: Index of the set of optimizers that the current phase uses.
         num_sets: Number of sets of optimizers. Each set has one optimizer, or one for the actor and one for the critic.
         failed_minibatch: First minibatch with a non-finite loss or gradient.
@@ -77,7 +77,7 @@ class GradientSteps:
         self.adaptive_learning_rate = None if adaptive is None else AdaptiveLearningRate(**adaptive)
         self.engine: Engine = EagerEngine()
         self.part: ActorOrCritic | None = None
-        self.takes_back = False
+        self.rollback = False
         self.num_sets = 1
         self.failed_minibatch: FailedMinibatch | None = None
         self._noted: dict[str, Tensor] = {}
@@ -211,7 +211,7 @@ class GradientSteps:
                 record.stop_all_phases_unless(norm - norm == 0)  # fewer kernels than isfinite
         self._check_finite(batch, name)
         record.num_updates = record.num_updates + record.is_open
-        before = snapshot([x.optimizer for x in optimizers]) if self.takes_back and loss.limits else None
+        before = snapshot([x.optimizer for x in optimizers]) if self.rollback and loss.limits else None
         stepping = [pair for pair in zip(GRADIENT_NORMS, optimizers, strict=False) if pair[0] in norms]
         for of_norm, optimizer in stepping:
             self._clip(gradients[of_norm], norms[of_norm])

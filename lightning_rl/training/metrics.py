@@ -288,7 +288,7 @@ class RolloutMetrics(LogWindow):
 
     # ------------------------------------------------------------------ rollouts
 
-    def take_in(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:  # noqa: ANN401
+    def add_rollout(self, model: Any, rollout: Rollout, means: Mapping[str, float], update_seconds: float) -> None:  # noqa: ANN401
         """Add a rollout with the means of its updates; log the window after every `log_every_n_steps` rollouts."""
         clock, interval = model.clock, model.trainer.log_every_n_steps
         scalars = {f"train/{name}": [value] if math.isfinite(value) else [] for name, value in means.items()}

@@ -88,7 +88,7 @@ class Normalizers:
             self._undo()
         self.value_targets = self._undo = None
 
-    def forget_returns(self) -> None:
+    def reset_returns(self) -> None:
         """Start new discounted returns, because rewards in between are unknown."""
         if self.of_rewards is not None:
             self.of_rewards.discounted_return = torch.zeros_like(self.of_rewards.discounted_return)
