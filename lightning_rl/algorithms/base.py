@@ -727,18 +727,10 @@ class OnPolicyAlgorithm(LightningModule):
     ) -> Self:
         """Load an algorithm from a checkpoint like Lightning, but construct only trusted classes.
 
-        A class that the checkpoint names must be a subclass of the class that its field expects, and its module must
-        belong to `lightning_rl`, `torch`, `gymnasium`, a package in `trust`, or be imported already.
-
-        Args:
-            checkpoint_path: A file, a URL or an open file.
-            map_location: Device of the tensors, as for `torch.load`. None: the stored device, or the CPU if there is no
-                such device.
-            hparams_file: Must be None: the checkpoint has all options.
-            strict: Whether names of parameters must match. None: `strict_loading`.
-            weights_only: False unpickles the checkpoint, which can execute code in it.
-            trust: Packages whose modules may be imported: `["my_package"]`.
-            **kwargs: Options to change; a dict changes single options of a stored group.
+        Modules that the checkpoint names must belong to `lightning_rl`, `torch`, `gymnasium` or a package in `trust`,
+        such as `["my_package"]`, or be imported already. Tensors without `map_location` keep their device, or go to the
+        CPU if there is no such device. `weights_only=False` unpickles the checkpoint, which can execute code in it.
+        `kwargs` change options; a dict changes single options of a stored group.
 
         Raises:
             ConfigurationError: The file is damaged or no checkpoint of this package in its format, or a class in it is

@@ -39,7 +39,7 @@ class SlowOptions(SlowPPO):
                     return
 
     def update_from(self, part: list[dict[str, Any]], acts: bool, values: bool) -> bool:
-        """Make one update; return whether to go on."""
+        """Make one update; return whether to continue."""
         limit = 1.5 * (self.options["target_kl"] or float("inf"))
         if acts and self.divergence(part) > limit:
             return False
@@ -68,7 +68,7 @@ class SlowOptions(SlowPPO):
         return total / len(rows)
 
     def step(self, loss: Tensor) -> None:
-        """As the other one, where the half of the network that has no gradient stays as it is."""
+        """Like the base class, but a half of the network without gradient does not change."""
         self.optimizer.zero_grad()
         loss.backward()
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]

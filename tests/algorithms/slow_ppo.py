@@ -34,8 +34,8 @@ class SlowPPO:
     Args:
         parameters: Initial ones, by the names of `ActorCritic` with separate MLP encoders of tanh units.
         options: What differs from `DEFAULTS`.
-        make_optimizer: From the parameters; Adam if left out.
-        learning_rates: Of each rollout; constant if left out.
+        make_optimizer: Makes the optimizer of the parameters; Adam by default.
+        learning_rates: Learning rate of each rollout; constant by default.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ def test_one_step_by_hand():
 
 @pytest.mark.parametrize("normalize", ["none", "minibatch", "rollout"])
 @pytest.mark.parametrize("action_space", [DISCRETE, CONTINUOUS])
-def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, normalize):
+def test_a2c_equals_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, normalize):
     """At a ratio of 1 the surrogate has the gradient of the log-probability: for the first step from each policy."""
     options = {"advantages": {"normalize": normalize}, "entropy_coef": 0.01, "gae_lambda": 0.95, **SMALL}
     rmsprop = {"optimizer": {"name": "torch.optim.RMSprop", "options": {"alpha": 0.99, "eps": 1e-5}}}
@@ -94,7 +94,7 @@ def test_it_is_ppo_with_one_epoch_one_minibatch_and_no_clipping(action_space, no
         },
     ],
 )
-def test_a_whole_run_is_that_of_ppo_whatever_options_they_share(shared):
+def test_a_run_of_a2c_equals_a_run_of_ppo_with_shared_options(shared):
     """Every rollout is collected by the parameters that it changes, so that every ratio is 1."""
     common = {"optimizer": {"name": "torch.optim.SGD"}, "entropy_coef": 0.01, "gae_lambda": 0.9}
     options = merged(SMALL, common, shared)
@@ -132,7 +132,7 @@ def test_every_option_changes_what_is_learned(option, value):
     assert not torch.allclose(trained(), trained(**{option: value}), atol=1e-6)
 
 
-def test_the_optimizer_of_the_paper_is_the_default():
+def test_a2c_defaults_to_the_optimizer_of_the_paper():
     model = A2C(VECTOR, DISCRETE)
     made = model.configure_optimizers()
     assert isinstance(made, torch.optim.RMSprop)
@@ -141,7 +141,7 @@ def test_the_optimizer_of_the_paper_is_the_default():
     assert isinstance(model.configure_optimizers(), torch.optim.Adam)
 
 
-def test_a_run_makes_one_update_for_each_rollout_on_policy():
+def test_a2c_makes_one_on_policy_update_per_rollout():
     logger = MemoryLogger()
     data = make_data(rollout_length=5, rollouts_per_epoch=6)
     model = A2C(data.observation_space, data.action_space, policy={"hidden_sizes": (8,)})
@@ -161,6 +161,6 @@ def test_a_run_makes_one_update_for_each_rollout_on_policy():
         ({"advantages": {"normalize": True}}, "advantages.normalize=True"),
     ],
 )
-def test_nonsense_is_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigurationError, match=f"{message} is not valid: expected"):
         A2C(VECTOR, DISCRETE, **options)

@@ -1,4 +1,4 @@
-"""CLEAR: what it replays, and what it holds the policy to there."""
+"""CLEAR: replayed unrolls and cloning terms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers import (
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-def test_the_first_rollout_is_learned_from_as_by_impala():
+def test_clear_learns_from_the_first_rollout_like_impala():
     models = [make(algorithm, optimizer=SGD) for algorithm in (CLEAR, IMPALA)]
     rollout = random_rollout(models[0].policy, off_policy=0.0)
     rows = [learn(model, [rollout]).rows[0] for model in models]
@@ -36,7 +36,7 @@ def test_the_first_rollout_is_learned_from_as_by_impala():
         assert torch.equal(own, theirs)
 
 
-def test_a_replayed_unroll_has_the_targets_that_it_would_have_as_an_older_rollout():
+def test_replayed_unrolls_have_the_vtrace_targets_of_older_rollouts():
     """Truncated episodes, resets and all."""
     model = make(CLEAR)
     rollout = random_rollout(model.policy, valid=True)
@@ -56,7 +56,7 @@ def test_a_replayed_unroll_has_the_targets_that_it_would_have_as_an_older_rollou
         torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def test_cloning_is_of_the_policy_and_value_when_the_unroll_was_learned_from_and_of_replayed_steps_alone():
+def test_cloning_terms_compare_replayed_steps_with_the_learner_of_their_first_update():
     model = make(CLEAR, replay_ratio=0.5, policy_cloning_coef=2.0, value_cloning_coef=3.0)
     rollout = random_rollout(model.policy, off_policy=0.0)
     with torch.no_grad():
@@ -81,14 +81,14 @@ def test_cloning_is_of_the_policy_and_value_when_the_unroll_was_learned_from_and
 
 
 @pytest.mark.parametrize(("ratio", "count"), [(0.1, 1), (0.5, 2), (1.0, 4), (2.6, 10)])
-def test_the_ratio_says_how_many_unrolls_are_replayed(ratio, count):
+def test_replay_ratio_sets_the_number_of_replayed_unrolls(ratio, count):
     model = make(CLEAR, replay_ratio=ratio)
     learn(model, [random_rollout(model.policy, off_policy=0.0)])
     drawn = model.draw(4)
     assert drawn.shape == (count,) and 0 <= int(drawn.min()) <= int(drawn.max()) < 4
 
 
-def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_began_with():
+def test_recurrent_unrolls_are_replayed_from_their_stored_state():
     data = make_data("Pendulum-v1", rollout_length=24, env={"max_episode_steps": 7}, rollouts_per_epoch=2)
     torch.manual_seed(0)
     memory = {"kind": "lstm", "hidden_size": 8, "sequence_length": 8, "burn_in": 3}
@@ -107,7 +107,7 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
     first, second = learned
     replayed = second.replayed
     assert first.replayed is None and replayed.rollout.memory is not None and len(replayed.rollout.final_indices)
-    # The policy is what it was, to within the learning rate: so are its log-probabilities and distributions.
+    # Up to the learning rate the policy has not changed, nor have log-probabilities and distributions.
     now, then = replayed.estimates, replayed.batch.old_distribution
     torch.testing.assert_close(now.log_rhos, torch.zeros_like(now.log_rhos), rtol=0, atol=1e-4)
     for own, theirs in zip(leaves(replayed.distributions), leaves(then), strict=True):
@@ -116,7 +116,7 @@ def test_unrolls_of_a_policy_with_memory_are_replayed_from_the_state_that_they_b
 
 @pytest.mark.parametrize("same_objects", [False, True])
 @pytest.mark.parametrize(("kept", "expected"), [(True, 4), (False, 0)])
-def test_a_memory_that_is_left_out_of_checkpoints_is_empty_after_them(tmp_path, kept, expected, same_objects):
+def test_replay_is_empty_after_resuming_without_replay_in_checkpoint(tmp_path, kept, expected, same_objects):
     model = make(CLEAR, replay_in_checkpoint=kept)
     loader = FixedRollouts([random_rollout(model.policy, off_policy=0.0)], model)
     trainer = make_trainer(precision="64-true")
@@ -135,7 +135,7 @@ def test_a_memory_that_is_left_out_of_checkpoints_is_empty_after_them(tmp_path, 
     assert counts == [expected]
 
 
-def test_a_rollout_of_another_length_begins_the_memory_anew():
+def test_a_rollout_of_another_length_clears_the_replay_memory():
     model = make(CLEAR)
     rollouts = [random_rollout(model.policy, off_policy=0.0, length=length) for length in (12, 6)]
     rows = learn(model, [*rollouts, rollouts[1]], lag=1).rows
@@ -153,7 +153,7 @@ def test_a_rollout_of_another_length_begins_the_memory_anew():
         ({"value_cloning_coef": -1}, "value_cloning_coef=-1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make(CLEAR, **options)
 
@@ -171,7 +171,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
         (PIXELS, {}, {"policy": {"network": "mlp"}}),
     ],
 )
-def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refused(env_id, data_options, options):
+def test_replay_memory_without_room_for_one_unroll_raises(env_id, data_options, options):
     """Distributions, memory and what truncated steps reached included; one byte less is too little."""
     data = make_data(env_id, rollouts_per_epoch=1, **merged({"env": {"max_episode_steps": 1}}, data_options))
 
@@ -193,7 +193,7 @@ def test_a_budget_has_room_for_an_unroll_with_all_that_is_kept_of_it_or_is_refus
         fit(needed - 1)
 
 
-def test_what_is_kept_of_a_distribution_is_of_before_the_step():
+def test_stored_distributions_are_from_before_the_gradient_step():
     """The deviation of a Gaussian is a parameter, which the step changes where it is."""
     torch.manual_seed(0)
     model = CLEAR(VECTOR, CONTINUOUS, policy={"hidden_sizes": (8,)}, learning_rate=0.5).double()
@@ -204,7 +204,7 @@ def test_what_is_kept_of_a_distribution_is_of_before_the_step():
     assert model.policy.action_head.log_std.abs().min() > 0.1
 
 
-def test_the_value_that_is_cloned_is_the_learners_as_the_policy_is():
+def test_cloned_values_are_the_learners_values():
     model = make(CLEAR)
     rollout = random_rollout(model.policy, valid=True)
     moved(model)

@@ -19,7 +19,7 @@ def assert_close(model: PPO, other: PPO) -> None:
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_a_compiled_model_learns_the_same_and_compiles_its_policy_alone(env_id, tmp_path):
-    """Traced as for the compiler, but run as it is: this needs none."""
+    """Trace like the compiler, but run the graph without one."""
     data = make_data(env_id)
     expected = make_model(data)
     make_trainer().fit(expected, data)
@@ -43,7 +43,7 @@ def test_a_compiled_model_learns_the_same_and_compiles_its_policy_alone(env_id, 
     assert_equal_parameters(PPO.load_from_checkpoint(tmp_path / "model.ckpt"), parameters_of(model))
 
 
-def test_a_compiled_model_with_memory_says_that_its_policy_is_not_compiled():
+def test_compiling_a_recurrent_policy_logs_that_it_is_not_compiled():
     torch._dynamo.reset()
     data = make_data()
     model = make_model(data, policy={"memory": "lstm"})

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[type[OnPolicyAlgorithm], dict[str, Any]]] = {
 
 
 class InOrder:
-    """Minibatches of the rows as they stand, whose sums are those of the whole batch to the last bit."""
+    """Minibatches in row order, whose sums equal the sums of the whole batch bit for bit."""
 
     def minibatch_order(self, num_items: int) -> Tensor:
         return torch.arange(num_items)
@@ -59,7 +59,7 @@ def make(case: str, **more: Any) -> Any:
 
 
 def everything(model: OnPolicyAlgorithm) -> list[Any]:
-    """Tensors and numbers of all that a run goes on from."""
+    """Tensors and numbers of the state that a run resumes from."""
     state = run_state(model)
     gradients = tuple(p.grad for p in model.parameters())
     kept = [model.steps.record, model.losses, model.normalizers.value_targets, model.steps.failed_minibatch]
@@ -67,7 +67,7 @@ def everything(model: OnPolicyAlgorithm) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_of_a_rollout_changes_nothing_and_is_the_one_that_learning_begins_with(case):
+def test_compute_loss_changes_nothing_and_equals_the_first_loss_of_the_update(case):
     model = make(case)
     rollouts = [random_rollout(model.policy, seed=seed, valid=seed == 1) for seed in (0, 1)]
     learned: list[dict[str, float]] = []
@@ -99,7 +99,7 @@ def tensors(rollout: Any) -> list[Tensor]:
     return [x for x in leaves(rollout.tensors()) if isinstance(x, Tensor)]
 
 
-def test_vtrace_needs_the_order_of_a_rollout():
+def test_compute_loss_of_vtrace_algorithms_needs_a_rollout():
     model = make("impala")
     rollout = random_rollout(model.policy)
     assert model.compute_loss(rollout)["loss"] == model.compute_loss(rollout)["loss"]
@@ -108,7 +108,7 @@ def test_vtrace_needs_the_order_of_a_rollout():
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "impala"])
-def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
+def test_compute_loss_needs_no_trainer_and_takes_batches(case):
     model = make(case)
     rollout = random_rollout(model.policy)
     whole = model.compute_loss(rollout)
@@ -123,7 +123,7 @@ def test_the_loss_needs_no_trainer_and_takes_batches_too(case):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_algorithm_without_a_loss_says_so():
+def test_compute_loss_raises_without_a_loss_method():
     class Own(OnPolicyAlgorithm):
         def update(self, rollout):
             self.batch(rollout)

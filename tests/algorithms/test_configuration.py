@@ -141,7 +141,7 @@ STEP_LR = "torch.optim.lr_scheduler.StepLR"
         ({"observation_space": {"type": "Discrete", "n": -1, "start": 0}}, r"space: .* describes none"),
     ],
 )
-def test_bad_value_is_refused_when_the_model_is_made(options, message):
+def test_invalid_values_raise_in_the_constructor(options, message):
     spaces_given = {"observation_space": VECTOR, "action_space": DISCRETE}
     with pytest.raises(ConfigurationError, match=message):
         PPO(**spaces_given | options)
@@ -153,7 +153,7 @@ def test_bad_value_is_refused_when_the_model_is_made(options, message):
         ({"num_minibatches": 5}, r"num_minibatches=5 does not divide the 32 steps of a rollout"),
     ],
 )
-def test_bad_value_is_refused_before_anything_is_collected(options, message, monkeypatch):
+def test_invalid_values_raise_before_collection(options, message, monkeypatch):
     data = make_data()
     model = make_model(data, **options)
     monkeypatch.setattr(data, "collect", lambda: pytest.fail("a rollout was collected"))
@@ -163,14 +163,14 @@ def test_bad_value_is_refused_before_anything_is_collected(options, message, mon
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_annealing_without_an_end_is_refused():
+def test_annealing_without_an_end_raises():
     data = make_data()
     with pytest.raises(ConfigurationError, match=r"optimizer.anneal=True .* set max_env_steps or max_epochs"):
         make_trainer(max_epochs=-1).fit(make_model(data, optimizer={"anneal": True}), data)
 
 
 class Sometimes(nn.Module):
-    """An encoder with a layer that acts otherwise than it learns, if it is told so.
+    """An encoder with an optional layer that behaves differently in eval mode.
 
     Args:
         space: Of the observations.
@@ -198,7 +198,7 @@ class Sometimes(nn.Module):
         ("LayerNorm", 4, False),
     ],
 )
-def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, refused):
+def test_layers_with_other_behavior_in_eval_mode_raise(kind, argument, refused):
     data = make_data()
     network = {"class_path": f"{__name__}.Sometimes", "init_args": {"kind": kind, "argument": argument}}
     model, trainer = make_model(data, policy={"network": network}), make_trainer()
@@ -211,7 +211,7 @@ def test_layer_that_acts_otherwise_than_it_learns_is_refused(kind, argument, ref
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C, OffPolicyPPG, TFAgentsPPO])
-def test_an_option_that_there_is_not_is_named_with_the_algorithm_and_what_was_meant(algorithm):
+def test_unknown_options_raise_with_algorithm_and_suggestion(algorithm):
     with pytest.raises(ConfigurationError) as caught:
         algorithm(VECTOR, DISCRETE, learning_rat=3e-4)
     begin = f"learning_rat=0.0003 is no option of {algorithm.__name__}; did you mean learning_rate or"
@@ -220,7 +220,7 @@ def test_an_option_that_there_is_not_is_named_with_the_algorithm_and_what_was_me
         algorithm(VECTOR, DISCRETE, xyz=1)
 
 
-def test_an_algorithm_of_ones_own_takes_options_out_of_those_that_it_hands_on():
+def test_custom_algorithms_can_remove_their_options_from_kwargs():
     class Own(PPO):
         def __init__(self, *args: Any, width: int = 8, **kwargs: Any) -> None:
             self.depth = kwargs.pop("depth", 1)
@@ -231,7 +231,7 @@ def test_an_algorithm_of_ones_own_takes_options_out_of_those_that_it_hands_on():
         Own(VECTOR, DISCRETE, widht=4)
 
 
-def test_precision_that_needs_loss_scaling_is_refused():
+def test_precision_with_loss_scaling_raises():
     data = make_data()
     plugin = MixedPrecision("16-mixed", device="cpu", scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_precision_that_needs_loss_scaling_is_refused():
         ({"action_space": spaces.Discrete(5)}, r"action_space=Discrete\(5\) does not fit .* expected Discrete\(3\)"),
     ],
 )
-def test_checkpoint_of_other_spaces_is_refused(other, message):
+def test_checkpoints_of_other_spaces_raise(other, message):
     own: dict[str, Any] = {"observation_space": VECTOR, "action_space": DISCRETE}
     stored, loading = PPO(**own), PPO(**own | other)
     checkpoint: dict[str, Any] = {"hyper_parameters": dict(stored.hparams), "state_dict": stored.state_dict()}
@@ -262,7 +262,7 @@ def test_checkpoint_of_other_spaces_is_refused(other, message):
 
 @pytest.mark.parametrize("name", [torch.optim.SGD, "torch.optim.SGD"], ids=["class", "path"])
 @pytest.mark.parametrize("arguments", [{}, {"momentum": 0.5}])
-def test_optimiser_given_in_any_way_is_stored_as_plain_data_and_made(name, arguments):
+def test_optimizers_in_any_form_are_stored_as_plain_data(name, arguments):
     model = PPO(VECTOR, DISCRETE, optimizer={"name": name, "options": arguments}, learning_rate=0.25)
     made = model.configure_optimizers()
     assert type(made) is torch.optim.SGD

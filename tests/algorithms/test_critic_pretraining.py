@@ -1,4 +1,4 @@
-"""Learning values alone: in an algorithm of its own, and at the beginning of PPO and PPG."""
+"""Critic pretraining as an algorithm, and critic warm-up of PPO and PPG."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepAlone(gymnasium.ObservationWrapper[Any, Any, Any]):
 
 
 @pytest.mark.parametrize("name", AS_IT_IS["critic"])
-def test_loss_and_gradient_are_those_of_the_original_in_float64(name: str) -> None:
+def test_loss_and_gradient_match_the_reference_in_float64(name: str) -> None:
     case, expected = AS_IT_IS["critic"][name], RIGHT[f"critic_{name}"]
     model = make_of_table(case, CriticPretraining, num_epochs=1, num_minibatches=1)
     heads = [*model.policy.logits]
@@ -74,7 +74,7 @@ def changed(before: dict[str, Any], model: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_nothing_that_actions_depend_on_is_changed(shared):
+def test_critic_pretraining_changes_no_parameter_of_the_policy(shared):
     model = make(CriticPretraining, policy={"shared_encoder": shared}, num_minibatches=2)
     before = parameters_of(model)
     learn(model, [random_rollout(model.policy, off_policy=0.0) for _ in range(2)])
@@ -97,7 +97,7 @@ def _inputs(rollout: Any) -> tuple[torch.Tensor, ...]:
     return rollout.rewards, rollout.values, rollout.next_values, rollout.discounts(0.99)
 
 
-def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins_with_them(tmp_path):
+def test_pretrained_values_converge_and_initialize_another_algorithm(tmp_path):
     """Episodes of four steps of reward 1 that terminate: 1, 1.9, 2.71 and 3.439 at γ = 0.9."""
     data = make_data(
         "tests.probes:Probe/Counter-v0",
@@ -124,7 +124,7 @@ def test_values_of_a_policy_that_stays_become_right_and_another_algorithm_begins
         assert torch.equal(begun.policy.value(steps), model.policy.value(steps))
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_invalid_options_raise():
     for options, message in (
         ({"target": "gae"}, "target='gae'"),
         ({"vtrace_lambda": 0.5}, "vtrace_lambda=0.5"),
@@ -142,7 +142,7 @@ def test_options_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
+def test_critic_warmup_of_ppo_trains_only_the_value_first(shared):
     """Rollouts of 48 steps: two begin before step 49."""
     model = make(PPO, policy={"shared_encoder": shared}, optimizer={"critic_warmup_steps": 49}, num_minibatches=2)
     seen: list[set[str]] = []
@@ -164,7 +164,7 @@ def test_ppo_learns_the_value_alone_for_the_first_steps_and_then_both(shared):
 
 
 @pytest.mark.parametrize(("passes", "expected"), [(1, [2, 6]), (None, [6, 6]), (5, [10, 10])])
-def test_while_the_critic_warms_up_there_are_the_passes_of_its_loss(passes, expected):
+def test_critic_warmup_uses_the_number_of_value_epochs(passes, expected):
     data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=2)
     options = {
         "policy": {"hidden_sizes": (8,)},
@@ -183,7 +183,7 @@ def test_while_the_critic_warms_up_there_are_the_passes_of_its_loss(passes, expe
 
 @pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
 @pytest.mark.parametrize("architecture", ["dual", "detached"])
-def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architecture):
+def test_ppg_has_no_auxiliary_phase_during_critic_warmup(algorithm, architecture):
     data = make_data("CartPole-v1", rollout_length=16, rollouts_per_epoch=4)
     torch.manual_seed(0)
     options = {"batch_size": 16} if algorithm is OffPolicyPPG else {"num_minibatches": 2}
@@ -202,7 +202,7 @@ def test_ppg_has_no_auxiliary_phase_before_its_policy_learns(algorithm, architec
 
 
 class OtherNames(ActorCritic):
-    """A policy whose value parameters have names that nobody takes for those of a critic."""
+    """A policy without parameter names that begin with `critic_` or `value_`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -217,9 +217,7 @@ class OtherNames(ActorCritic):
         (PPO, {"optimizer": {"critic_warmup_steps": 64}}, r"optimizer.critic_warmup_steps=64 is not valid"),
     ],
 )
-def test_a_critic_whose_parameters_have_other_names_is_refused(
-    algorithm: type[Any], options: dict[str, Any], message: str
-) -> None:
+def test_a_policy_without_critic_parameters_raises(algorithm: type[Any], options: dict[str, Any], message: str) -> None:
     class Own(algorithm):  # type: ignore[misc]
         def make_policy(self) -> ActorCritic:
             return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))
@@ -230,7 +228,7 @@ def test_a_critic_whose_parameters_have_other_names_is_refused(
     algorithm(VECTOR, DISCRETE, **options)
 
 
-def test_a_warm_up_needs_no_critic_where_there_is_none() -> None:
+def test_no_critic_parameters_are_needed_without_warmup() -> None:
     class Own(PPO):
         def make_policy(self) -> ActorCritic:
             return OtherNames(self.observation_space, self.action_space, hidden_sizes=(4,))

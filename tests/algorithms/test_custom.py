@@ -1,4 +1,4 @@
-"""Networks of one's own: an encoder by its class path, or a whole policy by `make_policy`."""
+"""Custom networks: an encoder by its class path, or a whole policy by `make_policy`."""
 
 from typing import Any
 

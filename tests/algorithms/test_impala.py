@@ -77,7 +77,7 @@ def estimated(model: Any, rollout: Rollout, **then: Any) -> Unroll:
 
 
 @pytest.mark.parametrize("valid", [False, True])
-def test_on_policy_it_takes_the_steps_of_a2c(valid):
+def test_on_policy_impala_takes_the_steps_of_a2c(valid):
     options = {"optimizer": SGD, "value_coef": 0.25, "entropy_coef": 0.1, "gamma": 0.9}
     one, other = make(**options, vtrace_lambda=0.8), make(A2C, **options, gae_lambda=0.8)
     for model in (one, other):
@@ -96,7 +96,7 @@ def test_on_policy_it_takes_the_steps_of_a2c(valid):
         {"vtrace_leak": 0.4},
     ],
 )
-def test_targets_of_an_older_rollout_are_those_of_vtrace_by_the_learners_values(bounds, valid):
+def test_targets_of_older_rollouts_use_vtrace_with_the_learners_values(bounds, valid):
     """Each option gives other targets, and ends of episodes in either way have their place."""
     model = make(**bounds)
     rollout = random_rollout(model.policy, valid=valid)
@@ -124,7 +124,7 @@ def test_targets_of_an_older_rollout_are_those_of_vtrace_by_the_learners_values(
         assert not torch.allclose(estimated(other, rollout).estimates.returns, estimates.returns)
 
 
-def test_values_reached_are_those_of_the_collection_where_the_policy_is_the_same():
+def test_next_values_of_the_collection_are_used_for_the_same_policy():
     """With memory, too, at the ends of episodes that were cut off."""
     data = make_data("Pendulum-v1", rollout_length=24, env={"max_episode_steps": 7}, rollouts_per_epoch=2)
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def test_values_reached_are_those_of_the_collection_where_the_policy_is_the_same
     assert len(seen) == 2
 
 
-def test_lag_is_logged_and_what_comes_from_the_future_refused():
+def test_policy_lag_is_logged_and_rollouts_of_future_versions_raise():
     model = make()
     rollout = random_rollout(model.policy)
     assert learn(model, [rollout] * 2, lag=3).column("policy_lag") == [3, 3]
@@ -153,7 +153,7 @@ def test_lag_is_logged_and_what_comes_from_the_future_refused():
         learn(make(PPO), [rollout], lag=1)
 
 
-def test_a_ratio_is_only_called_an_error_where_there_is_no_lag():
+def test_first_ratio_error_is_logged_only_without_lag():
     model = make()
     rows = learn(model, [random_rollout(model.policy, off_policy=0.0)]).rows
     assert rows[0]["first_ratio_error"] < 1e-12 and rows[0]["importance_weight"] == pytest.approx(1)
@@ -162,7 +162,7 @@ def test_a_ratio_is_only_called_an_error_where_there_is_no_lag():
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sum_takes_the_steps_of_a_mean_at_a_rate_that_many_times_as_large(lag):
+def test_sum_reduction_equals_mean_with_a_scaled_learning_rate(lag):
     sums, means = (make(reduction=r, optimizer={**SGD, "max_grad_norm": None}) for r in ("sum", "mean"))
     rollout = random_rollout(sums.policy, off_policy=0.0, valid=True)
     sums.learning_rate = 1e-2 / rollout.num_steps
@@ -175,7 +175,7 @@ def test_a_sum_takes_the_steps_of_a_mean_at_a_rate_that_many_times_as_large(lag)
 
 
 @pytest.mark.parametrize(("clip", "expected"), [(None, 4.0), ("abs_one", 1.0), (1.5, 1.5), ("soft_asymmetric", 3.3202)])
-def test_rewards_are_scaled_and_then_bounded_in_learning_alone(clip, expected):
+def test_rewards_are_scaled_then_clipped_only_in_the_loss(clip, expected):
     """5 · tanh(4 / 5) is 3.3202."""
     model = make(reward_scale=2.0, reward_clip=clip)
     rollout = random_rollout(model.policy)
@@ -184,7 +184,7 @@ def test_rewards_are_scaled_and_then_bounded_in_learning_alone(clip, expected):
     assert torch.all(rollout.rewards == 2.0)
 
 
-def test_clipped_advantages_teach_nothing_to_avoid():
+def test_clip_advantage_ignores_negative_advantages():
     model = make(clip_advantage=True)
     rollout = random_rollout(model.policy)
     advantages = estimated(model, rollout).estimates.advantages
@@ -192,7 +192,7 @@ def test_clipped_advantages_teach_nothing_to_avoid():
     assert torch.equal(advantages, others.clamp(min=0)) and bool((others < 0).any())
 
 
-def test_steps_may_count_differently():
+def test_step_weights_weight_the_loss():
     class Weighing(IMPALA):
         def step_weights(self, rollout: Rollout) -> Tensor:
             return (rollout.observations[:-1, ..., 0] > 0).to(rollout.rewards)
@@ -209,7 +209,7 @@ def test_steps_may_count_differently():
 
 
 @pytest.mark.parametrize("valid", [False, True])
-def test_steps_of_weight_0_are_corrected_for_by_the_learners_policy_and_values_all_the_same(valid):
+def test_vtrace_passes_through_steps_of_weight_0(valid):
     """The targets of the steps before them go through them."""
 
     class Weighing(IMPALA):
@@ -228,7 +228,7 @@ def test_steps_of_weight_0_are_corrected_for_by_the_learners_policy_and_values_a
         torch.testing.assert_close(own[counted], others[counted], rtol=1e-12, atol=1e-12)
 
 
-def test_a_lagging_update_that_fails_can_be_made_again(tmp_path):
+def test_failed_updates_on_old_rollouts_can_be_replayed(tmp_path):
     model = make()
     rollout = random_rollout(model.policy)
     rollout.rewards[3, 1] = float("nan")
@@ -241,7 +241,7 @@ def test_a_lagging_update_that_fails_can_be_made_again(tmp_path):
     assert "first_ratio_error" not in terms and terms["policy_loss"] != terms["policy_loss"]
 
 
-def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):
+def test_each_part_of_the_actions_has_its_own_histogram(tmp_path):
     actions = spaces.Dict({"move": spaces.Discrete(3), "turn": spaces.Discrete(3)})
     model = IMPALA(VECTOR, actions, policy={"hidden_sizes": (8,)}, debug={"histograms": True}).double()
     rollout = random_rollout(make().policy)
@@ -270,7 +270,7 @@ def test_histograms_of_every_part_of_the_actions_are_its_own(tmp_path):
         ({"advantages": {"recompute_values": True}}, "advantages.recompute_values=True"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
 

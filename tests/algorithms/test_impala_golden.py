@@ -167,7 +167,7 @@ def learn_case(name: str, **options: Any) -> tuple[Any, dict[str, float]]:
     return model, learn(model, new)
 
 
-def test_repeats_that_the_policy_chose_discount_what_follows_so_many_times() -> None:
+def test_chosen_action_repeats_discount_the_next_value_repeatedly() -> None:
     """Targets by γ^(step_mul + 1), the behaviour's."""
     heads = [*HEADS]
     model = make(AS_IT_IS["learner"]["no_replay"], IMPALA)
@@ -183,7 +183,7 @@ def test_repeats_that_the_policy_chose_discount_what_follows_so_many_times() -> 
 
 # Nothing but what is asked for may differ: `clip_advantage` of the original changes nothing.
 @pytest.mark.parametrize("name", AS_IT_IS["learner"])
-def test_losses_gradients_and_step_are_those_of_the_original_in_float64(name: str) -> None:
+def test_losses_gradients_and_step_match_the_reference_in_float64(name: str) -> None:
     model, recorded = learn_case(name)
     expected, case = RIGHT[name]["seed_formula_float64"], AS_IT_IS["learner"][name]
     rows = LENGTH * NUM_ENVS
@@ -210,7 +210,7 @@ def test_losses_gradients_and_step_are_those_of_the_original_in_float64(name: st
 
 
 @pytest.mark.parametrize("name", [n for n in RIGHT if "clip_advantage_applied" in RIGHT[n]])
-def test_clipped_advantages_are_what_the_original_meant_them_to_be(name: str) -> None:
+def test_clip_advantage_matches_the_intent_of_the_reference(name: str) -> None:
     expected = RIGHT[name]["clip_advantage_applied"]
     _, recorded = learn_case(name, clip_advantage=True)
     assert LENGTH * NUM_ENVS * recorded["policy_loss"] == pytest.approx(expected["policy_gradient"], rel=1e-7)

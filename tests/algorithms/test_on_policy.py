@@ -45,7 +45,7 @@ def test_rollouts_fetched_ahead_of_an_unsized_loader_are_refused():
 
 
 @pytest.mark.parametrize(("data_class", "is_on_policy"), [(UnsizedData, False), (RolloutDataModule, True)])
-def test_first_ratio_error_tells_a_rollout_of_old_parameters(data_class, is_on_policy):
+def test_first_ratio_error_detects_rollouts_of_old_parameters(data_class, is_on_policy):
     """Fetched ahead, a rollout also overwrites the storage of the one before it, so that even the first is wrong."""
     data = data_class("CartPole-v1", **SMALL)
     torch.manual_seed(0)
@@ -56,7 +56,7 @@ def test_first_ratio_error_tells_a_rollout_of_old_parameters(data_class, is_on_p
     assert (max(errors) <= 1e-6) if is_on_policy else (min(errors) > 1e-3)
 
 
-def test_every_update_is_made_of_the_frames_of_its_own_rollout_each_once_an_epoch():
+def test_each_epoch_uses_every_step_of_its_rollout_once():
     """Nothing is left over for a later one, whatever the numbers of environments, steps, minibatches and epochs are."""
     learned: list[torch.Tensor] = []
 
@@ -88,7 +88,7 @@ def test_every_update_is_made_of_the_frames_of_its_own_rollout_each_once_an_epoc
     assert rollouts == 4
 
 
-def test_normalisers_are_frozen_from_the_first_action_to_the_end_of_the_update():
+def test_normalizers_are_frozen_from_first_action_to_end_of_update():
     data = make_data(rollouts_per_epoch=3)
     model = make_model(data, **NORMALIZED)
     counts: list[tuple[float, float]] = []
@@ -102,7 +102,7 @@ def test_normalisers_are_frozen_from_the_first_action_to_the_end_of_the_update()
     assert counts == [(0, 0, 0), (32, 32, 32), (64, 64, 64)]
 
 
-def test_evaluation_leaves_normalisers_alone():
+def test_evaluation_does_not_update_normalizers():
     data = make_data()
     model = make_model(data, **NORMALIZED)
     trainer = make_trainer(limit_val_batches=1)
@@ -124,7 +124,7 @@ def test_evaluation_leaves_normalisers_alone():
     ids=str,
 )
 @pytest.mark.parametrize("sampling", [True, False])
-def test_training_ends_with_the_same_bits_however_it_is_watched(options, sampling):
+def test_validation_and_logging_do_not_change_the_trained_weights(options, sampling):
     def train(**options: Any) -> PPO:
         data = make_data(rollouts_per_epoch=3, evaluation={"deterministic": not sampling})
         model = make_model(data, **NORMALIZED)

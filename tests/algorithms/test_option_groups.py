@@ -85,7 +85,7 @@ def test_the_default_of_a_subclass_may_be_a_dict(tmp_path):
 
 
 class Doubling(PPO):
-    """Hands on twice of what it is given."""
+    """Passes on twice the given values."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Doubling(PPO):
         )
 
 
-def test_values_that_a_subclass_hands_on_have_effect_and_the_given_ones_are_stored(tmp_path):
+def test_subclasses_can_pass_other_values_while_the_given_values_are_stored(tmp_path):
     model = Doubling(VECTOR, DISCRETE, optimizer={"max_grad_norm": 1.5})
     for one in (model, Doubling.load_from_checkpoint(saved(model, tmp_path))):
         assert (one.gamma, one.num_epochs, one.steps.max_grad_norm, one.dual_clip) == (0.8, 4, 3.0, 4.0)
@@ -165,7 +165,7 @@ def test_loading_changes_single_fields_of_a_stored_group(tmp_path):
         ({"policy": OptimizerConfig()}, r"policy=OptimizerConfig\(.* PolicyConfig\(\.\.\.\) or a dict"),
     ],
 )
-def test_what_is_no_field_of_a_group_is_refused_with_the_nearest_name(options, message):
+def test_unknown_fields_of_a_group_raise_with_a_suggestion(options, message):
     with pytest.raises(ConfigurationError, match=f"^{message}"):
         PPO(VECTOR, DISCRETE, **options)
 
@@ -201,7 +201,7 @@ def test_the_name_of_an_option_without_its_group_suggests_the_full_name(name, fu
         (TFAgentsPPO, {"advantages": {"on_truncation": "bootstrap"}}, r"='bootstrap' .* 'terminal': TF-Agents takes"),
     ],
 )
-def test_an_option_that_the_algorithm_does_not_use_is_refused_with_the_reason(algorithm, options, message):
+def test_options_without_effect_raise_with_the_reason(algorithm, options, message):
     ((group, fields),) = options.items()
     (field,) = fields
     with pytest.raises(ConfigurationError, match=message) as caught:
@@ -210,8 +210,8 @@ def test_an_option_that_the_algorithm_does_not_use_is_refused_with_the_reason(al
 
 
 @pytest.mark.parametrize("algorithm", [A2C, IMPALA, CLEAR, VMPO, OverlappedPPO, OffPolicyPPG, TFAgentsPPO])
-def test_the_default_of_an_option_without_effect_may_be_given(algorithm):
-    """As it is in a configuration that has all options."""
+def test_options_without_effect_accept_their_default(algorithm):
+    """Like a configuration with all options."""
     plain = algorithm(VECTOR, DISCRETE)
     options = {name: x for name, x in plain.hparams.items() if name not in ("observation_space", "action_space")}
     assert algorithm(VECTOR, DISCRETE, **options).options == plain.options
@@ -221,7 +221,7 @@ def test_the_default_of_an_option_without_effect_may_be_given(algorithm):
 
 
 @pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 8}])
-def test_minibatches_of_a_size_are_cut_as_that_many_minibatches_are(memory):
+def test_minibatch_size_equals_the_matching_num_minibatches(memory):
     ends = []
     for cut in ({"num_minibatches": 4}, {"num_minibatches": None, "minibatch_size": 8}):
         data = make_data()  # rollouts of 32 steps
@@ -235,7 +235,7 @@ def test_minibatches_of_a_size_are_cut_as_that_many_minibatches_are(memory):
 
 
 @pytest.mark.parametrize("size", [7, 33, 64])
-def test_a_size_that_does_not_divide_a_rollout_is_refused(size):
+def test_a_minibatch_size_that_does_not_divide_the_rollout_raises(size):
     data = make_data()
     model = make_model(data, num_minibatches=None, minibatch_size=size)
     expected = rf"^minibatch_size={size} is not valid: expected a divisor of the 32 steps of a rollout"
@@ -253,12 +253,12 @@ def test_a_size_that_does_not_divide_a_rollout_is_refused(size):
         ({"num_minibatches": None}, r"num_minibatches=None .* an integer of at least 1"),
     ],
 )
-def test_a_size_that_is_none_is_refused(options, message):
+def test_invalid_minibatch_sizes_raise(options, message):
     with pytest.raises(ConfigurationError, match=message):
         PPO(VECTOR, DISCRETE, **options)
 
 
-def test_auxiliary_phases_have_as_many_minibatches_as_the_policy_phases_whose_size_is_given():
+def test_auxiliary_phases_have_as_many_minibatches_as_policy_phases_with_minibatch_size():
     ends = []
     for cut in ({"num_minibatches": 4}, {"minibatch_size": 8}):
         data = make_data(rollouts_per_epoch=2)

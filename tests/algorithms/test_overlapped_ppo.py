@@ -75,7 +75,7 @@ def collected(memory=None):
 
 @pytest.mark.parametrize(("algorithm", "overlapping"), [(PPO, OverlappedPPO), (PPOKLPenalty, OverlappedKLPenalty)])
 @pytest.mark.parametrize("valid", [False, True])
-def test_from_rollouts_of_its_own_it_is_ppo(algorithm, overlapping, valid):
+def test_on_policy_overlapped_ppo_equals_ppo(algorithm, overlapping, valid):
     options = {"num_epochs": 3, "num_minibatches": 4, "clipping": {"value": 0.2}}
     plain, overlapped = make(algorithm, **options), make(overlapping, **options)
     rollout = random_rollout(plain.policy, off_policy=0, valid=valid)
@@ -88,8 +88,8 @@ def test_from_rollouts_of_its_own_it_is_ppo(algorithm, overlapping, valid):
 
 
 @pytest.mark.parametrize("valid", [False, True])
-def test_its_first_step_is_that_of_impala(valid):
-    """The ratio is 1 there, so that its gradient is that of log π weighted by V-trace's advantages."""
+def test_first_step_of_overlapped_ppo_equals_impala(valid):
+    """The ratio is 1, so that its gradient is the gradient of log π weighted by V-trace advantages."""
     options = {"entropy_coef": 0.01, "value_coef": 0.5, "gamma": 0.9}
     impala = make(IMPALA, vtrace_lambda=0.8, **options)
     rollout = random_rollout(impala.policy, valid=valid)
@@ -105,7 +105,7 @@ def test_its_first_step_is_that_of_impala(valid):
     assert losses["clip_fraction"] == 0  # of the updates themselves, not of the lag
 
 
-def test_the_policy_that_acted_stays_in_the_rollout():
+def test_the_rollout_keeps_the_log_probs_of_the_policy_that_acted():
     model = make(OverlappedPPO)
     rollout = random_rollout(model.policy)
     acted = rollout.log_probs.clone()
@@ -117,17 +117,19 @@ def test_the_policy_that_acted_stays_in_the_rollout():
 
 
 @pytest.mark.parametrize("algorithm", [OverlappedPPO, OverlappedKLPenalty])
-def test_the_loss_of_an_older_rollout_is_the_one_that_its_update_begins_with(algorithm):
+def test_compute_loss_of_an_older_rollout_equals_the_first_loss_of_its_update(algorithm):
     model = make(algorithm, num_epochs=1, num_minibatches=1)
     rollout = random_rollout(model.policy)
     found = moved(model).compute_loss(rollout)
-    told = learn(model, [rollout], lag=1)
-    assert found["policy_loss"] == pytest.approx(told["policy_loss"], abs=1e-12)
-    assert found["loss"] == pytest.approx(told["loss"], abs=1e-12) and found["approx_kl"] == pytest.approx(0, abs=1e-12)
+    logged = learn(model, [rollout], lag=1)
+    assert found["policy_loss"] == pytest.approx(logged["policy_loss"], abs=1e-12)
+    assert found["loss"] == pytest.approx(logged["loss"], abs=1e-12) and found["approx_kl"] == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
-def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
+def test_recurrent_policies_reevaluate_their_own_rollout_exactly(memory):
     model, rollout = collected(memory)
     now = model.reevaluated(rollout)
     for name in ("log_probs", "values", "next_values"):
@@ -151,12 +153,12 @@ def test_a_policy_with_memory_sees_its_own_rollout_as_it_was(memory):
         ({"normalization": {"update": "before"}}, "normalization.update='before'.*'after': V-trace needs"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(options, message):
+def test_options_without_effect_in_overlapped_ppo_raise(options, message):
     with pytest.raises(ConfigurationError, match=message):
         make(OverlappedPPO, **options)
 
 
-def test_without_it_older_rollouts_are_refused():
+def test_ppo_rejects_older_rollouts():
     model = make()
     with pytest.raises(RuntimeError, match="version -1 of the policy, not with version 0"):
         learn(model, [random_rollout(model.policy)], lag=1)

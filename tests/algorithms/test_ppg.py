@@ -55,7 +55,7 @@ def test_the_policy_phase_is_ppo_bit_for_bit(options: dict[str, Any], shared: bo
     assert change(model, before, HEAD) == 0
 
 
-def test_the_auxiliary_head_keeps_still_in_the_policy_phase_whatever_its_momentum() -> None:
+def test_the_policy_phase_does_not_change_the_auxiliary_head() -> None:
     seen: list[torch.Tensor] = []
 
     class Heads(Callback):
@@ -70,7 +70,7 @@ def test_the_auxiliary_head_keeps_still_in_the_policy_phase_whatever_its_momentu
 # -- the auxiliary phase
 
 
-def test_an_auxiliary_phase_follows_every_last_iteration_of_a_policy_phase() -> None:
+def test_an_auxiliary_phase_follows_each_policy_phase() -> None:
     recorder = fit(make(num_policy_iterations=3), 7)
     assert ["aux_head_loss" in row for row in recorder.rows] == [False, False, True] * 2 + [False]
     of_phase = ("aux_learning_rate", "aux_cloning_loss", "aux_value_loss", "aux_grad_norm", "aux_kl")
@@ -92,7 +92,7 @@ def loss_of(model: PPG, **coefs: float) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("architecture", ["dual", "shared", "detached"])
-def test_the_auxiliary_head_shapes_the_features_of_the_policy(architecture: Any) -> None:
+def test_the_auxiliary_loss_trains_the_features_of_the_policy(architecture: Any) -> None:
     model = make(architecture=architecture, cloning_coef=0.0, aux_value_coef=0.0)
     gradients = loss_of(model)
     shaped = {name for name, gradient in gradients.items() if gradient is not None and gradient.abs().max() > 0}
@@ -100,7 +100,7 @@ def test_the_auxiliary_head_shapes_the_features_of_the_policy(architecture: Any)
 
 
 @pytest.mark.parametrize(("architecture", "encoder"), [("dual", "critic_"), ("shared", "actor_"), ("detached", None)])
-def test_what_the_value_shapes_is_a_matter_of_architecture(architecture: Any, encoder: str | None) -> None:
+def test_architecture_decides_which_parameters_the_value_loss_trains(architecture: Any, encoder: str | None) -> None:
     model = make(architecture=architecture)
     model.policy.value(torch.randn(5, 3)).sum().backward()
     shaped = {name.split(".")[0] for name, p in model.policy.named_parameters() if p.grad is not None}
@@ -108,7 +108,7 @@ def test_what_the_value_shapes_is_a_matter_of_architecture(architecture: Any, en
     assert (model.policy.critic_encoder is not None) == (architecture == "dual")
 
 
-def test_the_auxiliary_phase_moves_what_it_says_and_cloning_holds_the_policy() -> None:
+def test_the_cloning_loss_keeps_the_policy_in_the_auxiliary_phase() -> None:
     moved = {}
     for coef in (0.0, 1.0, 100.0):
         model = make(cloning_coef=coef, num_aux_epochs=20)
@@ -136,7 +136,7 @@ def test_the_auxiliary_phase_moves_what_it_says_and_cloning_holds_the_policy() -
     ],
     ids=str,
 )
-def test_every_option_makes_a_difference(options: dict[str, Any]) -> None:
+def test_every_option_changes_the_result(options: dict[str, Any]) -> None:
     """Of the shapes that both have, some parameter is another one."""
     model, plain = make(**options), make()
     for one in (model, plain):
@@ -145,7 +145,7 @@ def test_every_option_makes_a_difference(options: dict[str, Any]) -> None:
     assert max(float((one - other).detach().abs().max()) for one, other in pairs if one.shape == other.shape) > 1e-4
 
 
-def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> None:
+def test_aux_learning_rate_scale_scales_the_learning_rate() -> None:
     model = make(aux_learning_rate_scale=0.25, optimizer={"scheduler": STEP}, separate_aux_optimizer=False)
     recorder = fit(model, 4)
     assert recorder.column("learning_rate") == pytest.approx([3e-4, 3e-5, 3e-6, 3e-7])  # after each rollout
@@ -156,14 +156,14 @@ def test_the_learning_rate_of_the_phase_is_a_share_of_that_of_the_policy() -> No
 STEP = {"name": "torch.optim.lr_scheduler.StepLR", "options": {"step_size": 1}}
 
 
-def test_the_rate_of_each_phase_is_logged_and_no_critic_has_one() -> None:
+def test_the_learning_rate_of_each_phase_is_logged() -> None:
     logger = MemoryLogger()
     fit(make(aux_learning_rate_scale=0.5), 2, logger=logger, log_every_n_steps=1)
     rates = {name: x for row, _ in logger.calls for name, x in row.items() if "learning_rate" in name}
     assert rates == {"train/learning_rate": 3e-3, "train/aux_learning_rate": pytest.approx(1.5e-3)}
 
 
-def test_an_early_stop_of_the_policy_phase_is_none_of_the_auxiliary_phase() -> None:
+def test_target_kl_does_not_stop_the_auxiliary_phase() -> None:
     model = make(target_kl=1e-9)
     before = parameters_of(model)
     recorder = fit(model, 2)
@@ -172,7 +172,7 @@ def test_an_early_stop_of_the_policy_phase_is_none_of_the_auxiliary_phase() -> N
 
 
 @pytest.mark.parametrize("sequences", [False, True])
-def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences: bool) -> None:
+def test_an_auxiliary_pass_uses_every_real_step_once(sequences: bool) -> None:
     parts: list[Batch] = []
 
     class Kept(PPG):
@@ -199,8 +199,8 @@ def test_a_pass_of_the_auxiliary_phase_goes_over_every_real_step_once(sequences:
 
 
 @pytest.mark.parametrize("options", [{"aux_sequences": True, "num_aux_minibatches": 16}, {"num_aux_minibatches": 200}])
-def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dict[str, Any]) -> None:
-    """A part without rows would have Adam go on along its moments, and be in the means that are logged."""
+def test_auxiliary_minibatches_without_rows_are_skipped(options: dict[str, Any]) -> None:
+    """A minibatch without rows would move Adam along its moments, and enter the logged means."""
     sizes: list[int] = []
 
     class Kept(PPG):
@@ -214,7 +214,7 @@ def test_a_pass_has_no_more_parts_than_there_are_sequences_or_steps(options: dic
     assert sizes == ([ROWS // 4] * 8 if "aux_sequences" in options else [1] * 2 * ROWS)
 
 
-def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
+def test_sequences_of_weight_0_have_no_effect():
     """Their distributions are kept as well: a Beta of zeros, which is none, would have a divergence of NaN."""
     data = make_data("Pendulum-v1", rollouts_per_epoch=2)
 
@@ -238,7 +238,7 @@ def test_sequences_of_which_nothing_counts_do_no_harm_beside_others():
 # -- the memory
 
 
-def test_images_are_kept_as_bytes_on_the_cpu_and_once() -> None:
+def test_images_are_stored_once_as_bytes_on_the_cpu() -> None:
     data = make_data(PIXELS, num_envs=2, rollout_length=8, rollouts_per_epoch=2)
     model = PPG(
         data.observation_space,
@@ -254,7 +254,7 @@ def test_images_are_kept_as_bytes_on_the_cpu_and_once() -> None:
     assert recorder.column("aux_memory_bytes") == [16 * (7 * 7 * 3 + 8), 32 * (7 * 7 * 3 + 8)]
 
 
-def test_a_memory_that_would_not_fit_is_refused_before_anything_is_collected() -> None:
+def test_too_small_aux_memory_raises_before_collection() -> None:
     data = make_data(num_envs=4, rollout_length=32)
     needed = 2 * 4 * 32 * (4 * 4 + 8) / 2**30
     for gib, fits in ((1.01 * needed, True), (0.99 * needed, False)):
@@ -266,7 +266,7 @@ def test_a_memory_that_would_not_fit_is_refused_before_anything_is_collected() -
                 make_trainer(max_epochs=0).fit(model, data)
 
 
-def test_rollouts_of_another_shape_begin_the_phase_anew() -> None:
+def test_rollouts_of_another_shape_restart_the_phase() -> None:
     model = make(num_policy_iterations=3)
     rollouts = [random_rollout(model.policy, length=length, off_policy=0.0) for length in (12, 12, 10, 10)]
     make_trainer().fit(model, FixedRollouts(rollouts, model))
@@ -288,7 +288,7 @@ class Broken(PPG):
 
 
 @pytest.mark.parametrize("check_numerics", [False, True])
-def test_a_rollout_that_is_left_out_is_not_kept_either(check_numerics: bool) -> None:
+def test_rollouts_with_skipped_updates_are_not_stored(check_numerics: bool) -> None:
     model = make(Broken, num_policy_iterations=3, debug={"max_skipped_updates": 1, "check_numerics": check_numerics})
     model.broken = (1, 3)
     with pytest.warns(UserWarning, match="were skipped"):
@@ -310,7 +310,7 @@ class BrokenPhase(PPG):
         return super().auxiliary_loss(batch)
 
 
-def test_a_failed_auxiliary_phase_is_left_out_and_made_again(tmp_path: Path) -> None:
+def test_a_failed_auxiliary_phase_is_skipped_and_repeated(tmp_path: Path) -> None:
     model = make(BrokenPhase)
     with pytest.raises(FloatingPointError) as caught:
         fit(model, 2, default_root_dir=tmp_path)

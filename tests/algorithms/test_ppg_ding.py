@@ -1,4 +1,4 @@
-"""Whole cycles of both PPGs against those of DI-engine, its cloning loss mended; see tests/vectors/README.md."""
+"""Whole cycles of both PPGs against DI-engine with a fixed cloning loss; see tests/vectors/README.md."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +56,7 @@ class DeepHead(nn.Module):
 
 
 class DingPolicy(AuxiliaryActorCritic):
-    """Deep heads; the auxiliary one may have an encoder of its own, so that it shapes nothing."""
+    """Deep heads; the auxiliary head may have a separate encoder, and then does not train the policy."""
 
     def __init__(self, shared: bool, **options: Any) -> None:
         super().__init__(OBSERVATIONS, ACTIONS, hidden_sizes=(6, 8), activation="relu", **options)
@@ -148,7 +148,7 @@ SHARED = [True]  # Lightning would take an argument for a hyper-parameter
 
 
 class ScriptedPPG(Scripted):
-    """DI-engine makes all passes of the policy before those of the value, in an order of their own."""
+    """DI-engine makes all passes of the policy before the passes of the value, each in its own order."""
 
     def update(self, rollout: Rollout) -> None:
         batch = self.batch(rollout)
@@ -164,7 +164,7 @@ class ScriptedPPG(Scripted):
 
 
 class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):
-    """Its batches are those of the script."""
+    """Uses the batches of the script."""
 
     def store(self, rollout: Rollout) -> None:
         pass
@@ -176,7 +176,7 @@ class ScriptedOffPolicyPPG(Scripted, OffPolicyPPG):
 
 
 def run(algorithm: type[Scripted], name: str, **options: Any) -> tuple[Scripted, list[dict[str, Tensor]], Recorder]:
-    """The model, its parameters after each call, and what it recorded."""
+    """Return the model, its parameters after each call, and the recorded values."""
     case = CYCLES[name]
     cfg, SHARED[-1] = case["cfg"], case["share_encoder"]
     model = algorithm(
@@ -252,7 +252,7 @@ def test_ding_off_policy_cycle(name: str) -> None:
     check(name, after, recorder)
 
 
-def test_the_cloning_loss_that_ding_ships_drives_the_policy_away() -> None:
+def test_the_cloning_loss_of_ding_makes_taken_actions_less_likely() -> None:
     """It is NaN, and its gradient makes whatever was done less likely, from the old policy on, which is to be kept."""
     assert CYCLES["ppg_as_shipped_shared"]["calls"][1]["info"]["behavioral_cloning_loss"] == "nan"
     assert CYCLES["ppg_offpolicy_as_shipped_shared"]["calls"][1]["info"]["total_loss"] == "nan"
@@ -290,7 +290,7 @@ def test_ding_joint_error(case: dict[str, Any]) -> None:
     torch.testing.assert_close(values.grad, double(case["grad_auxiliary_value_new"]), rtol=1e-12, atol=1e-12)
 
 
-def test_the_divergence_that_ding_means() -> None:
+def test_ding_divergence_after_the_fix() -> None:
     logits = double(LOSSES["logit_new"]).requires_grad_()
     divergence = Categorical(double(LOSSES["logit_old"])).kl(Categorical(logits)).mean()
     divergence.backward()

@@ -89,7 +89,7 @@ def test_openai_auxiliary_phase(case: dict[str, Any], monkeypatch: pytest.Monkey
     orders = iter([[num_envs * seg + env for env, seg in epoch["env_seg_order"]] for epoch in case["epochs"]])
     monkeypatch.setattr(model, "minibatch_order", lambda num_rows: torch.tensor(next(orders)))
     recorder = Recorder()
-    # What it gets is not looked at.
+    # The argument is not used.
     make_trainer(precision="64-true", callbacks=[recorder]).fit(model, FixedRollouts([empty_rollout()], model))
     assert next(orders, None) is None
     parameters = dict(model.policy.named_parameters())

@@ -20,7 +20,7 @@ from tests.helpers import (
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-def test_off_policy_iterations_go_on_over_rollouts_and_end_where_rows_run_out() -> None:
+def test_off_policy_phases_span_rollouts_and_stop_without_rows() -> None:
     """48 rows that are used once make one batch of 32; the 16 that are left and 48 new ones two."""
     model = make(Counting, policy_max_use=1, policy_buffer_size=128, updates_per_rollout=3)
     recorder = fit(model, 4)
@@ -46,7 +46,7 @@ class Counting(OffPolicyPPG):
         super().policy_iteration(samples)
 
 
-def test_every_row_is_used_as_often_as_it_may_be() -> None:
+def test_every_row_is_drawn_at_most_max_use_times() -> None:
     model = make(Counting, policy_max_use=2, value_max_use=3, updates_per_rollout=9, value_buffer_size=64)
     fit(model, 1)
     for name, limit in (("policy", 2), ("value", 3)):
@@ -57,8 +57,8 @@ def test_every_row_is_used_as_often_as_it_may_be() -> None:
     assert len(model.sources["policy"]) < 32 or len(model.sources["value"]) < 32
 
 
-def test_ratios_of_rows_that_are_used_again_are_those_of_the_policy_that_took_them() -> None:
-    """Its log-probability is stored, and the loss is that of PPO over other rows."""
+def test_importance_ratios_use_the_policy_that_took_the_action() -> None:
+    """The stored log-probabilities give the loss of PPO over other rows."""
     model = make(OffPolicyPPG, policy_max_use=None, policy_buffer_size=ROWS, learning_rate=0.05)
     recorder = fit(model, 3)
     assert max(recorder.column("first_ratio_error")) > 0  # made up by the first parameters
@@ -67,7 +67,7 @@ def test_ratios_of_rows_that_are_used_again_are_those_of_the_policy_that_took_th
     assert any(torch.equal(rows["log_probs"][0], x) for x in expected.log_probs.flatten())
 
 
-def test_off_policy_rollouts_are_on_policy_when_they_come() -> None:
+def test_new_rollouts_are_on_policy_in_off_policy_ppg() -> None:
     data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=4)
     model = OffPolicyPPG(data.observation_space, data.action_space, **REUSED | {"updates_per_rollout": 4})
     recorder = Recorder()
@@ -94,14 +94,14 @@ def test_off_policy_rollouts_are_on_policy_when_they_come() -> None:
     ],
     ids=str,
 )
-def test_every_option_of_off_policy_ppg_makes_a_difference(options: dict[str, Any]) -> None:
+def test_every_option_of_off_policy_ppg_changes_the_result(options: dict[str, Any]) -> None:
     model, plain = make(OffPolicyPPG, **options), make(OffPolicyPPG)
     for one in (model, plain):
         fit(one, 4)
     assert change(model, parameters_of(plain)) > 1e-4
 
 
-def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
+def test_rollouts_with_skipped_updates_are_in_no_buffer() -> None:
     class BrokenRollouts(OffPolicyPPG):
         def training_step(self, rollout: Rollout, batch_idx: int) -> None:
             if self.policy_version == 1:
@@ -134,6 +134,6 @@ def test_a_rollout_that_is_left_out_is_in_no_buffer() -> None:
         ({"aux_sequences": True}, r"aux_sequences=True .* False: auxiliary phases learn from steps"),
     ],
 )
-def test_off_policy_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_of_off_policy_ppg_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(OffPolicyPPG, **options)

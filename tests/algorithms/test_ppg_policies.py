@@ -68,9 +68,7 @@ def test_both_phases_learn_in_every_precision(algorithm: type[PPG], precision: s
 
 @pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
 @pytest.mark.parametrize(("name", "more"), CASES)
-def test_masked_distributions_are_cloned_with_their_masks(
-    algorithm: type[PPG], name: str, more: dict[str, Any]
-) -> None:
+def test_cloning_uses_the_action_masks(algorithm: type[PPG], name: str, more: dict[str, Any]) -> None:
     """Where nothing is to be learned the divergence is 0, and finite where something is."""
     kwargs = kwargs_of(name, where="info", **more)
     probe = {"env": {"kwargs": kwargs, "action_mask": source_of("info")}, "num_envs": 4, "rollouts_per_epoch": 3}
@@ -95,7 +93,7 @@ def test_masked_distributions_are_cloned_with_their_masks(
     "memory", ["lstm", {"kind": "gru", "hidden_size": 8, "sequence_length": 4, "burn_in": 3}], ids=str
 )
 @pytest.mark.parametrize("architecture", ["dual", "shared", "detached"])
-def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any, architecture: Any) -> None:
+def test_cloning_divergence_of_recurrent_policies_starts_at_zero(memory: Any, architecture: Any) -> None:
     """From the same states, over the same sequences: with nothing to learn the divergence is 0."""
     data = make_data(num_envs=4, rollout_length=16, rollouts_per_epoch=2, seed=3)
     shared = {"separate": False} if architecture == "detached" else {}
@@ -117,8 +115,8 @@ def test_a_policy_with_memory_begins_the_auxiliary_phase_where_it_is(memory: Any
 
 
 @pytest.mark.parametrize("value_normalization", ["running_std", "popart"])
-def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) -> None:
-    """PopArt keeps the predictions of both as they are when its moments change."""
+def test_both_value_heads_use_the_same_units(value_normalization: Any) -> None:
+    """PopArt keeps the predictions of both heads when its moments change."""
     model = make(normalization={"values": value_normalization}, num_policy_iterations=9)
     fit(model, 1)
     before = [x.detach() for x in model.policy.forward_auxiliary(torch.ones(1, 3))[1:]]
@@ -139,9 +137,7 @@ def test_both_value_heads_predict_in_the_same_units(value_normalization: Any) ->
 
 @pytest.mark.parametrize("separate_aux_optimizer", [False, True])
 @pytest.mark.parametrize("algorithm", [PPG, OffPolicyPPG])
-def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
-    algorithm: type[PPG], separate_aux_optimizer: bool
-) -> None:
+def test_separate_critic_optimizers_work_in_both_phases(algorithm: type[PPG], separate_aux_optimizer: bool) -> None:
     options = {
         "optimizer": {"critic": {"learning_rate": 1e-2}, "num_value_epochs": 2},
         "separate_aux_optimizer": separate_aux_optimizer,
@@ -173,12 +169,12 @@ def test_actor_and_critic_may_have_an_optimiser_each_in_both_phases(
         ({"clip_range": -1}, r"clip_range=-1"),
     ],
 )
-def test_nonsense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(**options)
 
 
-def test_what_only_the_critic_sees_needs_two_networks() -> None:
+def test_critic_only_observations_need_the_dual_architecture() -> None:
     space = spaces.Dict({"seen": VECTOR, "hidden": spaces.Box(-1, 1, (2,), np.float32)})
     PPG(space, DISCRETE, policy={"critic_only": ["hidden"]})
     with pytest.raises(ConfigurationError, match=r"architecture='shared' .* dual, since critic_only"):

@@ -30,7 +30,7 @@ SPACES = {"discrete": DISCRETE, "continuous": CONTINUOUS}
 PRECISIONS = {"32-true": (torch.float32, 1e-6), "64-true": (torch.float64, 1e-12)}
 ROWS = 48  # of each of the two rollouts
 
-# What is given to PPO, and where the slow one needs to be told in its own terms, how.
+# Options of PPO, and the corresponding options of the slow implementation where they differ.
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "clip_range": ({"clip_range": 0.1}, {}),
@@ -115,7 +115,7 @@ CASES += [(option, space, "32-true") for option, space in zip(OPTIONS, cycle(SPA
 
 
 @pytest.mark.parametrize(("option", "space", "precision"), CASES)
-def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(option, space, precision):
+def test_parameters_after_two_rollouts_equal_the_slow_implementation(option, space, precision):
     fast, slow, updates, slow_updates = learn(space, precision, option)
     assert_close(fast, slow, PRECISIONS[precision][1])
     assert updates == slow_updates
@@ -127,19 +127,19 @@ def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(op
 
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "nothing"])
-def test_every_option_makes_a_difference(option, space):
+def test_every_option_changes_the_result(option, space):
     with_option, without = learn(space, "64-true", option)[0], learn(space, "64-true", "nothing")[0]
     assert max((p - without[name]).abs().max() for name, p in with_option.items()) > 1e-4
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_steps_that_only_reset_are_not_learned_from(space):
+def test_reset_steps_are_not_learned_from(space):
     fast, slow, *_ = learn(space, "64-true", "nothing", valid=True)
     assert_close(fast, slow, 1e-12)
 
 
 @pytest.mark.parametrize("space", SPACES)
-def test_diagnostics_are_what_their_names_say(space):
+def test_logged_diagnostics_match_their_definitions(space):
     """One update from a rollout whose log-probabilities are off by known amounts."""
     recorder = Recorder()
     model = make(space, torch.float64, num_epochs=1, num_minibatches=1, advantages={"normalize": "none"})

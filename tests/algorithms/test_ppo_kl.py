@@ -42,7 +42,7 @@ def fit(model: PPO, *rollouts: Any) -> Recorder:
     return recorder
 
 
-def test_loss_is_that_of_ppo_with_both_penalties():
+def test_loss_is_ppo_loss_plus_both_penalties():
     options = {"initial_kl_coef": 0.7, "adaptive_kl_target": 0.01, "kl_cutoff_factor": 1.5, "kl_cutoff_coef": 30.0}
     model, without = make(**options), make(PPO, clip_range=None)
     rollout = random_rollout(model.policy)
@@ -61,7 +61,7 @@ def test_loss_is_that_of_ppo_with_both_penalties():
     torch.testing.assert_close(model.mean_kl(batch), kl, **EXACT)
 
 
-def test_penalty_holds_the_policy_back():
+def test_a_larger_penalty_moves_the_policy_less():
     moved = []
     for options in (
         {"initial_kl_coef": 0.0},
@@ -88,7 +88,7 @@ def test_coefficient_adapts_after_each_rollout(target, factor):
     assert "kl_coef" in model.state_dict()
 
 
-def test_coefficient_stays_while_the_critic_warms_up():
+def test_kl_coef_does_not_change_during_critic_warmup():
     """The policy does not move, which is no reason to hold it back less."""
     model = make(adaptive_kl_target=1e3, initial_kl_coef=2.0)
     rollouts = [random_rollout(model.policy, seed=seed) for seed in (1, 2, 3)]
@@ -121,7 +121,7 @@ def shifted(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cls", [PPOKLPenalty, TFAgentsPPO])
-def test_options_of_ppo_take_the_same_kinds_of_values(cls):
+def test_options_of_ppo_accept_the_same_types(cls):
     """Which is what the command line goes by: a schedule here is one there."""
     usual = get_type_hints(OnPolicyAlgorithm.__init__) | get_type_hints(PPO.__init__)
     own = get_type_hints(cls.__init__)
@@ -131,7 +131,7 @@ def test_options_of_ppo_take_the_same_kinds_of_values(cls):
     assert {name: own[name] for name in shared} == {name: usual[name] for name in shared}
 
 
-def test_a_coefficient_that_was_off_begins_when_a_run_goes_on_with_it(tmp_path, caplog):
+def test_resuming_can_turn_on_the_adaptive_penalty(tmp_path, caplog):
     rollout = random_rollout(make().policy)
     off, on = make(initial_kl_coef=0.0), make(initial_kl_coef=2.0, adaptive_kl_tolerance=1e9)
     trainer = make_trainer(precision="64-true")
@@ -145,13 +145,13 @@ def test_a_coefficient_that_was_off_begins_when_a_run_goes_on_with_it(tmp_path, 
     assert "Resuming with initial_kl_coef=2.0 (before: 0.0)" in caplog.messages
 
 
-def test_coefficient_stays_within_the_tolerance():
+def test_kl_coef_does_not_change_within_the_tolerance():
     model = make(adaptive_kl_target=1.0, adaptive_kl_tolerance=1e9, initial_kl_coef=2.0)
     fit(model, random_rollout(model.policy))
     assert model.kl_coef == 2
 
 
-def test_coefficient_stays_where_an_update_is_skipped():
+def test_kl_coef_does_not_change_after_skipped_updates():
     model = make(adaptive_kl_target=1e-9, debug={"max_skipped_updates": 1})
     rollout = random_rollout(model.policy)
     rollout.log_probs[2, 1] = torch.nan
@@ -161,7 +161,7 @@ def test_coefficient_stays_where_an_update_is_skipped():
 
 
 @pytest.mark.usefixtures("through_autograd")
-def test_without_penalties_it_is_ppo():
+def test_ppo_kl_without_penalties_equals_ppo():
     model, usual = make(initial_kl_coef=0.0, clip_range=0.2), make(PPO)
     rollout = random_rollout(model.policy)
     fit(model, rollout)
@@ -170,7 +170,7 @@ def test_without_penalties_it_is_ppo():
     assert model.kl_coef == 0
 
 
-def test_divergence_is_from_the_policy_that_acted_through_the_normalizer_that_acted():
+def test_divergence_uses_the_policy_and_normalizer_that_acted():
     model = make(normalization={"observations": True, "update": "before"})
     rollout = random_rollout(model.policy, off_policy=0.0)
     acted = model.policy(rollout.observations[:-1])[0].parameters()
@@ -191,7 +191,7 @@ NESTED = spaces.Dict(
 
 
 @pytest.mark.parametrize("memory", [None, {"kind": "gru", "hidden_size": 4, "sequence_length": 6}])
-def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
+def test_divergence_uses_the_normalizer_that_acted_with_update_before(memory):
     model = make(normalization={"observations": True, "update": "before"}, policy={"memory": memory})
     rollout = random_rollout(make().policy)
     if memory is not None:
@@ -206,7 +206,7 @@ def test_normalizers_that_are_updated_first_do_not_change_who_acted(memory):
     assert model.mean_kl(batch) > 1e-9
 
 
-def test_distributions_of_every_kind_are_made_again_from_their_parameters():
+def test_every_distribution_is_restored_from_its_parameters():
     options = {"policy": {"action_distribution": {"arm.0": "squashed_gaussian", "grip": "beta"}}}
     old, new = make(space=NESTED, **options).policy, make(space=NESTED, **options).policy
     with torch.no_grad():
@@ -223,7 +223,7 @@ def test_distributions_of_every_kind_are_made_again_from_their_parameters():
 
 
 @pytest.mark.parametrize("memory", [None, "lstm"])
-def test_distributions_of_the_policy_that_acted_stay_what_they_were(memory):
+def test_stored_acting_distributions_do_not_change(memory):
     """Also the standard deviation, which here is a parameter that is updated in place."""
     model = make(policy={"memory": memory})
     rollout = random_rollout(make().policy)
@@ -258,6 +258,6 @@ def test_it_learns_with_nested_actions_from_environments():
         ({"kl_cutoff_coef": -1}, r"kl_cutoff_coef=-1 .* at least 0"),
     ],
 )
-def test_bad_value_is_refused(options, message):
+def test_invalid_values_raise(options, message):
     with pytest.raises(ConfigurationError, match=message):
         PPOKLPenalty(VECTOR, DISCRETE, **options)

@@ -71,27 +71,27 @@ def learned(option: str, **more: Any) -> tuple[dict[str, Tensor], SlowOptions, P
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_parameters_after_two_rollouts_equal_those_of_the_slow_implementation(option):
+def test_parameters_after_two_rollouts_equal_the_slow_implementation(option):
     fast, slow, _, updates = learned(option)
     assert_close(fast, {name: p.detach() for name, p in slow.parameters.items()}, 1e-12)
     assert updates == slow.num_updates
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "nothing"])
-def test_every_option_makes_a_difference(option):
+def test_every_option_changes_the_result(option):
     same = {k: v for k, v in OPTIONS[option].items() if k in ("learning_rate", "num_epochs", "target_kl")}
     without = learned("nothing", **same)[0]
     assert max((p - without[name]).abs().max() for name, p in learned(option)[0].items()) > 1e-4
 
 
-def test_steps_that_only_reset_are_left_out_of_recomputed_advantages():
+def test_recomputed_advantages_skip_reset_steps():
     fast, slow, *_ = learn(OPTIONS["recompute_advantages"], valid=True)
     assert_close(fast, {name: p.detach() for name, p in slow.parameters.items()}, 1e-12)
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
-    """Its moments too: Adam would go on along them with a gradient of zero."""
+def test_value_only_passes_do_not_change_the_actor(separate):
+    """Adam's moments must not change either: with a gradient of zero it would still move."""
     critic = {"learning_rate": 1e-3} if separate else {}
     optimizer = {"max_grad_norm": None, "critic": critic}
     options = {"num_epochs": 2, "optimizer": optimizer, "advantages": {"normalize": "none"}}
@@ -109,7 +109,7 @@ def test_passes_of_the_value_alone_leave_the_actor_as_it_is(separate):
     assert updates == 2 * 4 * 4
 
 
-def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
+def test_value_only_passes_of_a_shared_encoder_keep_the_action_head():
     model = PPO(
         VECTOR,
         DISCRETE,
@@ -123,7 +123,7 @@ def test_value_passes_of_a_shared_encoder_leave_the_action_head_alone():
     assert {steps[name] for name in steps if not name.startswith("action_head")} == {12}
 
 
-def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
+def test_approx_kl_ignores_clipped_log_probs():
     """Before any update there is none; the ratios, of clipped log-probabilities to those that acted, are far from 1."""
     model = make(
         "continuous", torch.float64, clipping={"log_prob": 0.1}, target_kl=0.01, num_epochs=1, num_minibatches=1
@@ -143,7 +143,7 @@ def test_divergence_is_that_of_the_policies_whatever_is_clipped_in_the_ratio():
 @pytest.mark.parametrize("half", ["actor", "critic"])
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(half, separate, shared):
+def test_the_loss_of_one_half_depends_on_all_of_its_parameters(half, separate, shared):
     """DDP waits for each gradient: what has none must be known."""
     memory = {"kind": "gru", "hidden_size": 4, "separate": separate or not shared}
     model = PPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,), "shared_encoder": shared, "memory": memory})
@@ -160,7 +160,7 @@ def test_the_loss_of_a_half_depends_on_every_parameter_that_is_not_the_others(ha
 # -- rollback
 
 
-def test_an_update_that_goes_too_far_is_taken_back_to_the_last_bit():
+def test_rollback_restores_parameters_and_optimizer_exactly():
     """With a limit below any, that is the first: parameters and optimiser end as they began."""
     model = make("discrete", torch.float64, clipping={"rollback": True}, target_kl=1e-9)
     before = parameters_of(model)
@@ -175,7 +175,7 @@ def test_an_update_that_goes_too_far_is_taken_back_to_the_last_bit():
     assert [value for _, value in logger.rows("train/updates_taken_back")] == [1.0]
 
 
-def test_the_slow_one_took_an_update_back_too_and_not_at_once():
+def test_the_slow_implementation_also_rolled_back_an_update():
     _, slow, _, updates = learned("rollback")
     assert slow.num_taken_back == 1
     assert 2 < updates < 2 * 3 * 4
@@ -187,13 +187,13 @@ def test_the_slow_one_took_an_update_back_too_and_not_at_once():
 @pytest.mark.parametrize(
     ("kl", "rate"), [(0.021, 1e-3 / 1.5), (0.02, 1e-3), (0.01, 1e-3), (0.005, 1e-3), (0.0049, 1.5e-3)]
 )
-def test_learning_rate_follows_the_divergence_between_half_and_twice_the_target(kl, rate):
+def test_adaptive_learning_rate_changes_outside_half_to_twice_the_target(kl, rate):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
     AdaptiveLearningRate(0.01).adapt(optimizer, kl)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
-def test_adapted_learning_rate_stays_within_its_bounds_and_groups_keep_their_proportions():
+def test_adaptive_learning_rate_keeps_bounds_and_group_scales():
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)]}], lr=1e-3)
     optimizer.param_groups[1] |= {"lr": 1e-2, "learning_rate_scale": 10.0}
     rule = AdaptiveLearningRate(0.01, factor=2.0, minimum=3e-4, maximum=5e-3)
@@ -207,7 +207,7 @@ def test_adapted_learning_rate_stays_within_its_bounds_and_groups_keep_their_pro
 
 @pytest.mark.parametrize(("target", "factor"), [(1e-9, 1 / 3), (1e9, 3.0)])
 @pytest.mark.parametrize("separate", [False, True])
-def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, separate):
+def test_adaptive_learning_rate_changes_the_actor_after_each_rollout(target, factor, separate):
     recorder = Recorder()
     adaptive = {"target_kl": target, "factor": 3.0, "minimum": 1e-9, "maximum": 10.0}
     critic = {"learning_rate": 1e-3} if separate else {}
@@ -223,7 +223,7 @@ def test_a_run_adapts_the_rate_of_the_actor_after_each_rollout(target, factor, s
 
 
 @pytest.mark.parametrize("critic", [{}, {"learning_rate": 1e-3}])
-def test_a_failed_update_of_the_value_alone_is_made_again(critic, in_tmp_path):
+def test_a_failed_value_only_update_can_be_replayed(critic, in_tmp_path):
     optimizer = {"num_value_epochs": 2, "critic": critic}
     model = BrokenLater(VECTOR, DISCRETE, policy={"hidden_sizes": (8,)}, num_epochs=1, optimizer=optimizer)
     with pytest.raises(FloatingPointError, match=r"value_loss is nan"):
@@ -281,6 +281,6 @@ class BrokenLater(PPO):
         ),
     ],
 )
-def test_bad_value_is_refused_when_the_model_is_made(options, message):
+def test_invalid_values_raise_in_the_constructor(options, message):
     with pytest.raises(ConfigurationError, match=message):
         PPO(VECTOR, DISCRETE, **options)

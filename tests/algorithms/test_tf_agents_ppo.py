@@ -80,7 +80,7 @@ AGENTS: dict[str, dict[str, Any]] = {
 
 
 class FromFrames(TFAgentsPPO):
-    """Learns from written-down frames in a written-down order, with the epsilon that makes Adam that of TensorFlow."""
+    """Learns from recorded frames in a recorded order, with the epsilon that makes Adam equal to TensorFlow's."""
 
     given_frames: dict[str, Any]
     weights: Tensor | None = None
@@ -108,7 +108,7 @@ class FromFrames(TFAgentsPPO):
 
 
 def distribution_of(model: TFAgentsPPO, frames: dict[str, Any]) -> Distribution:
-    """That of each frame, time first."""
+    """Return the values of each frame, time first."""
     kind = "categorical" if isinstance(model.action_space, spaces.Discrete) else "gaussian_diag"
     params = {name.removesuffix("_diag"): x.transpose(0, 1) for name, x in frames["dist_params"].items()}
     return build(kind, params)
@@ -251,7 +251,7 @@ def assert_state(model: FromFrames, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if "train_calls" in scenario])
-def test_training_calls(name):
+def test_training_steps_match_tf_agents(name):
     scenario = SCENARIOS[name]
     model, calls = make_model(scenario), scenario["train_calls"]
     trainer = make_trainer(callbacks=[Calls(calls)])
@@ -263,7 +263,7 @@ def test_training_calls(name):
         torch.testing.assert_close(actions.to(evaluation["action"].dtype), evaluation["action"], **CLOSE)
 
 
-def test_minibatches_as_the_learner_makes_them():
+def test_minibatches_match_the_ppo_learner():
     scenario = SCENARIOS["minibatch_as_ppo_learner"]
     model = make_model(scenario)
     for name, module in (("reward", model.reward_normalizer), ("observation", model.policy.observation_normalizer)):
@@ -297,7 +297,7 @@ def test_minibatches_as_the_learner_makes_them():
 
 
 class Given(nn.Module):
-    """A policy that gives what it is told to, whatever is observed."""
+    """A policy with fixed outputs for all observations."""
 
     def __init__(self, distribution: Distribution, values: Tensor) -> None:
         super().__init__()
@@ -344,12 +344,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "config", "weights"), CASES)
-def test_losses_and_gradients(kind, config, weights):
+def test_losses_and_gradients_match_tf_agents(kind, config, weights):
     expected = LOSSES["kinds"][kind]["losses"][f"{config}/{weights}"]
     model, loss, variables = loss_of(kind, LOSSES["configs"][config], weights)
     row = model.steps.record.means()
     assert_losses(row, model, expected["losses"])
-    # The two parts of the penalty are terms of their own; none of them is negative.
+    # The two parts of the penalty are separate terms, and not negative.
     terms = ("policy_gradient_loss", "value_estimation_loss", "entropy_regularization_loss", "kl_penalty_loss")
     assert row["total_abs_loss"] == near(sum(abs(expected["losses"][name]) for name in terms))
     for name, gradient in expected.get("grads", {}).items():
@@ -357,7 +357,7 @@ def test_losses_and_gradients(kind, config, weights):
         torch.testing.assert_close(ours, gradient.flatten(0, 1), **CLOSE)
 
 
-def test_nan_under_zero_weight_is_in_no_gradient():
+def test_nan_with_weight_0_has_no_gradient():
     """Theirs has it in the gradient, and without aggregation in the loss."""
     inputs, expected = LOSSES["inputs"], LOSSES["nan_under_zero_weight"]["aggregate_true"]
     spoilt = {name: inputs[name].clone() for name in ("advantages", "returns")}
@@ -373,7 +373,7 @@ def test_nan_under_zero_weight_is_in_no_gradient():
             torch.testing.assert_close(ours, gradient.flatten(0, 1).nan_to_num(0), **CLOSE)
 
 
-def test_term_that_is_not_finite_is_named():
+def test_errors_name_the_non_finite_term():
     case = LOSSES["check_numerics"]
     advantages = LOSSES["inputs"]["advantages"].clone()
     advantages[:, 1] = torch.inf
@@ -383,7 +383,7 @@ def test_term_that_is_not_finite_is_named():
 
 
 @pytest.mark.parametrize("name", ["shared", "unshared"])
-def test_penalties_on_weights(name):
+def test_weight_penalties_match_tf_agents(name):
     case = LOSSES["l2"][name]
     kernels = {part: [w["value"].T for w in case[part] if "kernel" in w["name"]] for part in ("actor", "value")}
     (hidden, inputs), (outputs, _) = (kernel.shape for kernel in kernels["actor"])
@@ -420,14 +420,14 @@ def small(**options: Any) -> TFAgentsPPO:
     return TFAgentsPPO(VECTOR, DISCRETE, **merged(common, options)).double()
 
 
-def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
+def test_time_limits_are_terminal_and_the_last_step_is_not_learned():
     model = small(advantages={"estimator": "gae"}, gae_lambda=0.5, gamma=0.9)
     rollout = random_rollout(model.policy)
     advantages, _ = model.estimator.advantages_and_returns(rollout)
     t, b = rollout.truncated[:-2].nonzero()[0].tolist()
     torch.testing.assert_close(advantages[t, b], rollout.rewards[t, b] - rollout.values[t, b])
     b = int((~rollout.dones[-2]).nonzero()[0])
-    # Its own value, not that of the step after it.
+    # Its own value instead of the value of the next step.
     expected = rollout.rewards[-2, b] + (0.9 - 1) * rollout.values[-2, b]
     torch.testing.assert_close(advantages[-2, b], expected)
     batch = model.batch(rollout)
@@ -435,7 +435,7 @@ def test_time_limits_end_in_nothing_and_the_last_step_only_gives_its_value():
     assert batch.weights[:-4].all()
 
 
-def test_real_steps_whose_return_and_advantage_are_0_are_not_counted():
+def test_steps_with_return_and_advantage_of_0_have_weight_0():
     model = small()
     rollout = random_rollout(model.policy)
     rollout.rewards[:, 1], rollout.values[:, 1] = 0, 0
@@ -444,7 +444,7 @@ def test_real_steps_whose_return_and_advantage_are_0_are_not_counted():
     assert weights[:-1, [0, 2, 3]].all()
 
 
-def test_the_first_rollout_is_seen_31_times_larger():
+def test_first_observations_are_multiplied_by_31():
     model = TFAgentsPPO(VECTOR, DISCRETE, policy={"hidden_sizes": (4,)})
     x = torch.tensor([[0.1, -0.01, 1.0]])
     torch.testing.assert_close(model.policy.observation_normalizer(x), torch.tensor([[3.162278, -0.3162278, 5.0]]))
@@ -453,7 +453,7 @@ def test_the_first_rollout_is_seen_31_times_larger():
     torch.testing.assert_close(model.normalizers.rewards(rollout)[0, 0].item(), 3.1623, rtol=1e-4, atol=0)
 
 
-def test_other_variances_begin_as_elsewhere_or_as_is_asked():
+def test_initial_variance_is_an_option():
     model = small(normalization={"values": "running_std", "observations": {"initial_variance": 4.0, "epsilon": 0.0}})
     assert model.policy.value_normalizer.moments.variance == 1
     x = torch.tensor([[0.2, -1.0, 3.0]], dtype=torch.float64)
@@ -461,7 +461,7 @@ def test_other_variances_begin_as_elsewhere_or_as_is_asked():
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(summed, monkeypatch):
+def test_penalties_and_clip_fraction_are_summed_over_ranks(summed, monkeypatch):
     """As if two ranks had the same rows: a sum over both is twice a mean."""
     terms = []
     for ranks in (1, 2):
@@ -491,7 +491,7 @@ def test_penalties_and_clip_fraction_grow_with_the_ranks_and_losses_if_wanted(su
     assert two["l2_penalty"] == one["l2_penalty"] > 0
 
 
-def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
+def test_steps_of_weight_0_have_no_gradient():
     class Weighing(TFAgentsPPO):
         def step_weights(self, rollout: Rollout) -> Tensor:
             return torch.arange(12.0).unsqueeze(1).expand(12, 4)
@@ -517,7 +517,7 @@ def test_nothing_in_a_step_of_weight_0_is_in_a_gradient():
         torch.testing.assert_close(one, other)
 
 
-def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
+def test_a_cutoff_factor_of_0_disables_the_penalty():
     losses = []
     for options in ({"kl_cutoff_factor": 0.0}, {"kl_cutoff_coef": 0.0}, {}):
         model = small(adaptive_kl_target=1e-6, **options)
@@ -528,7 +528,7 @@ def test_a_cutoff_factor_of_0_leaves_the_penalty_out():
     assert losses[0] == losses[1] < losses[2]
 
 
-def test_time_limits_that_bootstrap_are_refused():
+def test_bootstrapping_at_time_limits_raises():
     with pytest.raises(
         ConfigurationError, match=r"advantages.on_truncation='bootstrap' .* expected 'terminal': TF-Agents takes"
     ):
@@ -542,7 +542,7 @@ PREPROCESSED = load("tf_agents/01_returns_advantages")
 
 
 @pytest.mark.parametrize("case", PREPROCESSED["cases"])
-def test_returns_advantages_and_masks(case):
+def test_returns_advantages_and_masks_match_tf_agents(case):
     inputs, config = {name: x for name, x in PREPROCESSED["inputs"].items() if name != "row_names"}, case["config"]
     x = map_leaves(lambda x: x.T, inputs)
     over, rewards = x["next_step_type"] == 2, x["reward"]
@@ -561,7 +561,7 @@ def test_returns_advantages_and_masks(case):
         final_indices=torch.zeros(0, 2, dtype=torch.long),
         final_observations=torch.zeros(0, 3),
     )
-    # Gymnasium's environments have no discount of their own; theirs here have.
+    # TF-Agents' environments return discounts; Gymnasium's do not.
     gymnasiums = rollout.discounts
     rollout.discounts = lambda gamma, on_truncation: gymnasiums(gamma, on_truncation) * x["discount"]
     if model.reward_normalizer is not None:

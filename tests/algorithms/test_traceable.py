@@ -55,7 +55,7 @@ def learned(case: str, fast_paths: str) -> OnPolicyAlgorithm:
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_captured_as_one_graph_and_learned_with_the_same_numbers(case, monkeypatch):
-    """Captured as for the compiler, but run as it is: this needs none."""
+    """Capture like the compiler, but run the graph without one."""
     torch.compiler.reset()
     monkeypatch.setattr(fast.programs, "compiled", lambda function, *_: function)
     compiled, expected = learned(case, "compiled"), learned(case, "none")

@@ -58,7 +58,7 @@ class Weighing(VMPO):
 
 
 @pytest.mark.parametrize("cls", [VMPO, Weighing])
-def test_the_loss_of_a_batch_is_that_of_the_paper(cls):
+def test_vmpo_loss_matches_equations_3_to_6(cls):
     options = {"temperature_epsilon": 0.2, "kl_epsilon": 0.03, "value_coef": 0.7}
     model = make(cls, **options, initial_temperature=0.8, initial_kl_coef=3.0)
     rollout = random_rollout(model.policy, valid=True)
@@ -86,7 +86,7 @@ def test_the_loss_of_a_batch_is_that_of_the_paper(cls):
     assert divergence > 0.01
 
 
-def test_steps_that_do_not_count_change_nothing_with_memory_either():
+def test_steps_of_weight_0_have_no_effect_with_memory():
     """There they stay in their sequences: here with numbers that would be in the better half."""
     losses = []
     for large in (0.0, 100.0):
@@ -113,7 +113,7 @@ def test_a_rank_without_rows_adds_nothing():
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_the_duals_begin_as_asked_are_learned_and_stay_above_zero():
+def test_duals_start_at_their_options_and_stay_positive():
     model = make(initial_temperature=0.05, initial_kl_coef=20)
     assert model.duals.tolist() == pytest.approx([0.05, 20], rel=1e-5)
     assert model.policy.dual.shape == (2,)
@@ -132,18 +132,18 @@ def test_the_duals_begin_as_asked_are_learned_and_stay_above_zero():
         ("kl_epsilon", 10.0, "kl_coef", False),
     ],
 )
-def test_a_dual_grows_where_its_bound_is_exceeded_and_shrinks_where_not(option, value, dual, grows):
+def test_duals_grow_above_their_bound_and_shrink_below(option, value, dual, grows):
     found = fit(make(**{option: value}, learning_rate=1e-2, num_epochs=3), 3).column(dual)
     assert (found[1] > found[0]) == (found[2] > found[1]) == grows
     assert found[0] != found[1]
 
 
-def test_a_larger_coefficient_holds_the_policy_back():
+def test_a_larger_kl_coef_moves_the_policy_less():
     kl = [fit(make(initial_kl_coef=x, learning_rate=1e-2, num_epochs=8)).column("kl")[0] for x in (0.1, 100.0)]
     assert kl[0] > 3 * kl[1] > 0
 
 
-def test_passes_parts_and_lambda_are_as_asked():
+def test_num_epochs_num_minibatches_and_gae_lambda_are_used():
     model = make(num_epochs=3, num_minibatches=2, gae_lambda=0.5)
     rollout = random_rollout(model.policy, off_policy=0.0)
     assert torch.equal(model.batch(rollout).advantages, model.estimator.gae(rollout, 0.5).flatten())
@@ -152,7 +152,7 @@ def test_passes_parts_and_lambda_are_as_asked():
     assert trainer.global_step == 6
 
 
-def test_the_value_loss_is_in_units_of_the_head_and_penalties_leave_the_duals_alone():
+def test_value_loss_uses_head_units_and_l2_skips_the_duals():
     plain, in_units = make(), make(normalization={"values": "running_std"}, optimizer={"l2": {"policy": 0.1}})
     rollout = random_rollout(plain.policy)
     in_units.policy.value_normalizer.update(3 * torch.randn(100, dtype=torch.float64), [], lambda x: x)
@@ -166,7 +166,7 @@ def is_weight_of_actor(name: str, parameter: torch.Tensor) -> bool:
     return parameter.dim() == 2 and name.startswith(("actor_", "action_"))
 
 
-def test_a_group_of_the_duals_has_options_of_its_own():
+def test_optimizer_groups_can_name_the_duals():
     groups = {"dual": {"learning_rate_scale": 0.0, "weight_decay": 0.0}}
     model = make(optimizer={"groups": groups, "name": "torch.optim.AdamW"})
     before = parameters_of(model)
@@ -174,7 +174,7 @@ def test_a_group_of_the_duals_has_options_of_its_own():
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == ["policy.dual"]
 
 
-def test_other_algorithms_and_exports_take_the_policy_without_its_duals(tmp_path):
+def test_init_from_and_export_ignore_the_duals(tmp_path):
     data = make_data()
     torch.manual_seed(0)
     spaces = data.observation_space, data.action_space
@@ -205,13 +205,13 @@ def test_other_algorithms_and_exports_take_the_policy_without_its_duals(tmp_path
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_bad_options_are_refused(options):
+def test_invalid_options_raise(options):
     ((name, value),) = options.items()
     with pytest.raises(ConfigurationError, match=f"{name}.*{value}"):
         make(space=DISCRETE, **options)
 
 
-def test_rollouts_of_older_policies_are_refused():
+def test_rollouts_of_older_policies_raise():
     data = make_data(actors={"count": 1})
     with pytest.raises(ConfigurationError, match=r"actors\.count"):
         make_trainer().fit(VMPO(data.observation_space, data.action_space), data)
