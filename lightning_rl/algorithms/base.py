@@ -496,18 +496,11 @@ class OnPolicyAlgorithm(LightningModule):
     # ------------------------------------------------------------------ acting
 
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
-        """Return actions `[B, ...]` for observations `[B, ...]`, in the units of the action space.
+        """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.
 
-        `lightning_rl.policies.interface.to_environment` clips, shifts and shapes them for an environment.
-
-        Args:
-            observations: `[B, *shape]`, nested as the space.
-            deterministic: Return the mode of the distribution instead of a sample.
-            memory: Recurrent state: `self.policy.initial_memory(B)` at the start of episodes, then the state that was
-                returned last. Actions are then returned with the next state, as a pair.
-
-        Raises:
-            ValueError: The policy is recurrent, and `memory` is None.
+        A recurrent policy needs its state: `self.policy.initial_memory(B)` at the start of episodes, then the state that
+        was returned last. It returns actions and the next state, as a pair. `to_environment` of
+        `lightning_rl.policies` clips, shifts and shapes actions for an environment.
         """
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action
