@@ -498,9 +498,9 @@ class OnPolicyAlgorithm(LightningModule):
     def forward(self, observations: Nested, deterministic: bool = True, memory: Nested | None = None) -> Nested:
         """Return actions `[B, ...]` for observations `[B, *shape]`: modes, or samples unless `deterministic`.
 
-        A recurrent policy needs its state: `self.policy.initial_memory(B)` at the start of episodes, then the state that
-        was returned last. It returns actions and the next state, as a pair. `to_environment` of
-        `lightning_rl.policies` clips, shifts and shapes actions for an environment.
+        A recurrent policy needs its state: `self.policy.initial_memory(B)` at the start of episodes, then the state
+        that was returned last. It returns actions and the next state, as a pair.
+        `lightning_rl.policies.interface.to_environment` clips, shifts and shapes actions for an environment.
         """
         if memory is None:
             return self.policy.act(observations, deterministic=deterministic).environment_action

@@ -125,8 +125,6 @@ def test_compute_loss_of_an_older_rollout_equals_the_first_loss_of_its_update(al
     assert found["policy_loss"] == pytest.approx(logged["policy_loss"], abs=1e-12)
     assert found["loss"] == pytest.approx(logged["loss"], abs=1e-12)
     assert found["approx_kl"] == pytest.approx(0, abs=1e-12)
-        0, abs=1e-12
-    )
 
 
 @pytest.mark.parametrize("memory", [None, {"kind": "lstm", "hidden_size": 5, "sequence_length": 8, "burn_in": 3}])
