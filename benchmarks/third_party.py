@@ -37,7 +37,7 @@ def make_environment(folder: Path) -> Path:
 def last_lines(text: str, folder: Path) -> str:
     """Return the end of an output, without paths of this machine."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    error = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|error)\b", line)), None)
+    error = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception|Failure|error)\b", line)), None)
     shown = error or "\n".join(lines[-3:])
     for path in (folder, ROOT, sys.prefix, Path.home(), tempfile.gettempdir()):
         shown = shown.replace(str(path), "…")

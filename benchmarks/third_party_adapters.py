@@ -54,6 +54,13 @@ def make_pufferlib(num_envs: int, name: str) -> gymnasium.vector.VectorEnv:
     return env_creator(name)(num_envs=num_envs)
 
 
+def make_retro(game: str, **kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
+    """Return a game of Stable-Retro, which has its own `make`."""
+    import stable_retro
+
+    return stable_retro.make(game, render_mode="rgb_array", **kwargs)
+
+
 def make_soft_robot(**kwargs: Any) -> gymnasium.Env:  # noqa: ANN401 - of the environment
     """Return Evolution Gym's walker with a fixed body of 3 x 3 voxels."""
     import evogym.envs  # noqa: F401 - registers Walker-v0
@@ -77,4 +84,5 @@ gymnasium.register("adapters/Spread-v0", vector_entry_point=make_spread)
 gymnasium.register("adapters/Pursuit-v0", vector_entry_point=make_pursuit)
 gymnasium.register("adapters/Ocean-v0", vector_entry_point=make_pufferlib)
 gymnasium.register("adapters/DeepSea-v0", entry_point=make_deep_sea)
+gymnasium.register("adapters/Retro-v0", entry_point=make_retro)
 gymnasium.register("adapters/SoftRobot-v0", entry_point=make_soft_robot, max_episode_steps=500)

@@ -195,6 +195,14 @@ def test_every_script_runs(page, as_in_a_script):
         assert len(others) == 4 and all((ROOT / "lightning_rl" / other).exists() for other in others)
 
 
+def test_the_table_of_third_party_packages_shows_every_result():
+    results = json.loads((ROOT / "benchmarks/results/third_party.json").read_text())["packages"]
+    text = (ROOT / "docs/third_party.md").read_text()
+    assert sum("steps_per_cpu_second" in result for result in results) >= 20
+    for result in results:
+        assert f"`{result['data']['env_id']}`" in text, "run python benchmarks/third_party.py --page"
+
+
 def default_of(option, algorithm):
     for cls in (algorithm, RolloutDataModule):
         if option in (defaults := flat(defaults_of(cls), default_groups(cls))):
