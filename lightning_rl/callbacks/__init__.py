@@ -1,4 +1,4 @@
-"""Callbacks that count in environment steps, and those that record."""
+"""Callbacks that count environment steps, record episodes or export policies."""
 
 from lightning_rl.callbacks.env_steps import EnvStepCheckpoint, EnvStepInterval, EnvStepLimit, EnvStepValidation
 from lightning_rl.callbacks.episode_recorder import EpisodeRecorder

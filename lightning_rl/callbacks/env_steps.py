@@ -17,18 +17,15 @@ from lightning_rl.validation import check, check_positive_int, is_int
 
 
 class EnvStepInterval(Callback):
-    """Base of callbacks that act once at least so many environment steps have passed since they last did.
+    """Base of callbacks that act after a number of environment steps since they last acted.
 
-    A rollout brings many steps at once, so that few of them end at a multiple of anything. This counts on from where it
-    last acted: with an interval of 10, asked at 3, 9, 10, 14, 25, 29, 34 and 35, it acts at 10, 25 and 35.
-    (`EnvStepValidation` and `EnvStepCheckpoint` count multiples, 10, 20, 30 and so on, so that runs with rollouts of
-    different lengths are looked at near the same steps.)
-
-    A subclass says what is to be done in `on_interval`. A resumed run counts on from where the callback last acted, or
-    where its checkpoint does not say so, from the step that it is resumed at.
+    With an interval of 10 and rollouts that end at steps 3, 9, 10, 14, 25, 29, 34 and 35, the callback acts at 10, 25
+    and 35. (`EnvStepValidation` and `EnvStepCheckpoint` act at multiples of the interval instead, so that runs with
+    different rollout lengths act near the same steps.) A subclass overrides `on_interval`. Checkpoints hold the step of
+    the last action.
 
     Args:
-        every_n_env_steps: Environment steps of all ranks; 0 or less: never.
+        every_n_env_steps: Environment steps of all ranks between actions; 0 or less disables the callback.
     """
 
     def __init__(self, every_n_env_steps: int) -> None:
@@ -37,21 +34,16 @@ class EnvStepInterval(Callback):
         self._last: int | None = None
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Do what is to be done, on every rank; `pl_module.env_steps` says when this is.
-
-        Args:
-            trainer: Runs the training.
-            pl_module: The algorithm, after the updates from a rollout.
-        """
+        """Act; called on every rank, after the updates from a rollout."""
         raise NotImplementedError(f"{type(self).__name__} has no on_interval")
 
     def fire(self, trainer: Trainer, pl_module: LightningModule, force: bool = False) -> bool:
-        """Act if it is time to, and return whether it was.
+        """Act if the interval is over, and return whether it was.
 
         Args:
-            trainer: Runs the training.
-            pl_module: Its clock is asked.
-            force: Act in any case, unless it was done at this very step already, or never is.
+            trainer: The Trainer.
+            pl_module: The algorithm.
+            force: Act before the interval is over too, but only once at a step, and not if the callback is disabled.
         """
         now, last = int(pl_module.env_steps), self._last or 0  # type: ignore[arg-type]
         due = now >= last + self.every_n_env_steps or (force and now != last)
@@ -63,25 +55,25 @@ class EnvStepInterval(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints, different for each interval."""
+        """The key of the state in checkpoints; it contains the interval."""
         return f"{type(self).__qualname__}{{'every_n_env_steps': {self.every_n_env_steps}}}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return at which step it last acted."""
+        """Return the step of the last action."""
         return {"last": self._last}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Count on from there."""
+        """Restore the step of the last action."""
         self._last = state_dict["last"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin counting, anew where another module is trained, or one that goes on from an earlier step."""
+        """Start counting at the current step, unless the restored step lies before it."""
         now = int(pl_module.env_steps)  # type: ignore[arg-type]
         if self._last is None or self._last > now:
             self._last = now
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Look at the clock after each rollout."""
+        """Act if the interval is over."""
         self.fire(trainer, pl_module)
 
 
@@ -92,9 +84,7 @@ def _env_steps(module: LightningModule) -> int:
 class EnvStepLimit(Callback):
     """Stop training with the first rollout that reaches a number of environment steps.
 
-    A callback rather than an option of the data: when to stop is the Trainer's business, and the same data serve
-    runs of any length. Schedules and progress bars read the limit from here. The Trainer validates once more when it
-    stops.
+    Schedules and progress bars read the limit from this callback. The Trainer validates once more when it stops.
 
     Args:
         max_env_steps: Environment steps of all ranks.
@@ -105,15 +95,15 @@ class EnvStepLimit(Callback):
         self.max_env_steps = max_env_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Train no further where a resumed run has reached the limit already."""
+        """Stop a resumed run that has reached the limit already."""
         if self._stop_if_reached(trainer, pl_module):
             rank_zero_warn(
                 f"max_env_steps={self.max_env_steps} was reached before: the checkpoint is at {_env_steps(pl_module)} "
-                "environment steps, and nothing is trained. Raise the limit to go on."
+                "environment steps, and nothing is trained. Raise the limit to continue."
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Look at the clock after each rollout."""
+        """Stop if the limit is reached."""
         self._stop_if_reached(trainer, pl_module)
 
     def _stop_if_reached(self, trainer: Trainer, pl_module: LightningModule) -> bool:
@@ -125,8 +115,8 @@ class EnvStepLimit(Callback):
 class EnvStepValidation(Callback):
     """Validate with the first rollout that reaches each multiple of a number of environment steps.
 
-    In place of the Trainer's `val_check_interval`, which counts rollouts. `ModelCheckpoint` and `EarlyStopping` look at
-    validation metrics right after each of these validations.
+    Replaces the Trainer's `val_check_interval`, which counts rollouts. `ModelCheckpoint` and `EarlyStopping` read the
+    validation metrics after each of these validations.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between validations.
@@ -139,23 +129,23 @@ class EnvStepValidation(Callback):
         self._replaced: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the Trainer's own interval out of use."""
+        """Disable the Trainer's interval."""
         if stage == "fit":
             epochs = trainer.check_val_every_n_epoch
             check(epochs in (None, 1), "check_val_every_n_epoch", epochs, "1 or None beside EnvStepValidation")
-            # Anything but 1.0 makes Lightning's callbacks wait for a validation rather than for the end of an epoch.
+            # With 1.0, Lightning's callbacks would wait for the end of an epoch instead of a validation.
             self._replaced, trainer.val_check_interval = trainer.val_check_interval, 0.5
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Give the Trainer its interval back."""
+        """Restore the Trainer's interval."""
         if stage == "fit":
             trainer.val_check_interval = self._replaced
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin counting, with a resumed run from where it was."""
+        """Start counting at the current step."""
         self._last = _env_steps(pl_module) // self.every_n_env_steps
         for callback in trainer.early_stopping_callbacks:
-            # Private to Lightning, and decided in `setup`, which may come before the `setup` of this callback.
+            # Private to Lightning 2.6; its `setup`, which sets it, may come before the `setup` of this callback.
             if isinstance(callback, EarlyStopping) and callback.monitor.startswith("val/"):
                 callback._check_on_train_epoch_end = False
 
@@ -167,9 +157,9 @@ class EnvStepValidation(Callback):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Ask the Trainer to validate after this very batch, or not before the next one."""
+        """Make the Trainer validate after this batch, or not before the next one."""
         now = _env_steps(pl_module) // self.every_n_env_steps
-        # The Trainer validates where val_check_batch divides the number of batches done in this epoch.
+        # The Trainer validates if val_check_batch divides the number of batches done in this epoch.
         done = trainer.fit_loop.total_batch_idx if trainer.check_val_every_n_epoch is None else batch_idx
         trainer.val_check_batch = done + 1 if now > self._last else done + 2
         self._last = now
@@ -180,13 +170,13 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     Args:
         every_n_env_steps: Environment steps of all ranks between checkpoints.
-        dirpath: Folder; by default `checkpoints` in that of the logger.
+        dirpath: Folder; by default `checkpoints` in the folder of the logger.
         filename: As in `ModelCheckpoint`; `{step}` is the number of environment steps.
-        monitor: Keep the best by this logged value rather than the newest.
+        monitor: Logged value by which the best checkpoints are kept. None keeps the newest.
         mode: Whether the largest (`max`) or the smallest (`min`) value is the best.
-        save_top_k: How many to keep, the best or the newest; -1 keeps all.
+        save_top_k: Number of checkpoints to keep; -1 keeps all.
         save_last: Save a `last.ckpt` beside each checkpoint that is kept.
-        save_weights_only: Save the weights alone: smaller, but nothing to resume from.
+        save_weights_only: Save the weights alone; no run can resume from them.
     """
 
     def __init__(
@@ -201,7 +191,9 @@ class EnvStepCheckpoint(ModelCheckpoint):
         save_weights_only: bool = False,
     ) -> None:
         check_positive_int("every_n_env_steps", every_n_env_steps)
-        if monitor is None and save_top_k > 1:  # Lightning keeps several only by a value: the newest have the largest
+        if (
+            monitor is None and save_top_k > 1
+        ):  # Lightning keeps several by a value only; the newest have the largest step
             monitor, mode = "step", "max"
         super().__init__(
             dirpath,
@@ -219,19 +211,19 @@ class EnvStepCheckpoint(ModelCheckpoint):
 
     @property
     def state_key(self) -> str:
-        """The key of the state in checkpoints, different for each interval."""
+        """The key of the state in checkpoints; it contains the interval."""
         options = {"monitor": self.monitor, "mode": self.mode, "every_n_env_steps": self.every_n_env_steps}
         return f"{type(self).__qualname__}{options}"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin counting, with a resumed run from where it was."""
+        """Start counting at the current step."""
         super().on_train_start(trainer, pl_module)
         self._last = _env_steps(pl_module) // self.every_n_env_steps
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:  # noqa: ANN401
-        """Save where an interval is complete, but after a validation, or an epoch's end, that comes first.
+        """Save if an interval is over, but after a validation or the end of an epoch that follows this rollout.
 
-        A run that is resumed from in between would not make up for what callbacks do there.
+        A run that resumes from a checkpoint between them would miss the callbacks there.
         """
         now = _env_steps(pl_module) // self.every_n_env_steps
         self._due, self._last = self._due or now > self._last, now
@@ -239,21 +231,21 @@ class EnvStepCheckpoint(ModelCheckpoint):
             self._save_if_due(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save only what was due with the rollout before."""
+        """Save if an interval ended with the last rollout."""
         if not ends_epoch(trainer):
             self._save_if_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save only what was due with the last rollout."""
+        """Save if an interval ended with the last rollout."""
         self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer) -> None:
         if self._due:
             super().on_validation_end(trainer, trainer.lightning_module)
-            # Lightning saves the same global step only once: a rollout without a finite update is saved with the next.
+            # Lightning saves a global step once only: a rollout without a finite update is saved with the next one.
             self._due, self._saved_at = trainer.global_step == self._saved_at, trainer.global_step
 
     def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
-        # Overrides a private method of Lightning, which casts "step" to 32 bits.
+        # Overrides a private method of Lightning 2.6, which casts "step" to 32 bits.
         clock = {"epoch": trainer.current_epoch, "step": _env_steps(trainer.lightning_module)}
         return copy.deepcopy(trainer.callback_metrics) | {name: torch.tensor(count) for name, count in clock.items()}

@@ -1,4 +1,4 @@
-"""What `predict` plays, kept: as videos, and as a data set that can be learned from."""
+"""Episodes of `predict` as videos, as a data set and as printed lines."""
 
 from __future__ import annotations
 
@@ -23,21 +23,17 @@ _CHECKS: dict[RecordAs, Callable[[], object]] = {"video": check_imageio, "minari
 
 
 @contextmanager
-def _naming_the_other(chosen: RecordAs) -> Iterator[None]:
-    """Add to an error about one format which option records without what is missing."""
+def _suggesting_the_other(chosen: RecordAs) -> Iterator[None]:
+    """Add the option of the other format to an error about one format."""
     try:
         yield
     except ConfigurationError as error:
         (other,) = (one for one in _CHECKS if one != chosen)
-        raise ConfigurationError(f"{error}; --record_as {other} does without") from error
+        raise ConfigurationError(f"{error}; --record_as {other} does not need it") from error
 
 
 def _installed() -> tuple[RecordAs, ...]:
-    """Return the formats that everything is installed for; say what the others need.
-
-    Raises:
-        ConfigurationError: There is none.
-    """
+    """Return the formats whose packages are installed; log what the others need."""
     missing: dict[RecordAs, ConfigurationError] = {}
     for one, check_packages in _CHECKS.items():
         try:
@@ -54,22 +50,21 @@ def _installed() -> tuple[RecordAs, ...]:
 class EpisodeRecorder(Callback):
     """Write the episodes of `predict` into a folder.
 
-    As videos `episode=….mp4` (`.gif` where imageio's ffmpeg is not installed), numbered over all ranks as the command
-    line prints them; and as a Minari data set `minari/<environment>/<algorithm>-v0`, with the observations that the
-    policy saw and the actions that the environment got. What is played is what would be played without this.
+    Videos are `episode=….mp4` (`.gif` without imageio's ffmpeg), numbered over all ranks as the command line prints
+    them. The Minari data set `minari/<environment>/<algorithm>-v0` has the observations of the policy and the actions
+    that the environment received. Recording does not change the episodes.
 
     Args:
-        folder: Where to.
-        formats: `video`, `minari` or both; None is both, as far as the packages that they need are installed.
-        env_kwargs: More arguments of the constructor of environments that are filmed, such as `width` and `height` of
-            MuJoCo's.
+        folder: Folder for the files.
+        formats: `video`, `minari` or both; None is both, as far as their packages are installed.
+        env_kwargs: Additional arguments for the constructor of filmed environments, such as `width` and `height`.
 
     Attributes:
-        formats: What is written; where that was left open, `setup` finds out.
-        dataset: Folder of the data set that was written last, on the first rank; None before.
+        formats: Formats that are written; with None, `setup` chooses them.
+        dataset: Folder of the newest data set, on the first rank.
 
     Raises:
-        ConfigurationError: A format is unknown, or, in `setup`, cannot be written; says why.
+        ConfigurationError: A format is unknown or, in `setup`, cannot be written.
     """
 
     def __init__(
@@ -89,24 +84,24 @@ class EpisodeRecorder(Callback):
         self._episodes: list[Episode] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out whether all can be written before anything is played."""
+        """Check that everything can be written before an episode is played."""
         if stage != "predict":
             return
         data = data_of(trainer)
         for one in self.formats:
-            with _naming_the_other(one):
+            with _suggesting_the_other(one):
                 _CHECKS[one]()
         if not self.formats:
             self.formats = _installed()
         if "video" in self.formats:
-            with _naming_the_other("video"):
+            with _suggesting_the_other("video"):
                 data.check_filmable(self.env_kwargs)
         make_folder("folder", self.folder)
         if "video" in self.formats:
             data.film_predictions(Films(self.folder), self.env_kwargs)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with no episode."""
+        """Forget earlier episodes."""
         self._episodes = []
 
     def on_predict_batch_end(
@@ -116,11 +111,11 @@ class EpisodeRecorder(Callback):
         outputs: list[Episode],
         *args: Any,  # noqa: ANN401
     ) -> None:
-        """Take in the episodes of this rank."""
+        """Collect the episodes of this rank."""
         self._episodes += outputs if "minari" in self.formats else []
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write those of all ranks as one data set, and say where everything is."""
+        """Write the episodes of all ranks as one data set, and log the folders."""
         if "video" in self.formats:
             rank_zero_info(f"Videos: {self.folder}")
         if "minari" in self.formats:
@@ -130,12 +125,12 @@ class EpisodeRecorder(Callback):
         self._episodes = []
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Play without a camera from now on."""
+        """Stop filming."""
         if stage == "predict" and "video" in self.formats:
             data_of(trainer).film_predictions(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Do the same where playing ended in an error."""
+        """Stop filming after an error."""
         self.teardown(trainer, pl_module, "predict" if trainer.predicting else "")
 
     def _write(self, trainer: Trainer, algorithm: str, episodes: list[Episode]) -> None:
@@ -149,13 +144,13 @@ class EpisodeRecorder(Callback):
 
 
 class EpisodeLines(Callback):
-    """Print what became of the episodes of `predict`, on all ranks.
+    """Print return, length and ending of the episodes of `predict` on all ranks.
 
-    A callback, since the Trainer returns the episodes of one rank, and none at all from processes that it spawned.
+    A callback, since the Trainer returns the episodes of one rank only, and none from processes that it spawned.
     """
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin with no episode."""
+        """Forget earlier episodes."""
         self.lines: list[str] = []
 
     def on_predict_batch_end(
@@ -165,13 +160,13 @@ class EpisodeLines(Callback):
         outputs: list[Episode],
         *args: Any,  # noqa: ANN401
     ) -> None:
-        """Take in the episodes of this rank."""
+        """Collect the episodes of this rank."""
         for episode in outputs:
             ending = "terminated" if episode.terminated else "truncated"
             self.lines.append(f"return {episode.episode_return:g}, {episode.length} steps, {ending}")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print those of all ranks, in their order."""
+        """Print the episodes of all ranks, by rank."""
         for number, line in enumerate(chain.from_iterable(gather_ranks(self.lines))):
             if trainer.is_global_zero:
                 print(f"episode {number}: {line}", flush=True)

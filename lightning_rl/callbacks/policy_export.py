@@ -1,4 +1,4 @@
-"""Policies that can be used without this package, written while a run goes on."""
+"""Policies for use without this package, exported during a run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from lightning_rl.validation import check, check_positive_int, is_int, make_fold
 
 
 class PolicyExport(EnvStepInterval):
-    """Export the policy once at least so many environment steps have passed since the last time, and at the end.
+    """Export the policy after each interval of environment steps, and at the end.
 
-    Each time a folder `step=….` comes to be, with what `lightning_rl.tools.export.export_policy` writes: the policy as
-    programs, with its mode and with samples, and a description of it. Programs are held to the policy on observations
-    of the last rollout before the folder appears, which it does as a whole or not at all. The run waits for it, for
-    small networks a second with `torch_export` and some seconds with `onnx`; only the first rank writes. It waits as
-    long when it begins, while it is found out whether the policy can be exported.
+    Each export is a folder `step=…` with the files of `lightning_rl.tools.export.export_policy`, checked against the
+    policy on observations of the last rollout. The first rank writes, and the run waits: for small networks a second
+    with `torch_export`, some seconds with `onnx`, and once as long at the start for a check.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between exports.
-        dirpath: Folder; by default `policies` in that of the logger, or without one in that of the Trainer.
-        keep: How many to keep, the newest; -1 keeps all.
-        format: `torch_export`, programs that need PyTorch, or `onnx`, those for any runtime of ONNX.
-        programs: Which of `greedy` and `sampled`.
+        dirpath: Folder; by default `policies` in the folder of the logger or, without one, of the Trainer.
+        keep: Number of exports to keep, the newest; -1 keeps all.
+        format: `torch_export` for PyTorch, or `onnx` for any runtime of ONNX.
+        programs: `greedy`, `sampled` or both.
 
     Raises:
-        ConfigurationError: In `on_fit_start`: the policy cannot be exported so, or the folder cannot be written.
+        ConfigurationError: In `on_fit_start`: the policy cannot be exported, or the folder cannot be written.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class PolicyExport(EnvStepInterval):
         self._score: dict[str, Any] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out whether it can be done before anything is trained."""
+        """Check that the policy can be exported before training."""
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         check_exportable(pl_module, self.format, self.programs)
@@ -72,14 +70,14 @@ class PolicyExport(EnvStepInterval):
         batch: Any,  # noqa: ANN401
         batch_idx: int,
     ) -> None:
-        """Keep some observations of the rollout, and look at the clock."""
+        """Keep some observations of the rollout, and export if the interval is over."""
         if isinstance(batch, Rollout):
             self._observations = first_steps(batch.observations)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the policy as it is now, and remove what is too old."""
-        folder = self.folder(trainer)  # every rank: they agree on it
+        """Export the current policy, and remove old exports."""
+        folder = self.folder(trainer)  # a collective call
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         env_id = getattr(getattr(trainer.datamodule, "spec", None), "env_id", None)  # type: ignore[attr-defined]
@@ -97,17 +95,17 @@ class PolicyExport(EnvStepInterval):
                 shutil.rmtree(old)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the result, with the environment steps that it is of."""
+        """Keep the score with its environment steps."""
         if (found := trainer.callback_metrics.get("val/episode_return")) is not None and not trainer.sanity_checking:
             steps = int(pl_module.env_steps)  # type: ignore[arg-type]
             self._score = {"metric": "val/episode_return", "mean": float(found), "env_steps": steps}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the last one too, unless it has just been written."""
+        """Export the final policy."""
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:
-        """Return the folder that the exports are in; a collective call."""
+        """Return the folder of the exports; a collective call."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "policies"

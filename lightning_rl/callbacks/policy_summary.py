@@ -14,9 +14,9 @@ Row = tuple[str, str, int]
 
 
 class PolicySummary(ModelSummary):
-    """Log the parts of the policy and their numbers of parameters; takes the place of Lightning's model summary.
+    """Log the parts of the policy and their numbers of parameters, instead of Lightning's model summary.
 
-    Lightning's summary lists modules that have no parameters, and FLOPs of a forward pass that it does not run.
+    Lightning's summary lists modules without parameters, and FLOPs of a forward pass that it does not run.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -31,7 +31,7 @@ class PolicySummary(ModelSummary):
 
 
 def parts(module: nn.Module) -> Iterator[Row]:
-    """Yield the children of a module's children, and parameters that belong to no child, as far as they have any."""
+    """Yield the grandchildren of a module that have parameters, and parameters outside of them."""
     for name, child in module.named_children():
         for part, inner in child.named_children():
             if count := sum(x.numel() for x in inner.parameters()):

@@ -17,18 +17,18 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning_rl.data.datamodule import RolloutDataModule
 from lightning_rl.training.clock import planned_env_steps
 
-DRAW_SECONDS = 0.5  # between drawings in a terminal: Rich takes milliseconds for one
-LINE_SECONDS = 10.0  # between lines in a file,
-LINE_FRACTION = 0.01  # and what must be done in between: 100 lines at the most,
-LINE_SECONDS_ENDLESS = 60.0  # or one a minute where nothing says when the run ends
+DRAW_SECONDS = 0.5  # between updates in a terminal, each of which takes Rich milliseconds
+LINE_SECONDS = 10.0  # minimum between lines in a file
+LINE_FRACTION = 0.01  # minimum share of the run between lines, so at most 100 lines
+LINE_SECONDS_ENDLESS = 60.0  # between lines of a run without an end
 RETURNS = {"rollout/episode_return": "return", "val/episode_return": "val"}
 PARTS = ("doing", "bar", "steps", "speed", "return", "val", "more", "time")
-_LEFT_OUT_FIRST = ("more", "speed", "val", "return")  # where the terminal is narrow
+_LEFT_OUT_FIRST = ("more", "speed", "val", "return")  # in a narrow terminal
 
 
 @dataclass
 class RunStatus:
-    """Where a run stands, and when that was last shown."""
+    """Progress of a run, and when it was last shown."""
 
     total: int | None
     first: int
@@ -41,14 +41,14 @@ class RunStatus:
     shown: float = field(default_factory=time.monotonic)
 
     def due(self, live: bool) -> bool:
-        """Tell whether to draw the bar again (`live`), or to write another line (not `live`)."""
+        """Return whether to draw the bar (`live`) or to write a line (not `live`) again."""
         seconds = time.monotonic() - self.shown
         if live or self.total is None:
             return seconds >= (DRAW_SECONDS if live else LINE_SECONDS_ENDLESS)
         return seconds >= LINE_SECONDS and self.done - self.shown_done >= LINE_FRACTION * self.total
 
     def parts(self, room: float = math.inf) -> dict[str, str]:
-        """Return what there is to say, less what does not fit into a line of `room` characters."""
+        """Return the parts to show, without the ones that exceed a line of `room` characters."""
         seconds = time.monotonic() - self.started
         speed = (self.done - self.first) / seconds if seconds > 0 else 0.0
         parts = {"doing": self.doing, "steps": f"{self.done:,} env steps", **self.metrics}
@@ -74,7 +74,7 @@ def line(parts: dict[str, str]) -> str:
 
 
 def number(value: object) -> str:
-    """Return a metric for people: 1,234.5 or 0.123."""
+    """Return a metric as text: 1,234.5 or 0.123."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
@@ -96,16 +96,16 @@ def in_notebook() -> bool:
 
 
 class NotebookLine:
-    """A text stream for tqdm: what is written takes the place of what was there before.
+    """A text stream for tqdm in notebooks: each line replaces the last one.
 
-    Carriage returns would do so on the screen, but each would stay an output of its own in the saved notebook.
+    With carriage returns, the saved notebook would keep every line as a separate output.
     """
 
-    encoding = "utf-8"  # tqdm asks for it before it draws a bar of anything but ASCII
+    encoding = "utf-8"  # tqdm draws bars in ASCII without it
     _handle: Any = None
 
     def write(self, text: str) -> None:
-        """Show a line; blank ones, by which tqdm moves on, are left out."""
+        """Show a line; ignore the blank ones that tqdm writes between bars."""
         from IPython.display import display
 
         shown = {"text/plain": text.strip()}
@@ -117,19 +117,19 @@ class NotebookLine:
             self._handle.update(shown, raw=True)
 
     def flush(self) -> None:
-        """Do nothing: a line is shown as soon as it is written."""
+        """Do nothing, since `write` shows the line."""
 
 
 class _EnvStepBar(ProgressBar):
-    """When to show what; the two bars below say how. Where the output is no terminal, lines stand in for a bar."""
+    """Decides when to show what; subclasses draw. Without a terminal, lines replace the bar."""
 
-    _enabled: bool  # False on all ranks but the first
+    _enabled: bool  # only on the first rank
     _refresh_rate: int
-    _status: RunStatus | None = None  # None but while training
+    _status: RunStatus | None = None  # while training
     _live = False  # has a bar
 
     def _open(self, status: RunStatus) -> bool:
-        """Open a bar and return True, or return False where the output is no terminal."""
+        """Open a bar and return True; return False if the output is no terminal."""
         raise NotImplementedError
 
     def _draw(self, status: RunStatus) -> None:
@@ -164,7 +164,7 @@ class _EnvStepBar(ProgressBar):
             return
         status.done = int(pl_module.env_steps)  # type: ignore[arg-type]
         due, interval = status.due(self._live), trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # Lightning forgets at the end of an epoch what nobody has read by then: read it when it is logged.
+        # Lightning drops metrics at the end of an epoch, so read them when they are logged.
         if due or (interval and (trainer.fit_loop.total_batch_idx + 1) % interval == 0):
             self._read(status, trainer, pl_module)
         if due:
@@ -190,17 +190,17 @@ class _EnvStepBar(ProgressBar):
             self._show(status)
             self._status = None
 
-    on_exception = on_train_end  # an interrupted run shows how far it came
+    on_exception = on_train_end  # shows the progress of an interrupted run
 
     def _announce(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        # All the episodes are one batch, of which a bar could say no more than this.
+        # All episodes are one batch, so a bar would show no progress.
         data = trainer.datamodule  # type: ignore[attr-defined]
         shown = self._enabled and self._refresh_rate > 0 and not trainer.sanity_checking
         if shown and isinstance(data, RolloutDataModule):
             self._write(f"Playing {data.evaluation.episodes} episodes")
 
     def _nothing(self, *args: object, **kwargs: object) -> None:
-        """Have no bar of batches."""
+        """Replace the hooks that draw bars of batches."""
 
     on_test_start = on_predict_start = _announce
     on_sanity_check_start = on_sanity_check_end = on_train_epoch_start = on_train_epoch_end = _nothing
@@ -212,27 +212,27 @@ class _EnvStepBar(ProgressBar):
 class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
     """One bar for the whole training run: environment steps done of those planned, speed, returns, time left.
 
-    It starts where a resumed run left off. Where the output is no terminal, it is a line now and then.
+    The bar of a resumed run starts at the restored step. Without a terminal, lines replace the bar.
 
     Args:
-        refresh_rate: 0 shows nothing. The bar is drawn twice a second at the most, whatever else this is.
+        refresh_rate: 0 disables the bar; any other value draws it at most twice a second.
     """
 
     def __init__(self, refresh_rate: int = 1) -> None:
         super().__init__(refresh_rate)
 
-    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
-        """Print above the bar, or as usual where there is none."""
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
+        """Print above the bar, if there is one."""
         if self._status is not None and self._live:
             super().print(*args, sep=sep, **kwargs)
         else:
             print(*args, sep=sep, **kwargs)
 
     def _open(self, status: RunStatus) -> bool:
-        # A console (ps1) that is no terminal may overwrite lines as one does.
+        # An interactive console (ps1) can overwrite lines even if it is no terminal.
         if live := sys.stdout.isatty() or hasattr(sys, "ps1"):
             out = NotebookLine() if in_notebook() else sys.stdout
-            # tqdm draws at once; it asks for sizes that are not given, and shows nothing where the terminal has none.
+            # tqdm draws at once, and shows nothing if it must read the size of a terminal that reports none.
             text, room = line(status.parts()), shutil.get_terminal_size().columns - 1
             self.train_progress_bar = Tqdm(total=status.total, bar_format=text, file=out, ncols=room, nrows=20)
         return live
@@ -244,7 +244,7 @@ class EnvStepProgressBar(_EnvStepBar, TQDMProgressBar):
         if status.total is not None and room - len(line(text)) >= 12:
             parts["bar"] = "{bar}"
         bar.bar_format, bar.ncols = line(parts), room
-        bar.n = min(status.done, status.total or status.done)  # tqdm has no bar for more than its total
+        bar.n = min(status.done, status.total or status.done)  # tqdm draws no bar beyond its total
         bar.refresh()
         if status.finished:
             bar.close()
@@ -254,16 +254,16 @@ class EnvStepRichProgressBar(_EnvStepBar, RichProgressBar):
     """`EnvStepProgressBar` drawn by Rich.
 
     Args:
-        refresh_rate: 0 shows nothing. The bar is drawn twice a second at the most, whatever else this is.
+        refresh_rate: As in `EnvStepProgressBar`.
         **kwargs: `theme` and `console_kwargs` of `lightning.pytorch.callbacks.RichProgressBar`.
     """
 
-    def __init__(self, refresh_rate: int = 1, **kwargs: Any) -> None:  # noqa: ANN401 - those of Lightning
+    def __init__(self, refresh_rate: int = 1, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
         super().__init__(refresh_rate, **kwargs)
         self.console_options: dict[str, Any] = kwargs.get("console_kwargs") or {}
 
     def _write(self, text: str) -> None:
-        import rich  # here, since all else works without Rich
+        import rich  # optional
 
         rich.reconfigure(**self.console_options)
         rich.get_console().out(text, highlight=False)

@@ -1,4 +1,4 @@
-"""Videos of the policy as it learns."""
+"""Videos of the policy during training."""
 
 from __future__ import annotations
 
@@ -22,23 +22,20 @@ _TAG = "video/episode={}"
 
 
 class VideoRecorder(EnvStepInterval):
-    """Film episodes once at least so many environment steps have passed since the last time, and at the end.
+    """Film episodes after each interval of environment steps, and at the end.
 
-    They are played by the first rank, in environments and with seeds of their own: the same episodes each time, and a
-    run with this callback ends with the same weights as one without. The run waits for it. Files
-    `step=…-episode=….mp4` come to be (`.gif` where imageio's ffmpeg is not installed), and loggers that show videos get
-    them: TensorBoard a small moving picture, W&B and MLflow the file.
+    The first rank plays the same episodes each time, in separate environments with separate seeds; training is not
+    affected, but waits. The files are `step=…-episode=….mp4` (`.gif` without imageio's ffmpeg). TensorBoard gets a
+    small animation, W&B and MLflow the file.
 
     Args:
         every_n_env_steps: Environment steps of all ranks between videos.
-        episodes: How many episodes to film each time.
-        dirpath: Folder; by default `videos` in that of the logger, or without one in that of the Trainer.
-        env_kwargs: More arguments of the constructor of the environment that is filmed, such as `width` and `height`
-            of MuJoCo's.
+        episodes: Number of episodes to film each time.
+        dirpath: Folder; by default `videos` in the folder of the logger or, without one, of the Trainer.
+        env_kwargs: Additional arguments for the constructor of the filmed environment, such as `width` and `height`.
 
     Raises:
-        ConfigurationError: In `setup`: the environment cannot be filmed, which says why, and what can be; or the
-            folder cannot be written.
+        ConfigurationError: In `setup`: the environment cannot be filmed, or the folder cannot be written.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class VideoRecorder(EnvStepInterval):
         self.env_kwargs = env_kwargs
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take one picture, so that what is missing is known before anything is trained."""
+        """Check before training that the environment can be filmed."""
         if stage == "fit" and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             check_imageio()
             data_of(trainer).check_filmable(self.env_kwargs)
@@ -64,8 +61,8 @@ class VideoRecorder(EnvStepInterval):
                 make_folder("dirpath", self.dirpath)
 
     def on_interval(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Film the policy as it is now."""
-        folder = self.folder(trainer)  # every rank: they agree on it
+        """Film the current policy."""
+        folder = self.folder(trainer)  # a collective call
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         step, data = int(pl_module.env_steps), data_of(trainer)  # type: ignore[arg-type]
@@ -83,21 +80,21 @@ class VideoRecorder(EnvStepInterval):
                 rank_zero_warn(f"no video at {step} environment steps: {error}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Film the last one too, unless it has just been filmed."""
+        """Film the final policy."""
         self.fire(trainer, pl_module, force=True)
 
     def folder(self, trainer: Trainer) -> Path:
-        """Return the folder that the videos are in; a collective call."""
+        """Return the folder of the videos; a collective call."""
         if self.dirpath is not None:
             return Path(self.dirpath)
         return Path(trainer.log_dir or trainer.default_root_dir) / "videos"
 
 
 def data_of(trainer: Trainer) -> RolloutDataModule:
-    """Return the data module, whose environments can be filmed.
+    """Return the data module.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: The data module is no `RolloutDataModule`.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     check(isinstance(data, RolloutDataModule), "datamodule", type(data).__name__, "a RolloutDataModule to film")
@@ -105,14 +102,7 @@ def data_of(trainer: Trainer) -> RolloutDataModule:
 
 
 def show_video(logger: Logger, tag: str, video: VideoFile, step: int) -> None:
-    """Give a finished video to a logger, if it is one that shows videos.
-
-    Args:
-        logger: `TensorBoardLogger`, `MLFlowLogger`, or any that has `log_video` as `WandbLogger` has; others get none.
-        tag: What the video is called there.
-        video: The video.
-        step: Environment steps at which it was filmed.
-    """
+    """Log a video, if the logger is a `TensorBoardLogger`, an `MLFlowLogger` or has `log_video` like `WandbLogger`."""
     if isinstance(logger, TensorBoardLogger):
         _add_to_tensorboard(logger, tag, video, step)
     elif isinstance(logger, MLFlowLogger):
@@ -122,7 +112,7 @@ def show_video(logger: Logger, tag: str, video: VideoFile, step: int) -> None:
 
 
 def _add_to_tensorboard(logger: TensorBoardLogger, tag: str, video: VideoFile, step: int) -> None:
-    # As `SummaryWriter.add_video` does, which needs moviepy to make the same picture.
+    # `SummaryWriter.add_video` writes the same summary, but needs moviepy.
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     height, width = video.preview.frames[0].shape[:2]
@@ -132,7 +122,7 @@ def _add_to_tensorboard(logger: TensorBoardLogger, tag: str, video: VideoFile, s
 
 @contextlib.contextmanager
 def evaluating(module: LightningModule) -> Iterator[None]:
-    """Have every part of a module evaluate, and then do again what it did."""
+    """Set a module to evaluation mode inside, and restore the mode of each part."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

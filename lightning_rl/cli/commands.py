@@ -1,4 +1,4 @@
-"""The commands that run no Trainer: their options are the parameters of functions."""
+"""The commands that run no Trainer; the parameters of their functions are the options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_rl.training.warning_filters import filter_command_line_warnings
 
 
 def run_command(arguments: list[str]) -> bool:
-    """Run the command that arguments begin with; return whether it is one of this module's."""
+    """Run the command that arguments begin with; return False if it is not in this module."""
     if not arguments or arguments[0] not in COMMANDS or arguments[0] in TRAINER_COMMANDS:
         return False
     filter_command_line_warnings()
@@ -31,9 +31,9 @@ def run_command(arguments: list[str]) -> bool:
 def make_parser(command: str) -> CommandParser:
     """Return the parser of a command."""
     parser = CommandParser(prog=f"lightning-rl {command}", description=COMMANDS[command])
-    if command == "plot":  # a positional list takes one argument otherwise
-        about = "Folder of a run, or one with runs in it. Runs that differ by nothing but their seed are one curve; "
-        about += "with a name, all of them are. Each environment has a panel."
+    if command == "plot":  # a list takes one positional argument otherwise
+        about = "Folder of a run, or of several runs. Runs that differ in their seed only are one curve; "
+        about += "runs with the same name are one curve too. Each environment has a panel."
         parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help=about)
     parser.add_function_arguments(globals()[command], as_positional=True, skip={"runs"} if command == "plot" else None)
     return parser
@@ -51,9 +51,9 @@ def plot(
 
     Args:
         runs: Folders.
-        metric: What to draw, by its key in the log, or several as [a, b].
-        statistic: Over seeds: interquartile mean or mean.
-        confidence: Of the bootstrap interval over seeds.
+        metric: Key of the metric in the log, or several as [a, b].
+        statistic: Interquartile mean or mean over seeds.
+        confidence: Confidence of the bootstrap interval over seeds.
         columns: Maximum number of panels side by side.
         out: File to write, .png, .svg or .pdf; without an ending both .png and .svg.
     """
@@ -76,13 +76,13 @@ def export(
     Args:
         ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
             with --config, of its algorithm and environment.
-        format: For any runtime of ONNX (extra onnx), or for PyTorch alone.
+        format: onnx for any runtime of ONNX (extra onnx), or torch_export for PyTorch.
         output: The folder; by default in `policies` beside checkpoints.
         programs: greedy takes the mode of the policy, sampled draws from it; by default both.
         config: Configuration of the run, for its environment; by default the one in the folder of the run.
-        episodes: Episodes to play for the score that is written down.
+        episodes: Episodes to play for the score in the description.
         trust: Packages, one or several as [a, b], whose classes and environments the checkpoint and the configuration
-            beside it may name; those of lightning_rl, torch and gymnasium and of --config need no trust.
+            beside it may name; lightning_rl, torch, gymnasium and the packages in --config are trusted.
     """
     path, names = find_trained(ckpt_path, config), as_list(programs or list(PROGRAMS))
     folder, env_id, score, steps = export_checkpoint(path, format, output, names, config, episodes, as_list(trust))
@@ -104,15 +104,15 @@ def push(
     """Upload a checkpoint and print its address.
 
     Args:
-        repo_id: The repository, owner/name; made if there is none.
+        repo_id: The repository, owner/name; created if it does not exist.
         ckpt_path: The checkpoint: a file, or 'last' for the newest one or 'best' for the newest best one under runs;
             with --config, of its algorithm and environment.
         config: Configuration of the run; by default the one in its folder.
         episodes: Episodes to play for the score.
-        private: Whether a repository that is made is private.
-        message: Of the commit.
-        trust: Packages, one or several as [a, b], whose classes and environments the checkpoint and the configuration
-            beside it may name; those of lightning_rl, torch and gymnasium and of --config need no trust.
+        private: Whether a new repository is private.
+        message: Message of the commit.
+        trust: As for `export`: packages, one or several as [a, b], that the checkpoint and the configuration beside it
+            may name.
     """
     path = find_trained(ckpt_path, config)
     options = {"config": config, "episodes": episodes, "private": private, "message": message}
@@ -126,7 +126,7 @@ def pull(repo_id: str, revision: str | None = None, folder: str | None = None) -
     Args:
         repo_id: The repository, owner/name.
         revision: A branch, tag or commit.
-        folder: Where to; by default the cache of the Hub.
+        folder: Folder for the files; by default the cache of the Hub.
     """
     path = pull_from_hub(repo_id, revision=revision, folder=folder)
     say(f"Done: {relative(path)}")

@@ -310,7 +310,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
     filter_command_line_warnings()
     CommandParser.given = arguments = sys.argv[1:] if args is None else args
     others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
-    about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, each with a --help of its own: "
+    about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
     commands = {
         name: {
             "usage": f"lightning-rl {name} [--config NAME] [--model ALGORITHM] [--data.env_id ID] [options]",

@@ -341,7 +341,7 @@ def test_recording_that_cannot_be_done_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="rgb_array"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path)]).predict(make_model(data), data)
     monkeypatch.setitem(sys.modules, "minari", None)
-    with pytest.raises(ConfigurationError, match=r"needs Minari: .*\[minari\]'.*; --record_as video does without$"):
+    with pytest.raises(ConfigurationError, match=r"needs Minari: .*\[minari\]'.*; --record_as video does not need it$"):
         make_trainer(callbacks=[EpisodeRecorder(tmp_path, ["video", "minari"])]).predict(make_model(data), data)
 
 
