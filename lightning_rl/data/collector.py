@@ -332,7 +332,7 @@ class Collector:
         """Return the observations `[B, ...]` of step `t` on the policy's device."""
         return self._to_device(self._rows[t], self.generator.device) if self._moves_observations else self._rows[t]
 
-    # Unnested leaves have a shorter path in the next functions: together they save 4 of 100 µs per step of CartPole.
+    # `_put`, `_store` and `_to_arrays` skip `map_leaves` for flat spaces: this saves 4 of 100 µs per step of CartPole.
 
     def _put(self, t: int, observations: Nested) -> None:
         if isinstance(self.observations, dict | tuple):
@@ -370,7 +370,7 @@ class Collector:
 
     def _truncate_failed_episodes(self) -> None:
         """Truncate each episode that a failure ended at its last real step."""
-        # An episode that failed in the first step lost its last real step to the previous rollout.
+        # If an episode failed in the first step, its last real step is in the previous rollout, which stays as it is.
         terminated, truncated, valid, failed = (
             self._views[name] for name in ("terminated", "truncated", "valid", "failed")
         )
