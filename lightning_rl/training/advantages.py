@@ -67,7 +67,7 @@ class AdvantageEstimator:
         """Return the steps of a rollout as a batch with `advantages` and value targets `returns`.
 
         Args:
-            rollout: The rollout; it is not modified.
+            rollout: The rollout, which is not modified.
             weights: Weight of each step, `[T, B]`. None: equal weights.
             **per_step: Further tensors `[T, B, ...]` for the batch.
         """

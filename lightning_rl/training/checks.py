@@ -77,15 +77,12 @@ _GROUPS: dict[str, type] = {
 
 
 def check_options(given: Mapping[str, Any], without_effect: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
-    """Check the options that every algorithm has, each alone and against others.
+    """Check the options that every algorithm has, as plain data by full name.
 
     Args:
-        given: Options by full name, as plain data.
+        given: The options.
         without_effect: Options that the algorithm does not use, with the reason.
-        defaults: Defaults of the algorithm, by full name.
-
-    Raises:
-        ConfigurationError: An option is out of range or has no effect.
+        defaults: Defaults of the algorithm.
     """
     for name, reason in without_effect.items():
         check(given[name] == defaults[name], name, given[name], f"{defaults[name]!r}: {reason}")
@@ -229,11 +226,7 @@ def check_strategy(strategy: str | Strategy) -> None:
 
 
 def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorithm
-    """Check that a data module has the spaces that an algorithm was made for.
-
-    Raises:
-        ConfigurationError: It has another space.
-    """
+    """Check that a data module has the spaces of an algorithm."""
     for name in ("observation_space", "action_space"):
         space = getattr(data, name, None)
         if space is not None and space_to_dict(space) != model.options[name]:
@@ -246,17 +239,7 @@ def check_spaces(model: Any, data: object) -> None:  # noqa: ANN401 - an algorit
 
 
 def check_trainer(model: Any, trainer: Trainer, rollout_shape: tuple[int, int] | None) -> None:  # noqa: ANN401
-    """Check that a Trainer can train an algorithm.
-
-    Args:
-        model: The algorithm.
-        trainer: The Trainer.
-        rollout_shape: `(T, B)` of the rollouts of one rank. None: unknown.
-
-    Raises:
-        ConfigurationError: It has a tuner, a precision or loggers that do not work with the algorithm, or the policy
-            cannot learn from rollouts of this shape, or behaves differently during collection and updates.
-    """
+    """Check that a Trainer can train an algorithm on rollouts of shape `(T, B)` per rank; None: unknown shape."""
     refuse_tuners(trainer)
     # float16 needs loss scaling, which hides gradient norms. XLA would cast the learner's policy, not the acting copy.
     on_xla = "xla" in (model.device.type, trainer.strategy.root_device.type)

@@ -24,7 +24,7 @@ _FIRST_ROLLOUTS = 10
 class SaturationCheck(Callback):
     """Logs the share of clipped action components, and warns once if it stays large.
 
-    Actions outside the bounds have different log-probabilities but the same effect, which is noise for the gradient.
+    Actions outside the bounds differ in log-probability but not in effect, so learning from them adds noise.
     `OnPolicyAlgorithm` adds this callback to the Trainer if the action space contains a `Box`.
     """
 
