@@ -125,9 +125,9 @@ _HOMES = (
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modules
-    """Import what is asked for: the command line answers typos and `--version` without PyTorch and Lightning.
+    """Import public names on first use, so that the command line answers typos without PyTorch and Lightning.
 
-    The first class or function imports all, so that `LightningCLI` knows their short names.
+    The first name imports all classes, so that `LightningCLI` knows their short names.
     """
     if name in __all__ and name != "functional":
         for home in _HOMES:
@@ -142,7 +142,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - classes, functions and modu
 def _imported(name: str) -> ModuleType:
     try:
         return import_module(f"{__name__}.{name}")
-    except AttributeError as error:  # would mean that this module has no such attribute, and be tried again
+    except AttributeError as error:  # Python would take it for a missing attribute of this module and retry
         raise ImportError(f"{__name__}.{name} cannot be imported: {error}") from error
 
 

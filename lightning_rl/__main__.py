@@ -14,9 +14,9 @@ from lightning_rl.cli import COMMANDS, TRAINER_COMMANDS
 
 
 def run() -> None:
-    """Run the command line of this process; what is returned here would be its exit status."""
+    """Run the command line with the arguments of this process; returns None, the exit status of success."""
     if os.getcwd() not in sys.path and "" not in sys.path:
-        # As `python -m` has it: modules beside the configurations can be named in them.
+        # Like `python -m`, so that configurations can name modules in the current folder.
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:]
     _answer_at_once(arguments)
@@ -36,13 +36,13 @@ def run() -> None:
             sys.exit(128 + signal.SIGINT)
         raise
     finally:
-        # Gloo's threads, where they still run when the interpreter ends, abort it: the exit status would be theirs.
+        # Threads of Gloo that still run when the interpreter ends abort it and change the exit status.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
 def _answer_at_once(arguments: list[str]) -> None:
-    """Answer what needs neither PyTorch nor Lightning: the version, and a command that does not exist."""
+    """Answer `--version` and unknown commands without importing PyTorch and Lightning."""
     if arguments == ["--version"]:
         print(f"lightning-rl {__version__}")
         sys.exit(0)
@@ -58,9 +58,9 @@ def _answer_at_once(arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def _quiet_interrupt() -> Iterator[None]:
-    """End the process without a traceback if Ctrl-C comes while packages are imported.
+    """End the process without a traceback if Ctrl-C is pressed while packages are imported.
 
-    Some packages turn a KeyboardInterrupt in their imports into other errors, so it is not caught but never raised.
+    The handler raises nothing, because some packages turn a KeyboardInterrupt in their imports into other errors.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -73,7 +73,7 @@ def _quiet_interrupt() -> Iterator[None]:
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
-    """Return whether an error is a KeyboardInterrupt or was raised because of one, as Lightning's `SystemExit(1)`."""
+    """Return whether an error is a KeyboardInterrupt or was caused by one, like Lightning's `SystemExit(1)`."""
     seen: set[int] = set()  # an exception that is raised twice may be its own cause
     while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
         seen.add(id(error))

@@ -1,7 +1,7 @@
 """Groups of options: `PPO(optimizer={"max_grad_norm": 1.0})`.
 
-A group is a frozen dataclass that is the default of a constructor's parameter. Code of this package reads options by
-their full names, such as `optimizer.max_grad_norm`, in one flat dict. Checkpoints hold the groups as nested dicts.
+A group is a frozen dataclass, the default of a parameter of a constructor. The package reads options from a flat dict
+by full names, such as `optimizer.max_grad_norm`; checkpoints hold nested dicts.
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ def _leaf_types(name: str, hint: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def refuse_unknown_options(cls: type, unknown: Mapping[str, object]) -> None:
-    """Raise for options that neither a class nor its bases have.
-
-    Raises:
-        ConfigurationError: Names the option, and options with a similar name, in groups too.
-    """
+    """Raise a `ConfigurationError` with similar names for options that neither a class nor its bases have."""
     for name, value in unknown.items():
         hint = did_you_mean(name, flat(defaults_of(cls), default_groups(cls)))
         raise ConfigurationError(f"{name}={value!r} is no option of {cls.__name__}{hint}")
@@ -111,10 +107,10 @@ def flat(options: Mapping[str, Any], groups: Mapping[str, Group]) -> dict[str, A
 
     Args:
         options: By parameter of the constructor; a group may be a dict of some of its fields.
-        groups: The default of each group, which has the fields that such a dict leaves out.
+        groups: The default of each group, for the fields that such a dict leaves out.
 
     Raises:
-        ConfigurationError: A group has no such field.
+        ConfigurationError: A dict names a field that its group does not have.
     """
     result: dict[str, Any] = {}
     for name, value in options.items():
@@ -148,11 +144,7 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def options_named(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the option that an error begins with, where a class calls its arguments otherwise than the user does.
-
-    Args:
-        names: Full name of the option, by name of the argument.
-    """
+    """Replace the name of an argument at the start of an error by the full name of the option, from `names`."""
     try:
         yield
     except ConfigurationError as error:

@@ -19,17 +19,17 @@ import numpy as np
 
 T = TypeVar("T")
 _ALWAYS = ("lightning_rl", "torch", "gymnasium")
-# None outside `loading`: the user named the classes.
+# None outside of `loading`, where the user named the classes.
 _trusted: ContextVar[tuple[str, ...] | None] = ContextVar("trusted", default=None)
 
 
 @contextmanager
 def loading(trust: Iterable[str] = ()) -> Iterator[None]:
-    """Treat the class paths, modules and environment ids that are used inside as loaded data, not as the user's words.
+    """Treat class paths, modules and environment ids inside as loaded data, which may not import every module.
 
     Args:
-        trust: Packages whose modules may be imported besides `lightning_rl`, `torch` and `gymnasium`. A module that
-            Python has imported already is trusted without being listed.
+        trust: Packages whose modules may be imported besides `lightning_rl`, `torch` and `gymnasium`. Imported modules
+            are trusted.
     """
     token = _trusted.set((trust,) if isinstance(trust, str) else tuple(trust))
     try:
@@ -44,7 +44,7 @@ def is_loading() -> bool:
 
 
 def may_import(module: str) -> bool:
-    """Return whether a module may be imported here; outside `loading` every module may."""
+    """Return whether a module may be imported; outside of `loading` every module may."""
     trusted = _trusted.get()
     if trusted is None or module in sys.modules:
         return True
@@ -59,7 +59,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work; the message names the field, the value and what was expected."""
+    """A setting that cannot work; the message names the field, the value and the expected values."""
 
 
 def check(condition: bool, field: str, value: object, expected: str) -> None:
@@ -155,25 +155,21 @@ def check_number(
 
 
 def check_can_make(field: str, folder: str | Path) -> None:
-    """Raise unless a folder can be made where it is to be; nothing is made yet.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
+    """Raise a `ConfigurationError` unless a folder can be made later; nothing is made."""
     path = Path(folder).absolute()
     make_folder(field, next(parent for parent in path.parents if parent.exists()), asked=path)
 
 
 def make_folder(field: str, folder: str | Path, asked: str | Path | None = None) -> None:
-    """Make a folder unless it is there.
+    """Make a folder if it does not exist.
 
     Args:
-        field: What it was given for.
+        field: The option that names the folder.
         folder: The folder.
-        asked: Where that was another one, which is to be in it.
+        asked: The folder that errors name, if it is another one.
 
     Raises:
-        ConfigurationError: It cannot be made, or no file in it.
+        ConfigurationError: The folder cannot be made or written.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -212,11 +208,7 @@ def to_class_spec(field: str, value: ClassSpec | Callable[..., Any] | str) -> Cl
 
 
 def class_path(field: str, value: type[Any] | str) -> str:
-    """Return the import path of a class.
-
-    Raises:
-        ConfigurationError: It is no class, or one that cannot be imported by its name.
-    """
+    """Return the import path of a class; a `ConfigurationError` if the class cannot be imported by its name."""
     if isinstance(value, str):
         return value
     path = _path_of(value)
@@ -234,20 +226,16 @@ def _path_of(value: object) -> str | None:
 
 
 def to_class_specs(field: str, value: Sequence[ClassSpec | Callable[..., Any] | str] | None) -> list[ClassSpec]:
-    """Reduce a list of what `to_class_spec` takes to plain data; None is an empty list.
-
-    Raises:
-        ConfigurationError: It is no list, or one of its entries cannot be reduced.
-    """
+    """Apply `to_class_spec` to a list; None is an empty list."""
     check(value is None or isinstance(value, list | tuple), field, value, "a list of classes, or None")
     return [to_class_spec(field, one) for one in value or ()]
 
 
 def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
-    """Return `value` as numbers, strings, None, and lists and dicts of them, which any checkpoint reader understands.
+    """Return `value` as numbers, strings, None, and lists and dicts of these, for checkpoints.
 
     Raises:
-        ConfigurationError: Something else is in it; `field` then leads to the place.
+        ConfigurationError: It contains something else; the message names the place.
     """
     if isinstance(value, dict):
         return {str(key): to_plain_data(f"{field}.{key}", entry) for key, entry in value.items()}
@@ -263,15 +251,12 @@ def to_plain_data(field: str, value: Any) -> Any:  # noqa: ANN401
 
 
 def check_module(field: str, value: object, module: str) -> None:
-    """Raise unless a module may be imported; loaded data may not import every module, see `trust.loading`.
+    """Raise a `ConfigurationError` unless a module may be imported; see `loading`.
 
     Args:
         field: The option that names the module.
-        value: What the option says.
+        value: The value of the option.
         module: The module.
-
-    Raises:
-        ConfigurationError: The module is not trusted; says how to trust it.
     """
     if not may_import(module):
         package = module.partition(".")[0]
@@ -288,10 +273,10 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
     Args:
         field: The option that names the class.
         class_path: `package.module.Class`.
-        base: The class, or one of the classes, that it has to be a subclass of.
+        base: The required base class, or several of which one is required.
 
     Raises:
-        ConfigurationError: Nothing importable has that name, it is not such a class, or loaded data names a class of a
+        ConfigurationError: The class cannot be imported, has another base class, or loaded data names a class of a
             module that is not trusted.
     """
     module, _, name = class_path.rpartition(".")
@@ -310,11 +295,7 @@ def import_class(field: str, class_path: str, base: type[Any] | tuple[type[Any],
 
 
 def check_arguments(field: str, spec: ClassSpec, base: type[Any], *given: str) -> None:
-    """Raise unless `spec` is a subclass of `base` that can be called with the arguments `given` and its own.
-
-    Raises:
-        ConfigurationError: It is another class, lacks an argument or has one that the class does not take.
-    """
+    """Raise a `ConfigurationError` unless the subclass of `base` takes its `init_args` and the arguments `given`."""
     cls = import_class(field, spec["class_path"], base)
     try:
         inspect.signature(cls).bind(**dict.fromkeys(given), **spec["init_args"])
@@ -332,10 +313,10 @@ def _refused(field: str, spec: ClassSpec, error: Exception) -> ConfigurationErro
 def instantiate(
     field: str, spec: ClassSpec, base: type[Any] | tuple[type[Any], ...], /, *args: object, **kwargs: object
 ) -> Any:  # noqa: ANN401
-    """Call the class of `spec`, a subclass of `base`, with `args`, `kwargs` and the spec's own `init_args`.
+    """Call the class of `spec`, a subclass of `base`, with `args`, `kwargs` and the `init_args` of the spec.
 
     Raises:
-        ConfigurationError: The class cannot be imported, is no such class or refuses its arguments.
+        ConfigurationError: The class cannot be imported, has another base class or refuses its arguments.
     """
     cls = import_class(field, spec["class_path"], base)
     try:
@@ -345,23 +326,17 @@ def instantiate(
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs an extra, for an installed package and for a checkout, to end a message with.
-
-    In a checkout the first would do only once the package is installed there.
-    """
-    constraints = "" if extra == "robotics" else "-c constraints.txt "  # which has a newer MuJoCo
+    """Return the commands that install an extra, with the package and in a checkout, to end a message with."""
+    constraints = "" if extra == "robotics" else "-c constraints.txt "  # robotics needs a newer MuJoCo
     return f"pip install 'lightning-rl[{extra}]', in a checkout pip install {constraints}-e '.[{extra}]'"
 
 
 FROM_COMMAND_LINE = ("_class_path", "_instantiator")
-"""What LightningCLI adds to hyper-parameters: the class, and a function that constructs it and all that it is given."""
+"""Hyper-parameters that LightningCLI adds: the class, and the function that constructs it."""
 
 
 def constructor_options(cls: type[Any], hyper_parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters in a checkpoint that the constructor of a class takes.
-
-    Options of its bases are stored too, which a subclass need not take; `FROM_COMMAND_LINE` are no options.
-    """
+    """Return the stored hyper-parameters that the constructor of a class takes, without `FROM_COMMAND_LINE`."""
     parameters = inspect.signature(cls).parameters
     takes_all = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
     stored = {name: x for name, x in hyper_parameters.items() if name not in FROM_COMMAND_LINE}
