@@ -309,6 +309,7 @@ def main(args: list[str] | None = None) -> OnPolicyCLI:
     """
     filter_command_line_warnings()
     CommandParser.given = arguments = sys.argv[1:] if args is None else args
+    CommandParser.folder = Path.cwd()
     others = " ".join(f"{name}: {COMMANDS[name]}" for name in COMMANDS if name not in TRAINER_COMMANDS)
     about = "On-policy reinforcement learning for PyTorch Lightning. Further commands, which have a --help too: "
     commands = {

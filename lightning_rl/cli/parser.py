@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from argparse import SUPPRESS, Action
@@ -103,10 +104,12 @@ class CommandParser(LightningArgumentParser):
 
     Attributes:
         given: The arguments of the program.
+        folder: The current folder of the program.
         sources: Name of a group of options, and the class or function whose parameters they are.
     """
 
     given: Sequence[str] = ()
+    folder = Path()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as in Lightning
         # Abbreviated options are refused, as in a configuration.
@@ -143,6 +146,7 @@ class CommandParser(LightningArgumentParser):
         """Print one message and exit with status 2."""
         if not self.exit_on_error:
             super().error(message, ex)
+        os.chdir(self.folder)  # the parser reads a configuration in the folder of that file
         parser = getattr(ex, "subcommand_parser", None) or self
         program = parser.prog.replace(" [options]", "")
         given = [(name.replace(".init_args", "").replace(".dict_kwargs", ""), x) for name, x in settings(self.given)]

@@ -705,13 +705,18 @@ def test_modules_in_the_current_folder_can_be_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
-    [(["--model=beside.Mine"], 2), (["--model=PPO", "--data.env.imports=[beside]"], 1)],
-    ids=["model", "environment"],
+    [
+        (["--model=beside.Mine"], 2),
+        (["--config=my configs/model.yaml"], 2),
+        (["--model=PPO", "--data.env.imports=[beside]"], 1),
+    ],
+    ids=["model", "configuration", "environment"],
 )
 def test_a_module_beside_a_configuration_is_found_with_the_command_in_the_error(capsys, monkeypatch, arguments, status):
     Path("my configs").mkdir()
     Path("my configs/beside.py").write_text("from lightning_rl import PPO\nclass Mine(PPO):\n    pass\n")
     Path("my configs/mine.yaml").write_text("data:\n  env_id: CartPole-v1\n")
+    Path("my configs/model.yaml").write_text("model: beside.Mine\n")
     given = ["fit", "--config", "my configs/mine.yaml", *arguments]
     message, hint = refused(capsys, *given, status=status).splitlines()
     assert "No module named 'beside'" in message
